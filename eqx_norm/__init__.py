@@ -1,0 +1,5 @@
+"""Normalisation layers for Equinox, with statistics that are one argument apart."""
+
+from eqx_norm import strategies as strategies
+
+from ._batch_norm import BatchNorm as BatchNorm

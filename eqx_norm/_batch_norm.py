@@ -1,0 +1,250 @@
+"""`BatchNorm`: gathers moments, asks the approach which to use, normalises by those."""
+
+# The inherited fields that a strategy's memory replaces are overridden by class variables,
+# which is how a dataclass drops a field; pyright takes it for a mistake.
+# pyright: reportIncompatibleVariableOverride=false
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
+
+from eqx_norm import _approach, _memory, _normalise
+from eqx_norm._normalise import Implementation
+from eqx_norm.strategies import AbstractStrategy, Moments
+
+
+class BatchNorm(eqx.nn.BatchNorm):
+    r"""Normalises each channel over the batch and its spatial axes; drop-in for
+    `equinox.nn.BatchNorm`.
+
+    $$y = \frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \cdot \gamma + \beta$$
+
+    per channel, with learnable $\gamma$ (`weight`) and $\beta$ (`bias`). Which mean $\mu$ and
+    variance $\sigma^2$ are used is the `approach`'s to decide:
+
+    | approach | a training batch is normalised by | inference by |
+    | --- | --- | --- |
+    | `"batch"` | its own statistics | the debiased running statistics |
+    | `"ema"` | the running statistics, this batch included | the same |
+    | `"adam"` | the debiased running statistics | the same |
+    | `"smooth_start"` | the running statistics, what is not yet filled from the batch | the debiased ones |
+    | `"variance_clip"` | as `"batch"`, its variance clipped to near the running one | the debiased ones |
+
+    The layer takes one example and is to be used under `jax.vmap`:
+
+    ```python
+    model, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
+    forward = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    y, state = forward(x, state)                         # training: x is [N, 3, H, W]
+    model = eqx.nn.inference_mode(model)
+    y, _ = forward(x, state)                             # inference
+    ```
+
+    **It is an `eqx.nn.BatchNorm`.** Models ask `isinstance(layer, eqx.nn.BatchNorm)` to know
+    which of their layers take a state, so this is a subclass of it. Equinox forbids virtual
+    subclasses (`abc.ABCMeta.register`), so it is a real one, that overrides everything: of the
+    parent's fields it keeps `weight`, `bias`, `axis_name`, `inference`, `input_size`, `eps`,
+    `channelwise_affine` and `momentum`; `mode` and the four indices of running statistics
+    give way to `approach`, `memory_index` and `rejected_index`.
+
+    **Statistics** are computed in float32 at least, and remembered in float32 (float64 under
+    x64) whatever the dtypes of input and weights. They change exactly once per training call,
+    and never in inference; no gradient flows into them. A training batch whose statistics are
+    not finite is normalised like any other but leaves the memory as it was;
+    `state.get(layer.rejected_index)` counts such batches.
+
+    Where it differs from `eqx.nn.BatchNorm`: inference is right from the first step (Equinox's
+    `mode="batch"` starts its running variance at one, then debiases it as if from zero);
+    a constant channel gives exactly `bias`; the output has the dtype of the input; `axis_name`
+    is static, so that a layer may be passed through `jax.jit`.
+
+    Ioffe and Szegedy, "Batch Normalization", https://arxiv.org/abs/1502.03167; the approaches
+    are those of https://github.com/patrick-kidger/equinox/issues/659.
+    """  # noqa: E501
+
+    approach: AbstractStrategy[Any]
+    memory_index: eqx.nn.StateIndex[Any]
+    rejected_index: eqx.nn.StateIndex[Int[Array, ""]]
+    axis_name: Hashable | tuple[Hashable, ...] = eqx.field(static=True)
+    momentum: float | None = eqx.field(static=True)
+    unbiased: bool = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+
+    mode: ClassVar[None] = None
+    ema_first_time_index: ClassVar[None] = None
+    ema_state_index: ClassVar[None] = None
+    batch_counter: ClassVar[None] = None
+    batch_state_index: ClassVar[None] = None
+
+    def __init__(
+        self,
+        input_size: int,
+        axis_name: Hashable | Sequence[Hashable],
+        eps: float = 1e-5,
+        channelwise_affine: bool = True,
+        momentum: float = _approach.Unsaid(0.99),
+        inference: bool = False,
+        dtype: DTypeLike | None = None,
+        approach: str | AbstractStrategy[Any] | None = None,
+        *,
+        unbiased: bool = False,
+        implementation: Implementation = "auto",
+    ):
+        """**Arguments:**
+
+        - `input_size`: the number of channels.
+        - `axis_name`: the name of the batch axis, as given to `jax.vmap`; or several names,
+            to take statistics over several axes.
+        - `eps`: added to the variance; greater than 0.
+        - `channelwise_affine`: whether there are a weight and a bias per channel.
+        - `momentum`: the share of the running statistics that one batch leaves as it was,
+            strictly between 0 and 1. It is handed to an approach given by name. (PyTorch's
+            `momentum` is the other share.)
+        - `inference`: whether to normalise by what is remembered instead of the batch; toggle
+            it with `eqx.nn.inference_mode`.
+        - `dtype`: of weight and bias; `float32` (`float64` under x64) unless given. A complex
+            dtype makes a layer for complex input.
+        - `approach`: `"batch"`, `"ema"`, `"adam"`, `"smooth_start"`, `"variance_clip"`, or a
+            strategy object (`eqx_norm.strategies`). `None` means `"batch"`, and warns once.
+        - `unbiased`: whether the running variance takes the factor n/(n-1), as in PyTorch, or
+            not, as in Equinox, Flax and Haiku. Training batches are normalised by the biased
+            variance either way.
+        - `implementation`: `"auto"` or `"xla"`.
+
+        **Raises:** `ValueError` for an argument that makes no sense, saying what would.
+        """
+        if isinstance(input_size, bool) or not isinstance(input_size, int) or input_size < 1:
+            raise ValueError(
+                f"input_size={input_size!r}: it is the number of channels, an int of 1 or more."
+            )
+        if not eps > 0:
+            raise ValueError(
+                f"eps={eps!r}: a channel of variance 0 is divided by sqrt(eps), so eps must be "
+                "greater than 0, for example 1e-5."
+            )
+        _normalise.check(implementation)
+        self.approach = _approach.resolve(approach, momentum)
+        dtype = jnp.dtype(jnp.zeros(()).dtype if dtype is None else dtype)
+        self.weight = jnp.ones((input_size,), dtype) if channelwise_affine else None
+        self.bias = jnp.zeros((input_size,), dtype) if channelwise_affine else None
+        self.memory_index = eqx.nn.StateIndex(
+            self.approach.init(input_size, _memory.statistics_dtype(dtype))
+        )
+        self.rejected_index = eqx.nn.StateIndex(jnp.zeros((), jnp.int32))
+        # A list of names would make the layer unhashable.
+        self.axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+        self.inference = inference
+        self.input_size = input_size
+        self.eps = float(eps)
+        self.channelwise_affine = channelwise_affine
+        self.momentum = getattr(self.approach, "momentum", None)
+        self.unbiased = unbiased
+        self.implementation = implementation
+
+    @jax.named_scope("eqx_norm.BatchNorm")
+    def __call__(
+        self,
+        x: Array,
+        state: eqx.nn.State,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | Bool[Array, ""] | None = None,
+    ) -> tuple[Array, eqx.nn.State]:
+        """**Arguments:**
+
+        - `x`: one example, `(input_size, *spatial)`, float or complex, under a `vmap` that
+            binds `axis_name`.
+        - `state`: the `eqx.nn.State` that holds this layer's memory.
+        - `key`: ignored; there for compatibility with the rest of Equinox.
+        - `inference`: takes priority over `self.inference` where it is not `None`.
+
+        **Returns:** the normalised `x`, of the same shape and dtype, and the state after
+        this batch (in inference, the state as it was).
+
+        **Raises:** `NameError` where no enclosing `vmap` binds `axis_name` (in training);
+        `ValueError` for a wrong shape, a state that is not this layer's, or, with
+        `unbiased=True`, a batch of one value per channel; `TypeError` for integers. Each is
+        raised before the state is touched, so the state given in can be used again.
+        """
+        del key
+        inference = self.inference if inference is None else inference
+        memory = _memory.recall(state, self.memory_index, self.approach, self.input_size)
+        rejected = state.get(self.rejected_index)
+        self._check_input(x, memory)
+        if inference is True:
+            used = self.approach.infer(memory)
+        else:
+            batch = self._batch_moments(x, memory)
+            used, learnt = self.approach.update(batch, jax.lax.stop_gradient(memory))
+            _memory.check_form(self.approach, memory, learnt)
+            if inference is not False:  # only known at run time: jax.jit traces the flag
+                used = _select(inference, self.approach.infer(memory), used)
+            training = jnp.logical_not(inference)
+            accepted = training & batch.finite
+            memory = _select(accepted, jax.lax.stop_gradient(learnt), memory)
+            rejected = rejected + (training & ~batch.finite).astype(rejected.dtype)
+        y = _normalise.normalise(
+            x, used, self.weight, self.bias, eps=self.eps, implementation=self.implementation
+        )
+        if inference is not True:
+            # Last of all: from here on nothing can fail, and the old state is used up.
+            state = state.set(self.memory_index, memory)
+            state = state.set(self.rejected_index, rejected)
+        return y, state
+
+    def _batch_moments(self, x: Array, memory: Any) -> Moments:
+        count = _normalise.count(x, self.axis_name)
+        if count <= self.unbiased:
+            raise ValueError(
+                f"x has shape {x.shape} and the mapped axes {self.axis_name!r} hold "
+                f"{count // max(1, x[0].size)} examples: {count} values per channel"
+                + (
+                    ", for which the unbiased variance does not exist (n/(n-1) with n = 1). "
+                    "Give a larger batch, or make the layer with unbiased=False."
+                    if count
+                    else ", of which there are no statistics."
+                )
+            )
+        batch = _normalise.moments(x, self.axis_name, implementation=self.implementation)
+        batch = batch.astype(_memory.statistics_dtype(batch.mean.dtype))
+        return dataclasses.replace(batch, ddof=int(self.unbiased))
+
+    def _check_input(self, x: Array, memory: Any) -> None:
+        if x.ndim == 0 or x.shape[0] != self.input_size:
+            raise ValueError(
+                f"x has shape {x.shape}, but this layer was made with "
+                f"input_size={self.input_size} and takes one example at a time, of shape "
+                f"({self.input_size}, *spatial). "
+                + (
+                    "This looks like a batch: map over it with "
+                    f"jax.vmap(model, axis_name={self.axis_name!r}, in_axes=(0, None), "
+                    "out_axes=(0, None))."
+                    if x.ndim > 1 and x.shape[1] == self.input_size
+                    else "Make the layer with the number of channels of its input."
+                )
+            )
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"x has dtype {x.dtype}, whose normalised values cannot be represented. "
+                "Write x.astype(jnp.float32)."
+            )
+        remembers_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
+        if jnp.iscomplexobj(x) != remembers_complex:
+            raise TypeError(
+                f"x has dtype {x.dtype}, but this layer was made for "
+                + (
+                    "complex input. Write x.astype(jnp.complex64)."
+                    if remembers_complex
+                    else "real input. Make it with dtype=jnp.complex64."
+                )
+            )
+
+
+def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

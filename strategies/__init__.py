@@ -1,0 +1,17 @@
+"""Strategies: which statistics normalise a training batch, and what is remembered of it.
+
+Import them as `eqx_norm.strategies`. One strategy a file; `README.md` compares them.
+"""
+
+from ._adam import Adam as Adam
+from ._base import AbstractStrategy as AbstractStrategy
+from ._batch import Batch as Batch
+from ._ema import Ema as Ema
+from ._moments import Moments as Moments
+from ._named import NAMED as NAMED
+from ._named import named as named
+from ._running import AbstractRunningStrategy as AbstractRunningStrategy
+from ._running import Running as Running
+from ._smooth_start import SmoothStart as SmoothStart
+from ._variance_clip import Clipped as Clipped
+from ._variance_clip import VarianceClip as VarianceClip

@@ -1,0 +1,58 @@
+"""The contract that every strategy keeps."""
+
+import abc
+from typing import Generic, TypeVar
+
+import equinox as eqx
+from jax.typing import DTypeLike
+
+from ._moments import Moments
+
+Memory = TypeVar("Memory")
+
+
+class AbstractStrategy(eqx.Module, Generic[Memory]):
+    """Decides which moments normalise a training batch, and what is remembered of it.
+
+    A strategy object holds hyperparameters only (static fields). What it has learnt from
+    the batches, its *memory*, is a separate pytree of arrays: the layer keeps it in
+    `eqx.nn.State`, hands it in and takes it back. A strategy knows nothing of layers, axis
+    names, devices or kernels: it sees per-channel vectors and is written in plain JAX. Its
+    derivative is JAX's; the layer sees to it that no gradient flows into the memory.
+
+    Three methods are all there is to implement:
+
+    - `init(channels, dtype) -> memory`: the memory before any batch. `dtype` is that of the
+      statistics: float32, or float64 under x64, or their complex counterparts.
+    - `update(batch, memory) -> (used, memory)`: training. `used` are the moments that
+      normalise this batch. The new memory has the structure, shapes and dtypes of the old.
+    - `infer(memory) -> used`: inference. Before any batch this must be the identity, mean 0
+      and variance 1. (Not called `inference`: `eqx.nn.inference_mode` looks for attributes
+      of that name.)
+
+    An example: normalise by the batch, and at inference by all the values ever seen.
+
+    ```python
+    class Cumulative(AbstractStrategy[Moments]):
+        def init(self, channels, dtype):
+            return Moments.zero(channels, dtype)
+
+        def update(self, batch, memory):
+            return batch, memory.merge(batch)
+
+        def infer(self, memory):
+            return memory
+    ```
+    """
+
+    @abc.abstractmethod
+    def init(self, channels: int, dtype: DTypeLike) -> Memory:
+        """The memory before any batch."""
+
+    @abc.abstractmethod
+    def update(self, batch: Moments, memory: Memory) -> tuple[Moments, Memory]:
+        """The moments that normalise a training batch, and the memory after it."""
+
+    @abc.abstractmethod
+    def infer(self, memory: Memory) -> Moments:
+        """The moments that normalise at inference."""

@@ -1,0 +1,30 @@
+"""The strategies that a layer's `approach=` knows by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ._adam import Adam
+from ._base import AbstractStrategy
+from ._batch import Batch
+from ._ema import Ema
+from ._smooth_start import SmoothStart
+from ._variance_clip import VarianceClip
+
+NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
+    "ema": Ema,
+    "batch": Batch,
+    "adam": Adam,
+    "smooth_start": SmoothStart,
+    "variance_clip": lambda momentum: VarianceClip(Batch(momentum)),
+}
+
+
+def named(name: str, momentum: float) -> AbstractStrategy[Any]:
+    """The strategy of that name with that momentum; `ValueError` lists the known names."""
+    if name not in NAMED:
+        raise ValueError(
+            f"approach={name!r} is not known. Known by name are "
+            f"{', '.join(map(repr, NAMED))}; or give a strategy object, for example "
+            "approach=eqx_norm.strategies.Batch(momentum=0.9)."
+        )
+    return NAMED[name](momentum)

@@ -1,0 +1,75 @@
+"""`variance_clip`: no batch may have a variance far from the running one."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from ._base import AbstractStrategy
+from ._batch import Batch
+from ._moments import Moments
+
+
+class Clipped(eqx.Module):
+    """The memory of `VarianceClip`: the wrapped strategy's, and the batches it holds."""
+
+    wrapped: Any
+    batches: Int[Array, ""]
+
+
+class VarianceClip(AbstractStrategy[Clipped]):
+    r"""Clips each batch's variance, then does as the strategy that it wraps.
+
+    With $g$ the running variance (what the wrapped strategy would use at inference), the
+    variance of a batch is first clipped to
+
+    $$\left[\, g / c,\;\; c \,(g + \operatorname{mean}_{\text{channels}} g) \,\right].$$
+
+    Both the normalisation of this batch and the memory see the clipped variance, so one
+    corrupted batch can neither send gradients through the roof nor ruin what inference
+    uses. The average over channels lets a channel come back that has been quiet for long.
+
+    **Arguments:**
+
+    - `strategy`: the strategy to wrap; `Batch()` unless given.
+    - `ratio`: the constant $c$, greater than 1.
+    - `start`: the number of batches to learn from before clipping starts, 1 or more.
+
+    Ginsburg in https://github.com/BVLC/caffe/pull/3963, with his constants.
+    """
+
+    strategy: AbstractStrategy[Any] = Batch()
+    ratio: float = eqx.field(default=4.0, static=True)
+    start: int = eqx.field(default=200, static=True)
+
+    def __check_init__(self):
+        if not self.ratio > 1:
+            raise ValueError(
+                f"ratio={self.ratio!r}: the variance is kept within a factor of `ratio` of "
+                "the running variance, so it must be greater than 1."
+            )
+        if self.start < 1:
+            raise ValueError(
+                f"start={self.start!r}: there is no running variance to clip to before the "
+                "first batch, so clipping can start after 1 batch at the earliest."
+            )
+
+    def init(self, channels: int, dtype: DTypeLike) -> Clipped:
+        return Clipped(self.strategy.init(channels, dtype), jnp.zeros((), jnp.int32))
+
+    def update(self, batch: Moments, memory: Clipped) -> tuple[Moments, Clipped]:
+        running = self.strategy.infer(memory.wrapped).variance
+        low, high = running / self.ratio, self.ratio * (running + running.mean())
+        # Clipping m2 rather than the variance leaves a batch within the bounds as it was,
+        # to the bit.
+        m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
+        m2 = jnp.where(memory.batches >= self.start, m2, batch.m2)
+        clipped = dataclasses.replace(batch, m2=m2)
+        used, wrapped = self.strategy.update(clipped, memory.wrapped)
+        return used, Clipped(wrapped, memory.batches + 1)
+
+    def infer(self, memory: Clipped) -> Moments:
+        return self.strategy.infer(memory.wrapped)
