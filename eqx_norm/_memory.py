@@ -16,9 +16,7 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     The default float (float32, float64 under x64), or the complex dtype of that precision:
     a running average in half precision would stop moving.
     """
-    default = jnp.result_type(float)
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.promote_types(default, jnp.complex64) if is_complex else default
+    return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
 def recall(

@@ -21,4 +21,4 @@ class Adam(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         memory = memory.push(batch, self.momentum)
-        return memory.debias(), memory
+        return memory.moments, memory

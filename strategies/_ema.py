@@ -1,5 +1,7 @@
 """`ema`: normalise by the running average."""
 
+import dataclasses
+
 import equinox as eqx
 import jax.numpy as jnp
 
@@ -23,7 +25,7 @@ class Ema(AbstractRunningStrategy):
     momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
-        # The first batch is taken in whole, which also brings the weight to 1 for good.
-        momentum = jnp.where(memory.weight > 0, self.momentum, 0.0)
-        memory = memory.push(batch, momentum)
-        return memory.debias(), memory
+        memory = memory.push(batch, self.momentum)
+        # The first batch counts in full, as if nothing were left to fill.
+        memory = dataclasses.replace(memory, weight=jnp.ones_like(memory.weight))
+        return memory.moments, memory

@@ -10,7 +10,7 @@ from ._moments import Moments
 
 
 class Running(eqx.Module):
-    r"""An exponential moving average of batch means and variances, started from zero.
+    r"""An exponential moving average of batch means and variances, debiased.
 
     With $b_k$ the mean and variance of the $k$-th batch and $m$ the momentum,
 
@@ -18,11 +18,17 @@ class Running(eqx.Module):
       w_k = m w_{k-1} + (1 - m), \quad w_0 = 0.$$
 
     The weight $w_k = 1 - m^k$ is what all batches so far count for together; the rest,
-    $m^k$, still belongs to the zero that the average started from. It is remembered as a
-    number rather than computed from a step counter, so that statistics loaded from elsewhere
-    simply have weight 1 and are never debiased again.
+    $m^k$, still belongs to the zero that the average started from. Remembered are not $h_k$
+    and a step counter but the debiased average $r_k = h_k / w_k$ and $w_k$ itself, by
 
-    **Fields:** `mean` `(channels,)`, `variance` `(channels,)`, `weight` `()`.
+    $$r_k = r_{k-1} + \frac{1 - m}{w_k} (b_k - r_{k-1}).$$
+
+    This is the same in exact arithmetic and better in floating point: the first batch is
+    remembered to the bit, and a statistic that does not change stays as it is to the bit.
+    And statistics loaded from elsewhere simply have weight 1.
+
+    **Fields:** `mean` `(channels,)`, `variance` `(channels,)`: $r_k$; `weight` `()`: $w_k$.
+    Before any batch all are 0.
     """
 
     mean: Inexact[Array, " channels"]
@@ -41,30 +47,32 @@ class Running(eqx.Module):
         mean, variance = jnp.asarray(mean), jnp.asarray(variance)
         return cls(mean, variance, jnp.ones((), variance.dtype))
 
-    def push(self, batch: Moments, momentum: ArrayLike) -> "Running":
+    def push(self, batch: Moments, momentum: float) -> "Running":
         """The average after one more batch."""
-        keep = jnp.asarray(momentum, self.weight.dtype)
-        take = jnp.asarray(1 - momentum, self.weight.dtype)
+        weight = momentum * self.weight + (1 - momentum)
+        share = (1 - momentum) / weight
         return Running(
-            keep * self.mean + take * batch.mean,
-            keep * self.variance + take * batch.memory_variance,
-            keep * self.weight + take,
+            self.mean + share.astype(self.mean.dtype) * (batch.mean - self.mean),
+            self.variance + share * (batch.memory_variance - self.variance),
+            weight,
         )
 
-    def debias(self) -> Moments:
-        """`h / w`, as Adam corrects its averages; the identity before any batch."""
-        seen = self.weight > 0
-        weight = jnp.where(seen, self.weight, 1)
-        return Moments.of(self.mean / weight, jnp.where(seen, self.variance / weight, 1))
+    @property
+    def moments(self) -> Moments:
+        """The average as moments; the identity before any batch."""
+        return Moments.of(self.mean, jnp.where(self.weight > 0, self.variance, 1))
 
     def fill(self, batch: Moments) -> Moments:
         """`h + (1 - w) b`: the part that no batch has filled yet is taken from this one."""
-        rest = 1 - self.weight
-        return Moments.of(self.mean + rest * batch.mean, self.variance + rest * batch.variance)
+        weight = self.weight.astype(self.mean.dtype)
+        return Moments.of(
+            batch.mean + weight * (self.mean - batch.mean),
+            batch.variance + self.weight * (self.variance - batch.variance),
+        )
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):
-    """A strategy whose memory is a `Running`, and whose inference is its debiased value."""
+    """A strategy whose memory is a `Running`, which is also what inference uses."""
 
     momentum: eqx.AbstractVar[float]
 
@@ -80,4 +88,4 @@ class AbstractRunningStrategy(AbstractStrategy[Running]):
         return Running.empty(channels, dtype)
 
     def infer(self, memory: Running) -> Moments:
-        return memory.debias()
+        return memory.moments

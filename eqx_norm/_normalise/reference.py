@@ -19,7 +19,7 @@ AxisName = Hashable | tuple[Hashable, ...]
 
 def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The precision to calculate in: the input's own, but float32 at least."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def count(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> int:
@@ -74,7 +74,11 @@ def moments(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> Mom
     def total(values: Array) -> Array:
         return lax.psum(values.sum(axis=1), axis_name)
 
-    first = lax.stop_gradient(lax.all_gather(per_channel[:, 0], axis_name)[0])
+    first = per_channel[:, 0]
+    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+        # One name at a time: all_gather takes no tuple of vmapped names.
+        first = lax.all_gather(first, name)[0]
+    first = lax.stop_gradient(first)
     mean = first + total(per_channel - first[:, None]) / n
     deviation = per_channel - mean[:, None]
     rest = total(deviation)

@@ -1,0 +1,1 @@
+"""Experiments: each file makes one figure or table; run as `python -m experiments.NAME`."""

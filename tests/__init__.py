@@ -1,0 +1,1 @@
+"""The tests of eqx-norm: one file for each promise."""

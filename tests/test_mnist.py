@@ -1,0 +1,358 @@
+"""The experiments' data: read from every source alike, and every fault named with its fix."""
+
+import gzip
+import hashlib
+import lzma
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import make_subset, mnist
+
+NAMES = (*mnist.TRAIN, *mnist.TEST)
+TRAIN_IMAGES, TRAIN_LABELS = mnist.TRAIN
+TEST_IMAGES, TEST_LABELS = mnist.TEST
+PUBLISHED = Path(__file__).parents[2] / "shared" / "data" / "mnist"
+
+Pack = Callable[[bytes], bytes]
+PACKS: dict[str, Pack] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+
+
+def idx_images(count: int, size: tuple[int, int] = (28, 28), magic: int = 0x803) -> bytes:
+    pixels = np.random.default_rng(count).integers(0, 256, (count, *size), np.uint8)
+    return struct.pack(">IIII", magic, count, *size) + pixels.tobytes()
+
+
+def idx_labels(labels: list[int]) -> bytes:
+    return struct.pack(">II", 0x801, len(labels)) + bytes(labels)
+
+
+TINY = {
+    TRAIN_IMAGES: idx_images(5),
+    TRAIN_LABELS: idx_labels([3, 1, 4, 1, 9]),
+    TEST_IMAGES: idx_images(2),
+    TEST_LABELS: idx_labels([0, 7]),
+}
+
+
+def write(folder: Path, suffix: str, files: dict[str, bytes] = TINY) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / (name + suffix)).write_bytes(PACKS[suffix](content))
+    return folder
+
+
+def assert_tiny(data: mnist.Mnist) -> None:
+    assert data.train.images.shape == (5, 28, 28)
+    assert data.train.images.tobytes() == TINY[TRAIN_IMAGES][16:]
+    assert data.train.labels.tolist() == [3, 1, 4, 1, 9]
+    assert data.test.images.tobytes() == TINY[TEST_IMAGES][16:]
+    assert data.test.labels.tolist() == [0, 7]
+    assert {array.dtype for split in data for array in split} == {np.dtype(np.uint8)}
+
+
+@pytest.mark.parametrize("suffix", PACKS)
+def test_folder(tmp_path: Path, suffix: str):
+    assert_tiny(mnist.load(str(write(tmp_path, suffix))))
+
+
+def test_plain_file_goes_before_packed_one(tmp_path: Path):
+    write(tmp_path, "")
+    for suffix in (".gz", ".xz"):
+        (tmp_path / (TRAIN_IMAGES + suffix)).write_bytes(b"not read")
+    assert_tiny(mnist.load(str(tmp_path)))
+
+
+IMAGES, LABELS = TINY[TRAIN_IMAGES], TINY[TRAIN_LABELS]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        pytest.param(TRAIN_IMAGES, None, "none of them", id="missing"),
+        pytest.param(TRAIN_IMAGES, b"", "header of 16 bytes, found 0 bytes", id="empty"),
+        pytest.param(TRAIN_IMAGES, IMAGES[:11], "found 11 bytes", id="short header"),
+        pytest.param(TRAIN_IMAGES, IMAGES[:-1], "3936 bytes for 5 items", id="truncated"),
+        pytest.param(TRAIN_IMAGES, IMAGES + b"!", "found 3937 bytes", id="trailing"),
+        pytest.param(TRAIN_LABELS, LABELS[:-1], "13 bytes for 5 items", id="label truncated"),
+        pytest.param(
+            TRAIN_LABELS,
+            IMAGES,
+            "magic number 0x00000801, found 0x00000803",
+            id="magic number",
+        ),
+        pytest.param(
+            TRAIN_IMAGES,
+            idx_images(5, (28, 32)),
+            "size (28, 28), found (28, 32)",
+            id="image size",
+        ),
+        pytest.param(
+            TRAIN_LABELS,
+            idx_labels([1, 2, 3, 4]),
+            f"{TRAIN_IMAGES}, found 4",
+            id="count mismatch",
+        ),
+        pytest.param(
+            TEST_LABELS,
+            idx_labels([9, 10]),
+            "labels from 0 to 9, found 10 at index 1",
+            id="label above 9",
+        ),
+        pytest.param(
+            TRAIN_IMAGES + ".gz",
+            gzip.compress(IMAGES)[:-20],
+            "a whole .gz file, found a broken one",
+            id="truncated gz",
+        ),
+        pytest.param(
+            TRAIN_IMAGES + ".gz", b"<html>", "a whole .gz file, found a broken one", id="no gz"
+        ),
+        pytest.param(
+            TRAIN_IMAGES + ".xz",
+            lzma.compress(IMAGES)[:-20],
+            "a whole .xz file, found a broken one",
+            id="truncated xz",
+        ),
+    ],
+)
+def test_fault_in_folder(tmp_path: Path, file: str, content: bytes | None, says: str):
+    write(tmp_path, "")
+    (tmp_path / file.removesuffix(".gz").removesuffix(".xz")).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(mnist.DataError) as caught:
+        mnist.load(str(tmp_path))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / file}: expected ")
+    assert says in message
+    assert message.endswith("; give --data download for the published files")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [("nowhere", "found no such folder"), ("file", "can be read, found")]
+)
+def test_not_a_folder(tmp_path: Path, source: str, says: str):
+    (tmp_path / "file").touch()
+    with pytest.raises(mnist.DataError) as caught:
+        mnist.load(str(tmp_path / source))
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / source / TRAIN_IMAGES))
+    assert says in message
+    assert "--data download" in message
+
+
+def test_relative_folder_is_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(mnist.DataError, match="no such folder") as caught:
+        mnist.load("downlaod")
+    assert str(tmp_path / "downlaod") in str(caught.value)
+
+
+@pytest.fixture
+def mirrors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two mirrors, of which only the second has the files, and an empty cache."""
+    pair = tmp_path / "first", write(tmp_path / "second", ".gz")
+    monkeypatch.setattr(mnist, "MIRRORS", tuple(mirror.as_uri() + "/" for mirror in pair))
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in TINY.items()}
+    monkeypatch.setattr(mnist, "SHA256_UNPACKED", digests)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return pair
+
+
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "eqx-norm" / "mnist"
+
+
+def withdraw(mirror: Path) -> None:
+    for file in mirror.iterdir():
+        file.unlink()
+
+
+def test_download_from_first_mirror(tmp_path: Path, mirrors: tuple[Path, Path]):
+    write(mirrors[0], ".gz")
+    withdraw(mirrors[1])
+    assert_tiny(mnist.load("download"))
+    assert sorted(path.name for path in cache(tmp_path).iterdir()) == sorted(
+        f"{name}.gz" for name in NAMES
+    )
+
+
+@pytest.mark.usefixtures("mirrors")
+def test_download_goes_on_to_second_mirror():
+    assert_tiny(mnist.load("download"))
+
+
+def test_download_passes_over_mirror_with_other_files(mirrors: tuple[Path, Path]):
+    write(mirrors[0], ".gz", dict.fromkeys(NAMES, b"other"))
+    assert_tiny(mnist.load("download"))
+
+
+def test_second_load_needs_no_mirror(mirrors: tuple[Path, Path]):
+    mnist.load("download")
+    withdraw(mirrors[1])
+    assert_tiny(mnist.load("download"))
+
+
+@pytest.mark.usefixtures("mirrors")
+@pytest.mark.parametrize("damage", [b"", b"broken", gzip.compress(b"other")])
+def test_damaged_cache_is_repaired(tmp_path: Path, damage: bytes):
+    mnist.load("download")
+    file = cache(tmp_path) / f"{TEST_IMAGES}.gz"
+    whole = file.read_bytes()
+    file.write_bytes(damage)
+    assert_tiny(mnist.load("download"))
+    assert file.read_bytes() == whole
+
+
+def test_without_xdg_cache_home(
+    tmp_path: Path, mirrors: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    mnist.load("download")
+    assert (tmp_path / ".cache" / "eqx-norm" / "mnist" / f"{TRAIN_IMAGES}.gz").is_file()
+
+
+def assert_download_fails(*says: str) -> None:
+    with pytest.raises(mnist.DataError) as caught:
+        mnist.load("download")
+    message = str(caught.value)
+    for part in (*says, "; give --data subset, or --data FOLDER"):
+        assert part in message
+
+
+def test_wrong_checksum(tmp_path: Path, mirrors: tuple[Path, Path]):
+    write(mirrors[1], ".gz", {TRAIN_LABELS: b"other"})
+    assert_download_fails(
+        f"{mirrors[1].as_uri()}/{TRAIN_LABELS}.gz: expected SHA-256 ",
+        mnist.SHA256_UNPACKED[TRAIN_LABELS],
+        hashlib.sha256(b"other").hexdigest(),
+    )
+    assert not (cache(tmp_path) / f"{TRAIN_LABELS}.gz").exists()
+
+
+def test_no_mirror_reached(mirrors: tuple[Path, Path]):
+    withdraw(mirrors[1])
+    assert_download_fails(
+        *(f"{mirror.as_uri()}/{TRAIN_IMAGES}.gz: expected the file" for mirror in mirrors)
+    )
+
+
+@pytest.mark.usefixtures("mirrors")
+def test_cache_cannot_be_written(tmp_path: Path):
+    (tmp_path / "cache").touch()
+    assert_download_fails(str(cache(tmp_path) / f"{TRAIN_IMAGES}.gz"), "XDG_CACHE_HOME")
+
+
+def test_subset():
+    train, test = mnist.load()
+    assert train.images.shape == (10_000, 28, 28)
+    assert test.images.shape == (2_000, 28, 28)
+    per_digit = [1001, 1127, 991, 1032, 980, 863, 1014, 1070, 944, 978]
+    assert np.bincount(train.labels).tolist() == per_digit
+    assert np.bincount(test.labels).tolist() == [
+        *(175, 234, 219, 207, 217),
+        *(179, 178, 205, 192, 194),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_subset_is_what_its_readme_says(name: str):
+    packed = (mnist.SUBSET / f"{name}.xz").read_bytes()
+    digest = hashlib.sha256(lzma.decompress(packed)).hexdigest()
+    lines = (mnist.SUBSET / "README.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| {name}.xz |"))
+    assert line.endswith(f"| {len(packed):,} | {digest} |")
+
+
+def test_damaged_subset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mnist, "SUBSET", tmp_path)
+    with pytest.raises(mnist.DataError) as caught:
+        mnist.load()
+    assert str(tmp_path / TRAIN_IMAGES) in str(caught.value)
+    assert "git checkout experiments/data/mnist" in str(caught.value)
+
+
+def test_subset_is_the_beginning_of_mnist():
+    if not PUBLISHED.is_dir():
+        pytest.skip("needs the published files in ../shared/data/mnist")
+    for name, content in make_subset.subset(mnist.load(str(PUBLISHED))).items():
+        assert lzma.decompress((mnist.SUBSET / f"{name}.xz").read_bytes()) == content
+
+
+@pytest.fixture
+def tiny_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_subset, "TRAIN_COUNT", 3)
+    monkeypatch.setattr(make_subset, "TEST_COUNT", 1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("tiny_counts")
+def test_rebuild_is_the_same_bit_for_bit(tmp_path: Path):
+    source = str(write(tmp_path / "source", ".gz"))
+    for out in ("once", "again"):
+        assert make_subset.main(["--data", source, "--out", str(tmp_path / out)]) == 0
+    once = contents(tmp_path / "once")
+    assert once == contents(tmp_path / "again")
+    files = make_subset.subset(mnist.load(source))
+    assert once == {f"{name}.xz": make_subset.packed(file) for name, file in files.items()}
+
+    train, test = mnist.load(str(tmp_path / "once"))
+    assert train.labels.tolist() == [3, 1, 4]
+    assert train.images.tobytes() == TINY[TRAIN_IMAGES][16 : 16 + 3 * 784]
+    assert test.labels.tolist() == [0]
+
+
+@pytest.mark.usefixtures("tiny_counts")
+def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    build = ["--data", str(write(tmp_path / "source", "")), "--out", str(out)]
+    make_subset.main(build)
+    assert make_subset.main([*build, "--check"]) == 0
+    assert capsys.readouterr().out.count("the same\n") == 4
+
+    (out / f"{TRAIN_IMAGES}.xz").unlink()
+    (out / f"{TRAIN_LABELS}.xz").write_bytes(b"broken")
+    (out / f"{TEST_IMAGES}.xz").write_bytes(lzma.compress(TINY[TEST_IMAGES]))
+    labels = make_subset.subset(mnist.load(build[1]))[TEST_LABELS]
+    repacked = lzma.compress(labels, check=lzma.CHECK_CRC32)
+    (out / f"{TEST_LABELS}.xz").write_bytes(repacked)
+    before = contents(out)
+    assert make_subset.main([*build, "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{TRAIN_IMAGES}.xz: is missing",
+        f"{TRAIN_LABELS}.xz: differs",
+        f"{TEST_IMAGES}.xz: differs",
+        f"{TEST_LABELS}.xz: holds the same data, packed by another version of xz",
+    ]
+    assert contents(out) == before
+
+
+def test_too_few_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = str(write(tmp_path / "source", ""))
+    with pytest.raises(SystemExit) as caught:
+        make_subset.main(["--data", source, "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert f"{TRAIN_IMAGES}: expected at least 10000 images, found 5" in message
+    assert "give --data download" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_scaled():
+    images = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
+    found = mnist.scaled(images)
+    assert found.shape == (1, 1, 16, 16)
+    assert found.dtype == np.float32
+    exact = (np.arange(256) / 255 - 0.5) / 0.5
+    np.testing.assert_allclose(found.ravel(), exact, rtol=0, atol=2e-7)
+    assert found.min() == -1
+    assert found.max() == 1

@@ -1,0 +1,178 @@
+"""Running statistics change once per training call, by what the formula says."""
+
+import functools
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import BatchNorm
+from eqx_norm.strategies import Running
+
+from .helpers import (
+    APPROACHES,
+    bits,
+    call,
+    call_and_grad,
+    copy,
+    make,
+    normal,
+    over_batch,
+    remembered,
+)
+
+X = normal(0, (8, 3, 4), 1, 2)
+each_approach = pytest.mark.parametrize("approach", APPROACHES)
+
+
+def equal(a, b):
+    return [bits(leaf) for leaf in jax.tree.leaves(a)] == [
+        bits(leaf) for leaf in jax.tree.leaves(b)
+    ]
+
+
+@each_approach
+def test_inference_never_changes_it(approach):
+    layer, state = make(3, "batch", approach=approach)
+    _, state = call(layer, state, X)
+    for inference in (
+        eqx.nn.inference_mode(layer),
+        functools.partial(layer, inference=True),
+    ):
+        before = copy(state)
+        _, after = call(inference, state, 2 * X)
+        assert equal(before, after)
+
+
+def test_training_can_be_asked_for_in_one_call():
+    layer, state = make(3, "batch", approach="batch", inference=True)
+    _, after = call(functools.partial(layer, inference=False), copy(state), X)
+    assert not equal(state, after)
+
+
+@each_approach
+def test_with_and_without_a_gradient_it_is_the_same(approach):
+    layer, state = make(3, "batch", approach=approach)
+    _, without = call(layer, copy(state), X)
+    _, with_gradient, _ = call_and_grad(layer, copy(state), X, X)
+    _, without_jit = over_batch(layer)(X, copy(state))
+    chex.assert_trees_all_close(without, with_gradient, rtol=1e-6)
+    chex.assert_trees_all_close(without, without_jit, rtol=1e-6)
+
+
+@each_approach
+def test_no_gradient_flows_into_or_out_of_memory(approach):
+    layer, state = make(3, "batch", approach=approach)
+    _, state = call(layer, state, X)
+
+    def remembered_after(x):
+        _, new_state = over_batch(layer)(x, copy(state))
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(new_state))
+
+    np.testing.assert_array_equal(jax.grad(remembered_after)(X), np.zeros(X.shape))
+
+    def output(memory):
+        y, _ = over_batch(layer)(X, copy(state).set(layer.memory_index, memory))
+        return jnp.sum(y**2)
+
+    _, gradients = eqx.filter_value_and_grad(output)(state.get(layer.memory_index))
+    for gradient in jax.tree.leaves(gradients):
+        np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
+
+
+@each_approach
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad):
+    layer, state = make(3, "batch", approach=approach)
+    _, state = call(layer, state, X)
+    before = copy(state)
+    _, after = call(layer, state, X.at[3, 1, 2].set(bad))
+    assert equal(before.get(layer.memory_index), after.get(layer.memory_index))
+    assert after.get(layer.rejected_index) == 1
+    _, after = call(layer, after, 2 * X)
+    assert after.get(layer.rejected_index) == 1
+    assert not equal(before.get(layer.memory_index), after.get(layer.memory_index))
+
+
+@each_approach
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)], ids=str)
+def test_one_value_per_channel(approach, shape):
+    """MXNet #21111: a single value has no variance; that is no reason for NaN."""
+    layer, state = make(3, "batch", approach=approach)
+    layer = eqx.tree_at(lambda m: m.bias, layer, jnp.arange(3.0))
+    x = normal(0, shape, 100, 10)
+    y, state, (_, dx) = call_and_grad(layer, state, x, jnp.ones(shape))
+    assert bits(y) == bits(jnp.arange(3.0))
+    np.testing.assert_array_equal(dx, np.zeros(shape))
+    mean, variance = remembered(layer, state)
+    np.testing.assert_allclose(mean, x.reshape(3), rtol=1e-6)
+    np.testing.assert_array_equal(variance, np.zeros(3))
+    assert np.isfinite(call(eqx.nn.inference_mode(layer), state, x)[0]).all()
+
+
+@pytest.mark.parametrize("n", [7, 9, 121])
+@pytest.mark.parametrize("constant", [1e-3, 0.1, 1 / 3, 300.0, 65504.0])
+def test_a_constant_channel_gives_exactly_the_bias(n, constant):
+    """Caffe #3963, alive in XLA: the mean of a constant has to be that constant."""
+    layer, state = make(2, "batch", approach="batch")
+    layer = eqx.tree_at(lambda m: m.bias, layer, jnp.array([0.5, -2.0]))
+    y, state = call(layer, state, jnp.full((n, 2), constant))
+    assert bits(y) == bits(jnp.tile(layer.bias, (n, 1)))
+    np.testing.assert_array_equal(remembered(layer, state)[1], np.zeros(2))
+
+
+@each_approach
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_one_update_takes_in_the_variance_that_unbiased_says(approach, unbiased):
+    """MXNet #21111: biased or unbiased has to be a visible choice."""
+    layer, state = make(3, "batch", approach=approach, momentum=1e-6, unbiased=unbiased)
+    y, state = call(layer, state, X)
+    values = np.asarray(X, np.float64).swapaxes(0, 1).reshape(3, -1)
+    mean, variance = remembered(layer, state)
+    np.testing.assert_allclose(mean, values.mean(1), rtol=1e-5)
+    np.testing.assert_allclose(variance, values.var(1, ddof=int(unbiased)), rtol=1e-5)
+    if approach in ("batch", "variance_clip"):
+        np.testing.assert_allclose(y.std((0, 2)), np.ones(3), rtol=1e-5)
+
+
+def test_loaded_statistics_are_used_as_they_are():
+    layer, state = make(3, "batch", approach="batch", inference=True)
+    state = state.set(layer.memory_index, Running.loaded(f32([1, 2, 3]), f32([4, 9, 16])))
+    y, _ = call(layer, state, X)
+    right = (X - f32([1, 2, 3])[:, None]) / f32([2, 3, 4])[:, None]
+    np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
+
+
+@each_approach
+def test_serialisation(approach, tmp_path):
+    model, state = make(3, "batch", approach=approach)
+    _, state = call(model, state, X)
+    eqx.tree_serialise_leaves(tmp_path / "model.eqx", (model, state))
+    like = make(3, "batch", approach=approach)
+    loaded_model, loaded_state = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", like)
+    assert equal((model, state), (loaded_model, loaded_state))
+    chex.assert_trees_all_equal(call(model, state, X), call(loaded_model, loaded_state, X))
+
+
+@each_approach
+def test_sequential(approach):
+    def build(key):
+        keys = jax.random.split(key)
+        return eqx.nn.Sequential(
+            [
+                eqx.nn.Conv2d(1, 3, 3, key=keys[0]),
+                BatchNorm(3, "batch", approach=approach),
+                eqx.nn.Lambda(jax.nn.relu),
+                eqx.nn.Conv2d(3, 2, 3, key=keys[1]),
+                BatchNorm(2, "batch", approach=approach),
+            ]
+        )
+
+    model, state = eqx.nn.make_with_state(build)(jax.random.key(0))
+    before = copy(state)
+    y, state = call(model, state, normal(0, (4, 1, 7, 7)))
+    assert y.shape == (4, 2, 3, 3)
+    assert not equal(before, state)
