@@ -65,7 +65,7 @@ def test_complex():
         y, our_state = call(ours, our_state, x)
         their_y, their_state = call(theirs, their_state, x)
         close(y, their_y)
-    assert y.dtype == jnp.complex64
+        assert y.dtype == jnp.complex64
     memory = our_state.get(ours.memory_index)
     assert memory.mean.dtype == jnp.complex64
     assert memory.variance.dtype == jnp.float32

@@ -21,7 +21,7 @@ def of_values(values: np.ndarray) -> Moments:
 
 def assert_same(a: Moments, b: Moments, scale: float) -> None:
     """Equal up to the rounding of a few float32 operations on values of that size."""
-    ulp = np.finfo(np.float32).eps
+    ulp = float(np.finfo(np.float32).eps)
     np.testing.assert_array_equal(a.count, b.count)
     np.testing.assert_allclose(a.mean, b.mean, atol=8 * ulp * scale, rtol=0)
     np.testing.assert_allclose(

@@ -18,6 +18,7 @@ from .helpers import (
     call,
     call_and_grad,
     copy,
+    f32,
     make,
     normal,
     over_batch,

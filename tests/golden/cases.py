@@ -1,0 +1,132 @@
+"""The cases in which the layer equals its peers; how one is run, and the golden files."""
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EPS = 1e-5
+# So small that weight and bias, which walk at random for 100 steps, stay of order 1.
+LEARNING_RATE = 0.01
+RECORDED = (1, 2, 3, 10, 50, 100)
+
+Arrays = dict[str, np.ndarray]
+# (weight and bias by name, or {}; a batch; the gradient of its output; the probe) to what
+# the layer gives for them, by name.
+Step = Callable[[Arrays, np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`layer` is the peer's name for it, and `momentum` is as the peer counts it.
+
+    `shape` has the channels first, and so have all recorded arrays, also Flax's.
+    """
+
+    peer: str
+    layer: str
+    shape: tuple[int, ...]
+    momentum: float
+    affine: bool = True
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"{self.layer}-{shape}-{self.momentum}{'' if self.affine else '-plain'}"
+
+    @property
+    def channels(self) -> int:
+        return self.shape[1]
+
+    @property
+    def values_per_channel(self) -> int:
+        return math.prod(self.shape) // self.channels
+
+
+CASES = (
+    Case("torch", "BatchNorm1d", (8, 5), 0.1),
+    Case("torch", "BatchNorm1d", (8, 5), 0.01, affine=False),
+    Case("torch", "BatchNorm1d", (6, 5, 7), 0.01),
+    Case("torch", "BatchNorm2d", (4, 3, 6, 5), 0.1),
+    Case("torch", "BatchNorm3d", (2, 3, 2, 4, 3), 0.01),
+    Case("flax", "linen", (8, 5), 0.9),
+    Case("flax", "linen", (8, 5), 0.99, affine=False),
+    Case("flax", "linen", (6, 5, 7), 0.99),
+    Case("flax", "linen", (4, 3, 6, 5), 0.9),
+    Case("flax", "nnx", (8, 5), 0.9),
+    Case("flax", "nnx", (8, 5), 0.99, affine=False),
+    Case("flax", "nnx", (6, 5, 7), 0.99),
+    Case("flax", "nnx", (4, 3, 6, 5), 0.9),
+)
+
+
+def record(case: Case, step: Step) -> Arrays:
+    """100 steps of SGD on batches that differ in mean and scale.
+
+    Of what `step` returns, the arrays at the recorded steps, stacked. Not `step` but this
+    moves weight and bias, so that every layer is trained in the same way.
+    """
+    # Drawn per case, so that a new case leaves the inputs of the others as they are.
+    random = np.random.RandomState(zlib.crc32(str(case).encode()))
+    per_channel = (case.channels, *(1,) * (len(case.shape) - 2))
+
+    def uniform(low: float, high: float, shape: tuple[int, ...]) -> np.ndarray:
+        return random.uniform(low, high, shape).astype(np.float32)
+
+    def batch() -> np.ndarray:
+        mean, std = uniform(-2, 2, per_channel), uniform(0.5, 2, per_channel)
+        return mean + std * random.standard_normal(case.shape).astype(np.float32)
+
+    affine: Arrays = {}
+    if case.affine:
+        affine["weight"] = uniform(0.5, 1.5, (case.channels,))
+        affine["bias"] = uniform(-1, 1, (case.channels,))
+    probe = batch()
+    recorded: dict[str, list[np.ndarray]] = {}
+    for k in range(1, max(RECORDED) + 1):
+        x, dy = batch(), random.standard_normal(case.shape).astype(np.float32)
+        # Copies, because some of these may be views of what the next step overwrites.
+        gave = {name: np.array(array) for name, array in step(affine, x, dy, probe).items()}
+        affine = {
+            name: value - LEARNING_RATE * gave[f"d{name}"] for name, value in affine.items()
+        }
+        if k in RECORDED:
+            for name, array in gave.items():
+                recorded.setdefault(name, []).append(array)
+    return {name: np.stack(arrays) for name, arrays in recorded.items()}
+
+
+def write(peer: str, run: Callable[[Case], Arrays], version: str) -> None:
+    content: dict[str, Any] = {
+        f"{case}/{name}": array
+        for case in CASES
+        if case.peer == peer
+        for name, array in run(case).items()
+    }
+    content["version"] = np.array(version)
+    # Not compressed: the values are random, and zlib's bytes depend on its version.
+    np.savez(_path(peer), **content)
+
+
+def golden(case: Case) -> Arrays:
+    """What `run(case)` gave when the golden file was written."""
+    prefix = f"{case}/"
+    return {
+        name.removeprefix(prefix): array
+        for name, array in _load(case.peer).items()
+        if name.startswith(prefix)
+    }
+
+
+def _path(peer: str) -> Path:
+    return Path(__file__).with_name(f"{peer}.npz")
+
+
+@functools.cache
+def _load(peer: str) -> Arrays:
+    with np.load(_path(peer)) as file:
+        return dict(file)

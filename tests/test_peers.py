@@ -1,0 +1,97 @@
+"""With approach="batch" the layer equals PyTorch's and Flax's, over 100 steps of training.
+
+`make test` compares with the golden files in `tests/golden`; `make test-peers`, where torch
+and flax are installed, with the peers themselves, and those with the golden files.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .golden import cases
+from .helpers import call, call_and_grad, load, make, remembered
+
+TORCH_CASES = tuple(case for case in cases.CASES if case.peer == "torch")
+each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
+
+
+def ours(case: cases.Case, *, unbiased: bool) -> cases.Arrays:
+    layer, state = make(
+        case.channels,
+        "batch",
+        eps=cases.EPS,
+        channelwise_affine=case.affine,
+        momentum=1 - case.momentum if case.peer == "torch" else case.momentum,
+        approach="batch",
+        unbiased=unbiased,
+    )
+    # The peers start from a mean of 0 and a variance of 1, which count like any other.
+    state = load(layer, state, np.zeros(case.channels), np.ones(case.channels))
+
+    def step(
+        affine: cases.Arrays, x: np.ndarray, dy: np.ndarray, probe: np.ndarray
+    ) -> dict[str, Any]:
+        nonlocal layer, state
+        if affine:
+            new = [jnp.asarray(affine[name]) for name in ("weight", "bias")]
+            layer = eqx.tree_at(lambda layer: [layer.weight, layer.bias], layer, new)
+        y, state, (gradients, dx) = call_and_grad(layer, state, jnp.asarray(x), jnp.asarray(dy))
+        inference, _ = call(eqx.nn.inference_mode(layer), state, jnp.asarray(probe))
+        mean, variance = remembered(layer, state)
+        return {
+            "y": y,
+            "inference": inference,
+            "dx": dx,
+            **{f"d{name}": getattr(gradients, name) for name in affine},
+            "running_mean": mean,
+            "running_var": variance,
+        }
+
+    return cases.record(case, step)
+
+
+@functools.cache
+def live(case: cases.Case) -> cases.Arrays:
+    # Imported here: without the peers this must fail, and only when it is asked for.
+    return importlib.import_module(f"tests.golden.from_{case.peer}").run(case)
+
+
+def assert_same(actual: cases.Arrays, desired: cases.Arrays, but: tuple[str, ...] = ()) -> None:
+    assert actual.keys() == desired.keys()
+    for name in actual.keys() - set(but):
+        np.testing.assert_allclose(
+            actual[name], desired[name], rtol=1e-5, atol=1e-5, err_msg=name
+        )
+
+
+@each_case
+def test_golden(case: cases.Case):
+    assert_same(ours(case, unbiased=case.peer == "torch"), cases.golden(case))
+
+
+@pytest.mark.peers
+@each_case
+def test_live(case: cases.Case):
+    assert_same(ours(case, unbiased=case.peer == "torch"), live(case))
+
+
+@pytest.mark.peers
+@each_case
+def test_golden_is_what_the_peer_gives(case: cases.Case):
+    assert_same(cases.golden(case), live(case))
+
+
+@pytest.mark.parametrize("case", TORCH_CASES, ids=str)
+def test_biased_is_not_what_torch_remembers(case: cases.Case):
+    biased, torch = ours(case, unbiased=False), cases.golden(case)
+    assert_same(biased, torch, but=("running_var", "inference"))
+    n = case.values_per_channel
+    # What is left of the variance of 1 that both started from, is left in both.
+    initial = (1 - case.momentum) ** cases.RECORDED[-1]
+    ratio = (torch["running_var"][-1] - initial) / (biased["running_var"][-1] - initial)
+    np.testing.assert_allclose(ratio, n / (n - 1), rtol=1e-5)
