@@ -1,0 +1,59 @@
+# Everything here works on a machine that has python3, pip and make; `make help` lists it.
+
+PYTHON ?= python3
+# Tests are many small compilations: two processes, whatever the number of cores.
+PYTEST_FLAGS ?= -n 2
+VENV := .venv
+PEERS := .venv-peers
+NEWEST := .venv-newest
+SOURCES := eqx_norm strategies experiments tests
+
+.PHONY: help setup stability figures test test-peers test-newest lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(VENV)/ready ## make .venv with everything but the peers
+
+stability: $(VENV)/ready ## the main job: Equinox issue #659 on MNIST, figures and tables
+	$(VENV)/bin/python -m experiments.stability
+
+figures: $(VENV)/ready ## redraw the committed figures from the committed results
+	$(VENV)/bin/python -m experiments.stability_figures
+
+test: $(VENV)/ready ## all tests that need no peers
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+test-peers: $(PEERS)/ready ## compare with PyTorch and Flax, live
+	$(PEERS)/bin/python -m pytest -m peers
+
+# The newest jax needs a newer Python than eqx-norm does; without one there is nothing to test.
+test-newest: ## the tests on Python 3.12 or later with the newest jax
+	@if python=$$(sh scripts/newer-python.sh 3.12); then \
+		$(MAKE) --no-print-directory $(NEWEST)/ready NEWER_PYTHON="$$python" && \
+		$(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS); \
+	else \
+		echo "test-newest: no Python 3.12 or later was found here; nothing tested"; \
+	fi
+
+lint: $(VENV)/ready ## ruff and pyright
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/pyright
+
+format: $(VENV)/ready ## let ruff put the sources in order
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+clean: ## remove environments, builds and caches
+	rm -rf $(VENV) $(PEERS) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/ready: pyproject.toml constraints.txt scripts/environment.sh
+	sh scripts/environment.sh "$(PYTHON)" $(VENV) dev constraints.txt
+
+$(PEERS)/ready: pyproject.toml constraints.txt scripts/environment.sh
+	sh scripts/environment.sh "$(PYTHON)" $(PEERS) dev,peers constraints.txt
+
+$(NEWEST)/ready: pyproject.toml constraints-newest.txt scripts/environment.sh
+	sh scripts/environment.sh "$(NEWER_PYTHON)" $(NEWEST) dev constraints-newest.txt

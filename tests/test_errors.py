@@ -1,0 +1,238 @@
+"""Errors quote what was written, say what it breaks and how to mend it; nothing is lost."""
+
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import BatchNorm, _approach
+from eqx_norm.strategies import AbstractStrategy, Batch, Ema, Moments, Running, VarianceClip
+
+from .helpers import call, copy, make, normal, over_batch
+
+X = normal(0, (6, 3, 2))
+
+
+@pytest.fixture
+def layer_and_state():
+    return make(3, "batch", approach="batch")
+
+
+def assert_usable(layer, state):
+    y, _ = over_batch(layer)(X, state)
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"approach": "batches"}, "approach='batches' is not known.*'ema', 'batch', 'adam'"),
+        ({"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
+        ({"momentum": 0.0}, "momentum=0.0.*strictly between 0 and 1"),
+        ({"momentum": -0.1}, "momentum=-0.1.*strictly between 0 and 1"),
+        ({"eps": 0.0}, "eps=0.0.*greater than 0"),
+        ({"eps": -1e-5}, "eps=-1e-05.*greater than 0"),
+        ({"eps": float("nan")}, "eps=nan.*greater than 0"),
+        ({"input_size": 0}, "input_size=0.*an int of 1 or more"),
+        (
+            {"approach": Ema(0.9), "momentum": 0.9},
+            r"momentum=0\.9 was given beside approach=Ema.*belongs to the strategy",
+        ),
+        (
+            {"approach": VarianceClip(), "momentum": 0.99},
+            r"momentum=0\.99 was given beside approach=VarianceClip",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BatchNorm(**{"input_size": 3, "axis_name": "batch", "approach": "batch", **arguments})
+
+
+def test_without_an_approach_it_warns_once_and_takes_batch():
+    _approach._warn_of_the_default.cache_clear()
+    with pytest.warns(UserWarning, match="takes approach='batch'.*issues/659"):
+        layer = BatchNorm(3, "batch")
+    assert layer.approach == Batch(0.99)
+    BatchNorm(3, "batch")  # a second warning would be an error here
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((6, 4, 2), r"x has shape \(4, 2\).*input_size=3.*the number of channels of its input"),
+        ((6, 4, 3), r"x has shape \(4, 3\).*This looks like a batch.*jax.vmap"),
+        ((6,), r"x has shape \(\).*input_size=3"),
+    ],
+    ids=str,
+)
+def test_wrong_number_of_channels(layer_and_state, shape, message):
+    layer, state = layer_and_state
+    with pytest.raises(ValueError, match=message):
+        over_batch(layer)(jnp.ones(shape), state)
+    assert_usable(layer, state)
+
+
+def test_unbound_axis_name(layer_and_state):
+    layer, state = layer_and_state
+    message = "The axis name 'batch' is not bound.*\n.*jax.vmap.*axis_name='batch'"
+    with pytest.raises(NameError, match=message):
+        layer(X[0], state)
+    with pytest.raises(NameError, match=message):
+        jax.vmap(layer, in_axes=(0, None), out_axes=(0, None))(X, state)
+    with pytest.raises(NameError, match=message):
+        over_batch(layer, "another")(X, state)
+    assert_usable(layer, state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
+def test_integers(layer_and_state, dtype):
+    layer, state = layer_and_state
+    with pytest.raises(TypeError, match=rf"dtype {jnp.dtype(dtype)}.*x.astype\(jnp.float32\)"):
+        over_batch(layer)(X.astype(dtype), state)
+    assert_usable(layer, state)
+
+
+def test_complex_input_to_a_real_layer_and_the_reverse(layer_and_state):
+    layer, state = layer_and_state
+    with pytest.raises(TypeError, match=r"made for real input.*dtype=jnp.complex64"):
+        over_batch(layer)(X.astype(jnp.complex64), state)
+    assert_usable(layer, state)
+    layer, state = make(3, "batch", approach="batch", dtype=jnp.complex64)
+    with pytest.raises(TypeError, match=r"made for complex input.*x.astype\(jnp.complex64\)"):
+        over_batch(layer)(X, state)
+
+
+def test_a_state_that_belongs_to_another_model(layer_and_state):
+    layer, state = layer_and_state
+    other, other_state = eqx.nn.make_with_state(
+        lambda: eqx.nn.Sequential([BatchNorm(3, "batch", approach="batch")])
+    )()
+    with pytest.raises(ValueError, match="made for another model.*make_with_state"):
+        over_batch(layer)(X, other_state)
+    assert_usable(layer, state)
+    assert_usable(other, other_state)
+
+
+@pytest.mark.parametrize(
+    "other", [{"input_size": 4}, {"approach": "variance_clip"}], ids=["channels", "approach"]
+)
+def test_a_state_that_belongs_to_another_layer(layer_and_state, other):
+    """`make_with_state` gives both states the same key, so their form has to be looked at."""
+    layer, state = layer_and_state
+    _, other_state = make(
+        **{"input_size": 3, "axis_name": "batch", "approach": "batch", **other}
+    )
+    for mode in (layer, eqx.nn.inference_mode(layer)):
+        with pytest.raises(ValueError, match="belongs to another layer.*input_size=3"):
+            over_batch(mode)(X, other_state)
+    assert_usable(layer, state)
+
+
+def test_a_used_up_state_is_equinox_s_error():
+    layer, state = make(3, "batch", approach="batch")
+
+    def twice(x, state):
+        _, new = layer(x, state)
+        return layer(x, state)[0], new
+
+    with pytest.raises(ValueError, match="Attempted to use old state"):
+        over_batch(twice)(X, state)
+    assert_usable(layer, state)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1)], ids=str)
+def test_unbiased_variance_of_one_value(shape):
+    layer, state = make(3, "batch", approach="batch", unbiased=True)
+    x = jnp.ones(shape)
+    with pytest.raises(ValueError, match=r"x has shape \(3,.*1 values per channel.*n = 1"):
+        over_batch(layer)(x, state)
+    with pytest.raises(ValueError, match="unbiased=False"):
+        jax.eval_shape(over_batch(layer), x, copy(state))  # known at trace time
+    assert_usable(layer, state)
+
+
+def test_no_values_at_all(layer_and_state):
+    layer, state = layer_and_state
+    with pytest.raises(ValueError, match="hold 0 examples: 0 values per channel"):
+        over_batch(layer)(jnp.ones((6, 3, 0)), state)
+    assert_usable(layer, state)
+
+
+class Careless(AbstractStrategy[Running]):
+    """Forgets to keep the memory's form."""
+
+    def init(self, channels, dtype):
+        return Running.empty(channels, dtype)
+
+    def update(self, batch, memory):
+        return batch, Running(memory.mean, memory.variance, memory.weight.astype(jnp.float16))
+
+    def infer(self, memory):
+        return memory.moments
+
+
+def test_a_strategy_that_changes_the_form_of_its_memory():
+    layer, state = make(3, "batch", approach=Careless())
+    before = copy(state)
+    with pytest.raises(ValueError, match=r"Careless\.update returned a memory of another"):
+        over_batch(layer)(X, state)
+    assert jax.tree.leaves(state)[0].shape == jax.tree.leaves(before)[0].shape
+
+
+class Cumulative(AbstractStrategy[Moments]):
+    """The user's own, against the public contract alone: all values ever seen."""
+
+    def init(self, channels, dtype):
+        return Moments.zero(channels, dtype)
+
+    def update(self, batch, memory):
+        return batch, memory.merge(batch)
+
+    def infer(self, memory):
+        return memory
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_strategy_of_the_user_s_own(unbiased):
+    layer, state = make(3, "batch", approach=Cumulative(), unbiased=unbiased)
+    batches = [normal(seed, (n, 3, 2), seed, 2) for seed, n in enumerate((6, 4, 9))]
+    inference = eqx.nn.inference_mode(layer)
+    np.testing.assert_allclose(call(inference, copy(state), X)[0], X, rtol=1e-5)
+    for x in batches:
+        _, state = call(layer, state, x)
+    everything = np.concatenate(batches)
+    mean, std = (f(everything, axis=(0, 2))[:, None] for f in (np.mean, np.std))
+    np.testing.assert_allclose(call(inference, state, X)[0], (X - mean) / std, atol=1e-4)
+
+
+# Arguments of a wrong type: in these tests the annotations are checked and speak first, so
+# look at what a user sees, in a process of its own.
+WRONG_TYPES = """
+from eqx_norm import BatchNorm, strategies
+for arguments in (
+    dict(approach=strategies.Ema), dict(approach=3), dict(input_size=3.0),
+    dict(implementation="cuda"),
+):
+    try:
+        BatchNorm(**{"input_size": 3, "axis_name": "b", "approach": "batch", **arguments})
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_arguments_of_a_wrong_type():
+    run = subprocess.run(
+        [sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=True
+    )
+    one, two, three, four = run.stdout.splitlines()
+    assert "Ema" in one
+    assert "with the parentheses" in one
+    assert "approach=3 is neither a name nor a strategy" in two
+    assert "input_size=3.0: it is the number of channels, an int" in three
+    assert "implementation='cuda' is not available. Available are 'auto', 'xla'" in four
