@@ -1,0 +1,43 @@
+"""Every code block of the README runs, every number in it is the measured one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import results, stability, stability_runs
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{len(block)} characters")
+def test_code_runs(block):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_strategy_is_shorter_than_20_lines():
+    strategy = next(block for block in BLOCKS if "class Cumulative" in block)
+    assert len([line for line in strategy.splitlines() if line.strip()]) < 20
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)
+    assert {"stability", "test"} <= set(commands)
+    for command in commands:
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("stem", ["stability", "stability_large"])
+def test_tables_are_the_measured_ones(stem):
+    """To renew them, paste what `make stability` printed between the markers."""
+    tables, _ = stability.report(stability_runs.load(results.FOLDER / f"{stem}.csv"))
+    between = README.split(f"<!-- {stem}:begin -->")[1].split(f"<!-- {stem}:end -->")[0]
+    assert between.strip() == tables
