@@ -130,7 +130,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             )
         _normalise.check(implementation)
         self.approach = _approach.resolve(approach, momentum)
-        dtype = jnp.dtype(jnp.zeros(()).dtype if dtype is None else dtype)
+        dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
         self.weight = jnp.ones((input_size,), dtype) if channelwise_affine else None
         self.bias = jnp.zeros((input_size,), dtype) if channelwise_affine else None
         self.memory_index = eqx.nn.StateIndex(
@@ -174,14 +174,17 @@ class BatchNorm(eqx.nn.BatchNorm):
         """
         del key
         inference = self.inference if inference is None else inference
+        if not isinstance(inference, jax.Array):
+            inference = bool(inference)  # NumPy's, too
         memory = _memory.recall(state, self.memory_index, self.approach, self.input_size)
+        memory = jax.lax.stop_gradient(memory)
         rejected = state.get(self.rejected_index)
         self._check_input(x, memory)
         if inference is True:
             used = self.approach.infer(memory)
         else:
-            batch = self._batch_moments(x, memory)
-            used, learnt = self.approach.update(batch, jax.lax.stop_gradient(memory))
+            batch = self._batch_moments(x)
+            used, learnt = self.approach.update(batch, memory)
             _memory.check_form(self.approach, memory, learnt)
             if inference is not False:  # only known at run time: jax.jit traces the flag
                 used = _select(inference, self.approach.infer(memory), used)
@@ -198,9 +201,9 @@ class BatchNorm(eqx.nn.BatchNorm):
             state = state.set(self.rejected_index, rejected)
         return y, state
 
-    def _batch_moments(self, x: Array, memory: Any) -> Moments:
+    def _batch_moments(self, x: Array) -> Moments:
         count = _normalise.count(x, self.axis_name)
-        if count <= self.unbiased:
+        if count <= int(self.unbiased):
             raise ValueError(
                 f"x has shape {x.shape} and the mapped axes {self.axis_name!r} hold "
                 f"{count // max(1, x[0].size)} examples: {count} values per channel"

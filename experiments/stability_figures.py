@@ -4,6 +4,7 @@ Drawing never trains: `python -m experiments.stability_figures` redraws them fro
 """
 
 import csv
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,9 @@ def gradients(gradients_csv: Path, path: Path) -> Path:
     about = ("approach", "momentum", "seed", "step", "loss")
     leaves = [name for name in rows[0] if name not in about]
     modules = list(dict.fromkeys(leaf.rsplit(".", 1)[0] for leaf in leaves))
+    # More modules than colours that can be told apart: a scale, from input to output.
+    scale = matplotlib.colormaps["viridis"](np.linspace(0, 0.95, len(modules)))
+    colors = MODULE_COLORS if len(modules) <= len(MODULE_COLORS) else list(scale)
     settings = list(
         dict.fromkeys(Setting(row["approach"], float(row["momentum"])) for row in rows)
     )
@@ -112,7 +116,7 @@ def gradients(gradients_csv: Path, path: Path) -> Path:
             # A network without normalisation has no such leaf.
             values = [float(row[leaf] or "nan") for row in mine]
             module, kind = leaf.rsplit(".", 1)
-            color = MODULE_COLORS[modules.index(module) % len(MODULE_COLORS)]
+            color = colors[modules.index(module)]
             linestyle = "-" if kind == "weight" else ":"
             top.plot(steps, values, color=color, linestyle=linestyle, label=leaf)
         bottom.plot(steps, [float(row["loss"]) for row in mine], color=BLACK)
@@ -190,4 +194,4 @@ def draw(folder: Path, stem: str) -> list[Path]:
 if __name__ == "__main__":
     for stem in ("stability", "stability_large"):
         if (results.FOLDER / f"{stem}.csv").exists():
-            print(*draw(results.FOLDER.parent, stem), sep="\n")
+            print(*draw(Path(os.path.relpath(results.FOLDER.parent)), stem), sep="\n")

@@ -75,13 +75,16 @@ def test_no_gradient_flows_into_or_out_of_memory(approach):
 
     np.testing.assert_array_equal(jax.grad(remembered_after)(X), np.zeros(X.shape))
 
-    def output(memory):
-        y, _ = over_batch(layer)(X, copy(state).set(layer.memory_index, memory))
-        return jnp.sum(y**2)
+    for inference in (False, True):
 
-    _, gradients = eqx.filter_value_and_grad(output)(state.get(layer.memory_index))
-    for gradient in jax.tree.leaves(gradients):
-        np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
+        def output(memory, inference=inference):
+            mode = functools.partial(layer, inference=inference)
+            y, _ = over_batch(mode)(X, copy(state).set(layer.memory_index, memory))
+            return jnp.sum(y**2)
+
+        gradients = eqx.filter_grad(output)(state.get(layer.memory_index))
+        for gradient in jax.tree.leaves(gradients):
+            np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
 
 
 @each_approach
