@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
@@ -119,7 +120,7 @@ class BatchNorm(eqx.nn.BatchNorm):
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """
-        if isinstance(input_size, bool) or not isinstance(input_size, int) or input_size < 1:
+        if not isinstance(input_size, int | np.integer) or input_size < 1:
             raise ValueError(
                 f"input_size={input_size!r}: it is the number of channels, an int of 1 or more."
             )
@@ -128,9 +129,14 @@ class BatchNorm(eqx.nn.BatchNorm):
                 f"eps={eps!r}: a channel of variance 0 is divided by sqrt(eps), so eps must be "
                 "greater than 0, for example 1e-5."
             )
+        dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"dtype={dtype}: weight and bias are trained, so it must be a float or complex "
+                "dtype, for example jnp.float32."
+            )
         _normalise.check(implementation)
         self.approach = _approach.resolve(approach, momentum)
-        dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
         self.weight = jnp.ones((input_size,), dtype) if channelwise_affine else None
         self.bias = jnp.zeros((input_size,), dtype) if channelwise_affine else None
         self.memory_index = eqx.nn.StateIndex(
@@ -140,7 +146,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         # A list of names would make the layer unhashable.
         self.axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self.inference = inference
-        self.input_size = input_size
+        self.input_size = int(input_size)
         self.eps = float(eps)
         self.channelwise_affine = channelwise_affine
         self.momentum = getattr(self.approach, "momentum", None)

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 import eqx_norm.strategies
@@ -28,6 +30,11 @@ def test_the_package_s_strategies_are_a_link_to_those_at_top_level():
     assert not link.readlink().is_absolute()
     assert link.resolve() == ROOT / "strategies"
     assert Path(eqx_norm.strategies.__file__).resolve() == ROOT / "strategies" / "__init__.py"
+
+
+def test_annotations_are_checked_while_testing():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        eqx_norm.strategies.Running(jnp.ones(3), jnp.ones(4), jnp.ones(()))
 
 
 @pytest.mark.parametrize("path", STRATEGIES, ids=lambda path: path.stem)

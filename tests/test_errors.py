@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, _approach
-from eqx_norm.strategies import AbstractStrategy, Batch, Ema, Moments, Running, VarianceClip
+from eqx_norm.strategies import (
+    NAMED,
+    AbstractStrategy,
+    Batch,
+    Ema,
+    Moments,
+    Running,
+    VarianceClip,
+)
 
 from .helpers import call, copy, make, normal, over_batch
 
@@ -38,6 +46,7 @@ def assert_usable(layer, state):
         ({"eps": -1e-5}, "eps=-1e-05.*greater than 0"),
         ({"eps": float("nan")}, "eps=nan.*greater than 0"),
         ({"input_size": 0}, "input_size=0.*an int of 1 or more"),
+        ({"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
         (
             {"approach": Ema(0.9), "momentum": 0.9},
             r"momentum=0\.9 was given beside approach=Ema.*belongs to the strategy",
@@ -52,6 +61,14 @@ def assert_usable(layer, state):
 def test_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         BatchNorm(**{"input_size": 3, "axis_name": "batch", "approach": "batch", **arguments})
+
+
+def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
+    for name, make_strategy in NAMED.items():
+        by_name = BatchNorm(3, "batch", momentum=0.8, approach=name)
+        as_object = BatchNorm(3, "batch", approach=make_strategy(0.8))
+        assert by_name.approach == as_object.approach
+        assert BatchNorm(3, "batch", approach=name).approach == make_strategy(0.99)
 
 
 def test_without_an_approach_it_warns_once_and_takes_batch():

@@ -98,7 +98,24 @@ def test_bad_arguments_end_with_a_sentence(arguments, message, capsys, tmp_path,
         stability.main([*arguments, *(["--steps", "1"] if "--steps" not in arguments else [])])
     assert exit_.value.code == 2
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_an_output_folder_that_cannot_be_made_is_known_before_the_training(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        stability.main(["--out", str(tmp_path / "file")])
+    assert exit_.value.code == 2
+    assert "file/results cannot be made (Not a directory)" in capsys.readouterr().err
+
+
+def test_only_the_whole_job_replaces_the_committed_results():
+    for arguments in ([], ["--network", "large"]):
+        job = stability._job(stability._parser().parse_args(arguments))
+        assert stability._default_out(job).name == "experiments"
+    for arguments in (["--quick"], ["--steps", "5"], ["--seeds", "0"], ["--approach", "ema"]):
+        job = stability._job(stability._parser().parse_args(arguments))
+        assert str(stability._default_out(job)) == "build/stability"
 
 
 @pytest.mark.parametrize("network", [Small, Large])
