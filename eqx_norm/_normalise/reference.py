@@ -7,6 +7,7 @@ in float32 at least, whatever the dtype of their input.
 import math
 from collections.abc import Hashable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -74,11 +75,7 @@ def moments(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> Mom
     def total(values: Array) -> Array:
         return lax.psum(values.sum(axis=1), axis_name)
 
-    first = per_channel[:, 0]
-    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
-        # One name at a time: all_gather takes no tuple of vmapped names.
-        first = lax.all_gather(first, name)[0]
-    first = lax.stop_gradient(first)
+    first = lax.stop_gradient(_first(per_channel[:, 0], axis_name))
     mean = first + total(per_channel - first[:, None]) / n
     deviation = per_channel - mean[:, None]
     rest = total(deviation)
@@ -112,6 +109,24 @@ def normalise(
     if bias is not None:
         y = y + over_space(bias)
     return y.astype(x.dtype)
+
+
+def _first(vector: Array, axis_name: AxisName) -> Array:
+    """The vector that the first example holds."""
+    # One name at a time: all_gather takes no tuple of vmapped names.
+    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
+        try:
+            vector = lax.all_gather(vector, name)[0]
+        except (AssertionError, ValueError) as error:
+            # Seen with jax 0.10.2 and 0.12.0.1, where any collective over a vmapped axis fails.
+            if jax.sharding.get_abstract_mesh().manual_axes:
+                raise ValueError(
+                    f"JAX refuses collectives over the vmapped axis {name!r} inside a "
+                    "shard_map that checks varying manual axes. Write "
+                    "jax.shard_map(..., check_vma=False) around this layer."
+                ) from error
+            raise
+    return vector
 
 
 def _squared(values: Array) -> Array:

@@ -1,0 +1,75 @@
+"""One batch over several devices: a vmapped axis and a mesh axis together.
+
+Runs in a process of its own, because the number of CPU devices is fixed when JAX starts.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import sys
+import jax, equinox as eqx, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from eqx_norm import BatchNorm
+
+def over_batch(layer):
+    return jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+
+def gradient(f, x, state):
+    return jax.grad(lambda x: (f(x, state)[0] ** 3).sum())(x)
+
+mesh = Mesh(np.array(jax.devices()), ("devices",))
+names, approach, how = sys.argv[1].split("+"), sys.argv[2], sys.argv[3]
+make = eqx.nn.make_with_state(BatchNorm)
+x = 5 + 2 * jax.random.normal(jax.random.key(0), (8, 3, 5))
+one, state = make(3, "batch", approach=approach)
+right = jax.jit(over_batch(one))
+if how == "auto":
+    sharded, xs = jax.jit(over_batch(one)), jax.device_put(x, NamedSharding(mesh, P("devices")))
+else:
+    layer, _ = make(3, names, approach=approach)
+    specs = dict(in_specs=(P("devices"), P()), out_specs=(P("devices"), P()))
+    f = jax.shard_map(over_batch(layer), mesh=mesh, check_vma=how == "check_vma", **specs)
+    sharded, xs = jax.jit(f), x
+ours = sharded(xs, state), gradient(sharded, xs, state)
+theirs = right(x, state), gradient(right, x, state)
+for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    flags = "--xla_force_host_platform_device_count=2"
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("batch+devices", "batch", "shard_map"),
+        ("devices+batch", "smooth_start", "shard_map"),
+        ("batch", "ema", "auto"),
+    ],
+    ids="-".join,
+)
+def test_equals_one_device(arguments):
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr
+
+
+def test_with_check_vma_a_sentence_says_what_to_do():
+    result = run("batch+devices", "batch", "check_vma")
+    assert "jax.shard_map(..., check_vma=False) around this layer" in result.stderr
