@@ -41,3 +41,9 @@ def test_tables_are_the_measured_ones(stem):
     tables, _ = stability.report(stability_runs.load(results.FOLDER / f"{stem}.csv"))
     between = README.split(f"<!-- {stem}:begin -->")[1].split(f"<!-- {stem}:end -->")[0]
     assert between.strip() == tables
+
+
+def test_percentages_in_the_text_are_those_of_the_tables():
+    rows = [line for line in README.splitlines() if line.startswith("|")]
+    measured = set(re.findall(r"\d+\.\d%", "\n".join(rows)))
+    assert set(re.findall(r"\d+\.\d%", README)) <= measured
