@@ -67,7 +67,7 @@ class BatchNorm(eqx.nn.BatchNorm):
 
     Ioffe and Szegedy, "Batch Normalization", https://arxiv.org/abs/1502.03167; the approaches
     are those of https://github.com/patrick-kidger/equinox/issues/659.
-    """  # noqa: E501
+    """  # noqa: E501 (rows of the table)
 
     approach: AbstractStrategy[Any]
     memory_index: eqx.nn.StateIndex[Any]

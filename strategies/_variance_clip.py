@@ -24,7 +24,7 @@ class VarianceClip(AbstractStrategy[Clipped]):
     r"""Clips each batch's variance, then does as the strategy that it wraps.
 
     With $g$ the running variance (what the wrapped strategy would use at inference), the
-    variance of a batch is first clipped to
+    variance of a batch, after the first `start` of them, is first clipped to
 
     $$\left[\, g / c,\;\; c \,(g + \operatorname{mean}_{\text{channels}} g) \,\right].$$
 

@@ -196,10 +196,35 @@ class Careless(AbstractStrategy[Running]):
 
 def test_a_strategy_that_changes_the_form_of_its_memory():
     layer, state = make(3, "batch", approach=Careless())
-    before = copy(state)
     with pytest.raises(ValueError, match=r"Careless\.update returned a memory of another"):
         over_batch(layer)(X, state)
-    assert jax.tree.leaves(state)[0].shape == jax.tree.leaves(before)[0].shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spoil"),
+    [
+        ({}, lambda x: x[:2]),
+        ({}, lambda x: x.astype(jnp.int32)),
+        ({}, lambda x: x.astype(jnp.complex64)),
+        ({}, lambda x: x[:, :0]),
+        ({"approach": Careless()}, lambda x: x),
+    ],
+    ids=["channels", "integers", "complex", "empty", "careless strategy"],
+)
+def test_a_failed_call_leaves_the_state_usable(arguments, spoil):
+    """Where the error is caught inside the vmap, so that vmap has made no copy of the state."""
+    layer, state = make(3, "batch", **{"approach": "batch", **arguments})
+    good, _ = make(3, "batch", approach="batch")
+
+    def fail_then_succeed(x, state):
+        with pytest.raises((ValueError, TypeError)):
+            layer(spoil(x), state)
+        return good(x, state)
+
+    y, after = over_batch(fail_then_succeed)(X, state)
+    right, _ = call(good, make(3, "batch", approach="batch")[1], X)
+    np.testing.assert_allclose(y, right, atol=1e-6)
+    assert after.get(good.memory_index).weight > 0
 
 
 class Cumulative(AbstractStrategy[Moments]):

@@ -22,7 +22,7 @@ def test_quick_holds_every_claim(tmp_path, capsys):
     with (tmp_path / "results" / "stability_claims.csv").open() as file:
         assert [row["holds"] for row in csv.DictReader(file)] == ["True"] * 5
     written = json.loads((tmp_path / "results" / "stability.json").read_text())
-    assert written["seeds"] == [0, 1, 2]
+    assert written["seeds"] == [0, 1]
     assert {"device", "python", "jax", "equinox", "optax"} <= set(written["environment"])
     assert (tmp_path / "figures" / "stability_3_seeds.png").stat().st_size > 10_000
 
