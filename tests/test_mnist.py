@@ -198,7 +198,16 @@ def test_second_load_needs_no_mirror(mirrors: tuple[Path, Path]):
 
 
 @pytest.mark.usefixtures("mirrors")
-@pytest.mark.parametrize("damage", [b"", b"broken", gzip.compress(b"other")])
+# Named, because gzip.compress writes the time into the bytes, and every test process has to
+# collect the same names.
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"broken", id="not gzip"),
+        pytest.param(gzip.compress(b"other"), id="another file"),
+    ],
+)
 def test_damaged_cache_is_repaired(tmp_path: Path, damage: bytes):
     mnist.load("download")
     file = cache(tmp_path) / f"{TEST_IMAGES}.gz"
