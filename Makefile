@@ -6,20 +6,39 @@ PYTEST_FLAGS ?= -n 2
 VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest
+GPU_COMPILE := .venv-gpu-compile
 SOURCES := eqx_norm strategies experiments tests
 
-.PHONY: help setup stability figures test test-peers test-newest lint format clean
+.PHONY: help setup stability accuracy benchmark gpu-compile-check figures \
+	test test-peers test-newest lint format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(VENV)/ready ## make .venv with everything but the peers
 
 stability: $(VENV)/ready ## the main job: Equinox issue #659 on MNIST, figures and tables
 	$(VENV)/bin/python -m experiments.stability
 
+accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in the hard cases
+	$(PEERS)/bin/python -m experiments.accuracy
+
+benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
+	$(PEERS)/bin/python -m experiments.benchmark
+
+# Like the newest jax, jax's CUDA plugin needs a newer Python.
+gpu-compile-check: ## compile for an H200, no GPU needed, and count what it moves (1.3 GB)
+	@if python=$$(sh scripts/newer-python.sh 3.12); then \
+		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
+		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile; \
+	else \
+		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
+	fi
+
 figures: $(VENV)/ready ## redraw the committed figures from the committed results
 	$(VENV)/bin/python -m experiments.stability_figures
+	$(VENV)/bin/python -m experiments.accuracy_figures
+	$(VENV)/bin/python -m experiments.benchmark_figures
 
 test: $(VENV)/ready ## all tests that need no peers
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
@@ -46,7 +65,7 @@ format: $(VENV)/ready ## let ruff put the sources in order
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, builds and caches
-	rm -rf $(VENV) $(PEERS) $(NEWEST) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(NEWEST) $(GPU_COMPILE) build dist .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/ready: pyproject.toml constraints.txt scripts/environment.sh
@@ -57,3 +76,8 @@ $(PEERS)/ready: pyproject.toml constraints.txt scripts/environment.sh
 
 $(NEWEST)/ready: pyproject.toml constraints-newest.txt scripts/environment.sh
 	sh scripts/environment.sh "$(NEWER_PYTHON)" $(NEWEST) dev constraints-newest.txt
+
+$(GPU_COMPILE)/ready: pyproject.toml constraints-gpu-compile.txt scripts/environment.sh \
+		scripts/gpu-compile-environment.sh
+	sh scripts/gpu-compile-environment.sh "$(NEWER_PYTHON)" $(GPU_COMPILE) \
+		constraints-gpu-compile.txt

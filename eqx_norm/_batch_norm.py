@@ -6,17 +6,18 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Int, PRNGKeyArray
 
 from eqx_norm import _approach, _memory, _normalise
-from eqx_norm._normalise import Implementation
+from eqx_norm._normalise import Activation, Implementation
 from eqx_norm.strategies import AbstractStrategy, Moments
 
 
@@ -74,6 +75,7 @@ class BatchNorm(eqx.nn.BatchNorm):
     rejected_index: eqx.nn.StateIndex[Int[Array, ""]]
     axis_name: Hashable | tuple[Hashable, ...] = eqx.field(static=True)
     momentum: float | None = eqx.field(static=True)
+    activation: Activation | None
     unbiased: bool = eqx.field(static=True)
     implementation: Implementation = eqx.field(static=True)
 
@@ -94,6 +96,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         dtype: DTypeLike | None = None,
         approach: str | AbstractStrategy[Any] | None = None,
         *,
+        activation: Activation | None = None,
         unbiased: bool = False,
         implementation: Implementation = "auto",
     ):
@@ -113,6 +116,11 @@ class BatchNorm(eqx.nn.BatchNorm):
             dtype makes a layer for complex input.
         - `approach`: `"batch"`, `"ema"`, `"adam"`, `"smooth_start"`, `"variance_clip"`, or a
             strategy object (`eqx_norm.strategies`). `None` means `"batch"`, and warns once.
+        - `activation`: an elementwise callable, `jax.nn.relu` for example, applied to the
+            normalised values before they are rounded to the dtype of `x`. It is the same as
+            applying it to the layer's output, in less time and memory: nothing of it is kept
+            for the backward pass, which computes it again. A callable module
+            (`eqx.nn.PReLU`) is trained with the layer.
         - `unbiased`: whether the running variance takes the factor n/(n-1), as in PyTorch, or
             not, as in Equinox, Flax and Haiku. Training batches are normalised by the biased
             variance either way.
@@ -150,6 +158,9 @@ class BatchNorm(eqx.nn.BatchNorm):
         self.eps = float(eps)
         self.channelwise_affine = channelwise_affine
         self.momentum = getattr(self.approach, "momentum", None)
+        # As a pytree without leaves a function passes through jax.jit, too.
+        is_tree = activation is None or isinstance(activation, eqx.Module | Partial)
+        self.activation = cast(Any, activation) if is_tree else Partial(activation)
         self.unbiased = unbiased
         self.implementation = implementation
 
@@ -161,6 +172,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | Bool[Array, ""] | None = None,
+        mask: Bool[ArrayLike, "..."] | None = None,
     ) -> tuple[Array, eqx.nn.State]:
         """**Arguments:**
 
@@ -169,9 +181,14 @@ class BatchNorm(eqx.nn.BatchNorm):
         - `state`: the `eqx.nn.State` that holds this layer's memory.
         - `key`: ignored; there for compatibility with the rest of Equinox.
         - `inference`: takes priority over `self.inference` where it is not `None`.
+        - `mask`: which values count: one bool for the example, or one for each position (of
+            a shape that broadcasts to `spatial`). The others, padding for example, are left
+            out of the statistics; their outputs are 0 and so are their gradients, whatever
+            they hold. Examples may have different numbers of values that count.
 
         **Returns:** the normalised `x`, of the same shape and dtype, and the state after
-        this batch (in inference, the state as it was).
+        this batch (in inference, the state as it was; likewise after a batch that is masked
+        out as a whole, or leaves one value for an unbiased variance).
 
         **Raises:** `NameError` where no enclosing `vmap` binds `axis_name` (in training);
         `ValueError` for a wrong shape, a state that is not this layer's, or, with
@@ -186,20 +203,31 @@ class BatchNorm(eqx.nn.BatchNorm):
         memory = jax.lax.stop_gradient(memory)
         rejected = state.get(self.rejected_index)
         self._check_input(x, memory)
+        mask = _check_mask(mask, x)
+        wide = _normalise.widened(x)
         if inference is True:
             used = self.approach.infer(memory)
         else:
-            batch = self._batch_moments(x)
+            batch = self._batch_moments(x, wide, mask)
             used, learnt = self.approach.update(batch, memory)
             _memory.check_form(self.approach, memory, learnt)
             if inference is not False:  # only known at run time: jax.jit traces the flag
                 used = _select(inference, self.approach.infer(memory), used)
             training = jnp.logical_not(inference)
             accepted = training & batch.finite
+            if mask is not None:
+                accepted = accepted & (batch.count > batch.ddof)
             memory = _select(accepted, jax.lax.stop_gradient(learnt), memory)
             rejected = rejected + (training & ~batch.finite).astype(rejected.dtype)
         y = _normalise.normalise(
-            x, used, self.weight, self.bias, eps=self.eps, implementation=self.implementation
+            x,
+            used,
+            self.weight,
+            self.bias,
+            eps=self.eps,
+            activation=self.activation,
+            mask=mask,
+            wide=wide,
         )
         if inference is not True:
             # Last of all: from here on nothing can fail, and the old state is used up.
@@ -207,7 +235,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             state = state.set(self.rejected_index, rejected)
         return y, state
 
-    def _batch_moments(self, x: Array) -> Moments:
+    def _batch_moments(self, x: Array, wide: Array, mask: Array | None) -> Moments:
         count = _normalise.count(x, self.axis_name)
         if count <= int(self.unbiased):
             raise ValueError(
@@ -220,7 +248,7 @@ class BatchNorm(eqx.nn.BatchNorm):
                     else ", of which there are no statistics."
                 )
             )
-        batch = _normalise.moments(x, self.axis_name, implementation=self.implementation)
+        batch = _normalise.moments(x, self.axis_name, mask, wide=wide)
         batch = batch.astype(_memory.statistics_dtype(batch.mean.dtype))
         return dataclasses.replace(batch, ddof=int(self.unbiased))
 
@@ -253,6 +281,31 @@ class BatchNorm(eqx.nn.BatchNorm):
                     else "real input. Make it with dtype=jnp.complex64."
                 )
             )
+
+
+def _check_mask(mask: Any, x: Array) -> Array | None:
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    spatial = x.shape[1:]
+    if mask.dtype != bool:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}, but it tells which values count: give booleans, for "
+            "example mask > 0."
+        )
+    try:
+        fits = jnp.broadcast_shapes(mask.shape, spatial) == spatial
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give "
+            f"one bool for the example, of shape (), or one for each position, of shape "
+            f"{spatial}; the channels share it. Map over the mask as over x: "
+            "jax.vmap(lambda x, mask, state: model(x, state, mask=mask), axis_name=..., "
+            "in_axes=(0, 0, None), out_axes=(0, None))."
+        )
+    return mask
 
 
 def _select(condition: Any, if_true: Any, if_false: Any) -> Any:

@@ -75,7 +75,12 @@ def test_the_first_seven_arguments_are_equinox_s():
     ours = list(inspect.signature(BatchNorm.__init__).parameters.values())
     theirs = list(inspect.signature(eqx.nn.BatchNorm.__init__).parameters.values())
     assert [(p.name, p.default) for p in ours[:8]] == [(p.name, p.default) for p in theirs[:8]]
-    assert [p.name for p in ours[8:]] == ["approach", "unbiased", "implementation"]
+    assert [p.name for p in ours[8:]] == [
+        "approach",
+        "activation",
+        "unbiased",
+        "implementation",
+    ]
 
 
 class Issue659(eqx.Module):

@@ -1,5 +1,7 @@
 """`Moments` is a commutative monoid, and its merge is as good as seeing all values at once."""
 
+import dataclasses
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -86,7 +88,7 @@ def test_complex_moments():
 def test_variances(ddof):
     values = np.random.RandomState(0).standard_normal((5, 2))
     batch = of_values(values)
-    batch = Moments(batch.count, batch.mean, batch.m2, ddof)
+    batch = dataclasses.replace(batch, ddof=ddof)
     np.testing.assert_allclose(batch.variance, values.var(0), rtol=1e-6)
     np.testing.assert_allclose(batch.memory_variance, values.var(0, ddof=ddof), rtol=1e-6)
 

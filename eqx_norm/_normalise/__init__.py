@@ -4,44 +4,178 @@ A layer takes the `moments` of its input, has a strategy decide which moments to
 `normalise`s by those. Both functions know arrays and axis names, and nothing of strategies.
 """
 
+import math
 from typing import Literal
 
-from jaxtyping import Array
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import reference
+from . import rule
+from .reference import Activation as Activation
+from .reference import compute_dtype
+from .rule import AxisName as AxisName
 
 Implementation = Literal["auto", "xla"]
-_IMPLEMENTATIONS = {"auto": reference, "xla": reference}
-AxisName = reference.AxisName
-count = reference.count
 
 
 def check(implementation: str) -> None:
     """`ValueError` unless `implementation` is one that this version has."""
-    if implementation not in _IMPLEMENTATIONS:
+    available = Implementation.__args__
+    if implementation not in available:
         raise ValueError(
             f"implementation={implementation!r} is not available. Available are "
-            f"{', '.join(map(repr, _IMPLEMENTATIONS))}; 'auto' takes the fastest that serves."
+            f"{', '.join(map(repr, available))}; 'auto' takes the fastest that serves."
         )
 
 
+def count(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> int:
+    """How many values of each channel there are in all, known while tracing.
+
+    **Raises:** `NameError` where no enclosing `vmap` binds `axis_name`.
+    """
+    try:
+        examples = lax.psum(1, axis_name)
+    except NameError as error:
+        raise NameError(
+            f"The axis name {axis_name!r} is not bound ({error}). In training the statistics "
+            "are taken over a mapped axis of that name, so map the model over its batch and "
+            "name that axis:\n"
+            f"    jax.vmap(model, axis_name={axis_name!r}, in_axes=(0, None), "
+            "out_axes=(0, None))(x, state)\n"
+            "(one vmap for each name, if there are several); or use what is remembered "
+            "instead of the batch: eqx.nn.inference_mode(model)."
+        ) from None
+    return math.prod(x.shape[1:]) * examples
+
+
+def widened(x: Array) -> Array:
+    """`x` in the precision to calculate in: what both halves are differentiated through, so
+    that the gradients which x gets from each are rounded to its own precision once."""
+    return x.astype(compute_dtype(x.dtype))
+
+
 def moments(
-    x: Array, axis_name: AxisName, *, implementation: Implementation = "auto"
+    x: Inexact[Array, " channels *spatial"],
+    axis_name: AxisName,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    wide: Array | None = None,
 ) -> Moments:
-    """Per-channel moments of `x`; see `reference.moments`."""
-    return _IMPLEMENTATIONS[implementation].moments(x, axis_name)
+    """Moments of each channel over its spatial axes and the named axes.
+
+    **Arguments:**
+
+    - `x`: one example, float or complex, under a `vmap` (or `shard_map`, `pmap`) that binds
+        `axis_name`.
+    - `axis_name`: the name, or a tuple of names, to reduce over.
+    - `mask`: which of the values count, of a shape that broadcasts to `spatial`. Without one
+        the moments' count is known while tracing.
+    - `wide`: `widened(x)`, where `normalise` is given it as well.
+
+    **Returns:** `Moments` of shape `(channels,)`, in float32 or better. How they are computed,
+    and how exactly: `reference.statistics`.
+    """
+    if jnp.iscomplexobj(x):
+        # A complex channel is two real ones, whose squared deviations add up.
+        parts = moments(_parts(x), axis_name, mask)
+        (real, imag), channels = jnp.split(parts.m2, 2), x.shape[0]
+        return Moments(
+            parts.count,
+            _whole(parts.mean, channels),
+            real + imag,
+            _whole(parts.mean_rest, channels),
+        )
+    wide = _flat(widened(x) if wide is None else wide)
+    count, mean, rest, m2 = rule.moments(_flat(x), wide, _flat_mask(x, mask), axis_name)
+    # The mask is the same for all channels, and so is the count.
+    return Moments(count[0], mean, m2, rest)
 
 
 def normalise(
-    x: Array,
+    x: Inexact[Array, " channels *spatial"],
     used: Moments,
-    weight: Array | None,
-    bias: Array | None,
+    weight: Inexact[Array, " channels"] | None,
+    bias: Inexact[Array, " channels"] | None,
     *,
     eps: float,
-    implementation: Implementation = "auto",
+    activation: Activation | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    wide: Array | None = None,
+) -> Inexact[Array, " channels *spatial"]:
+    r"""$y = \text{activation}((x - \text{mean}) \cdot \text{rstd} \cdot \text{weight} +
+    \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
+    of `x`; 0 where `mask` is false.
+
+    Everything up to the activation's result is calculated in float32 at least. `used`,
+    `weight` and `bias` hold one value per channel; the last two may be `None`.
+    """
+    dtype = compute_dtype(x.dtype)
+    rstd = lax.rsqrt(used.variance + eps).astype(jnp.finfo(dtype).dtype)
+    mean = used.mean.astype(dtype)
+    # What a mean in float64 has more than float32 can hold is not lost.
+    rest = ((used.mean - mean.astype(used.mean.dtype)) + used.mean_rest).astype(dtype)
+    weight, bias = (None if v is None else v.astype(dtype) for v in (weight, bias))
+    if jnp.iscomplexobj(x):
+        y = _complex_affine(x, mean, rest, rstd, weight, bias, mask)
+        y = y if activation is None else activation(y)
+        return y if mask is None else jnp.where(mask, y, 0)
+    y = rule.normalise(
+        _flat(x),
+        _flat(widened(x) if wide is None else wide),
+        mean,
+        rest,
+        rstd if weight is None else rstd * weight,
+        jnp.zeros_like(rstd) if bias is None else bias,
+        _flat_mask(x, mask),
+        _function(activation),
+        x.shape,
+    )
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def _complex_affine(
+    x: Array,
+    mean: Array,
+    rest: Array,
+    rstd: Array,
+    weight: Array | None,
+    bias: Array | None,
+    mask: Array | None,
 ) -> Array:
-    """`(x - mean) * rsqrt(variance + eps) * weight + bias`; see `reference.normalise`."""
-    return _IMPLEMENTATIONS[implementation].normalise(x, used, weight, bias, eps=eps)
+    mean, rest = _parts(mean), _parts(rest)
+    rstd = jnp.concatenate([rstd, rstd])
+    zero = jnp.zeros_like(rstd)
+    flat, mask = _flat(_parts(x)), _flat_mask(x, mask)
+    y = rule.normalise(flat, flat, mean, rest, rstd, zero, mask, None, flat.shape)
+    y = _whole(y, x.shape[0])
+    y = y if weight is None else y * weight[:, None]
+    y = y if bias is None else y + bias[:, None]
+    return y.reshape(x.shape)
+
+
+def _function(activation: Activation | None) -> Activation | None:
+    """The function itself where the layer has wrapped one."""
+    if isinstance(activation, jax.tree_util.Partial):
+        return activation if activation.args or activation.keywords else activation.func
+    return activation
+
+
+def _parts(x: Array) -> Array:
+    return jnp.concatenate([x.real, x.imag])
+
+
+def _whole(parts: Array, channels: int) -> Array:
+    return lax.complex(parts[:channels], parts[channels:])
+
+
+def _flat(x: Array) -> Array:
+    # Loops follow an array's axes, and rows of 7 or 8 are too short for a vector unit.
+    return x.reshape(x.shape[0], -1)
+
+
+def _flat_mask(x: Array, mask: Array | None) -> Array | None:
+    return None if mask is None else jnp.broadcast_to(mask, x.shape[1:]).reshape(1, -1)

@@ -1,133 +1,142 @@
-"""Normalisation in jax.numpy: the specification of every implementation.
+"""The formulas: what every implementation of the three passes over x computes.
 
-Two functions, `moments` and `normalise`, because a strategy stands between them. Both work
-in float32 at least, whatever the dtype of their input.
+In all of them the mean is given as an unevaluated pair, `mean + rest`; x may be of a lower
+precision than the vectors, and is converted first. Vectors have as many axes as x, of size 1
+where they do not differ. A `mask`, if there is one, tells which places count: the others add
+nothing to a sum, whatever is found there, and `affine` is 0 there. `total` is how the platform
+sums best (`totals`).
 """
 
-import math
-from collections.abc import Hashable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Bool, Float
 
-from eqx_norm.strategies import Moments
+from . import totals
+from .totals import Total
 
-AxisName = Hashable | tuple[Hashable, ...]
+Activation = Callable[[Array], Array]
 
 
-def compute_dtype(dtype: DTypeLike) -> jnp.dtype:
+def compute_dtype(dtype: Any) -> jnp.dtype:
     """The precision to calculate in: the input's own, but float32 at least."""
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
-def count(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> int:
-    """How many values of each channel there are in all, known while tracing.
-
-    **Raises:** `NameError` where no enclosing `vmap` binds `axis_name`.
-    """
-    try:
-        examples = lax.psum(1, axis_name)
-    except NameError as error:
-        raise NameError(
-            f"The axis name {axis_name!r} is not bound ({error}). In training the statistics "
-            "are taken over a mapped axis of that name, so map the model over its batch and "
-            "name that axis:\n"
-            f"    jax.vmap(model, axis_name={axis_name!r}, in_axes=(0, None), "
-            "out_axes=(0, None))(x, state)\n"
-            "(one vmap for each name, if there are several); or use what is remembered "
-            "instead of the batch: eqx.nn.inference_mode(model)."
-        ) from None
-    return math.prod(x.shape[1:]) * examples
-
-
-def moments(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> Moments:
-    r"""Moments of each channel over its spatial axes and the named axes.
-
-    **Arguments:**
-
-    - `x`: one example, `(channels, *spatial)`, float or complex, under a `vmap` (or
-        `shard_map`, `pmap`) that binds `axis_name`.
-    - `axis_name`: the name, or a tuple of names, to reduce over.
-
-    **Returns:**
-
-    `Moments` of shape `(channels,)`, in float32 or better. With $k$ the first value of the
-    channel, in exact arithmetic any $k$ gives the same:
-
-    $$\text{mean} = k + \tfrac{1}{n} \sum_i (x_i - k), \qquad
-      d_i = x_i - \text{mean}, \qquad
-      \text{m2} = \max\big(\sum_i |d_i|^2 - \tfrac{1}{n} |\sum_i d_i|^2,\; 0\big).$$
-
-    Without the shift by $k$ the mean of a constant is not that constant: XLA multiplies the
-    sum by the rounded 1/n. With it, a constant channel has m2 = 0 to the bit (the failure of
-    https://github.com/BVLC/caffe/pull/3963). The second term of m2 takes back what rounding
-    the mean to its own precision has added.
-
-    **Raises:** `NameError` where no enclosing `vmap` binds `axis_name`.
-    """
-    dtype = compute_dtype(x.dtype)
-    per_channel = x.astype(dtype).reshape(x.shape[0], -1)
-    n = count(x, axis_name)
-
-    def total(values: Array) -> Array:
-        return lax.psum(values.sum(axis=1), axis_name)
-
-    first = lax.stop_gradient(_first(per_channel[:, 0], axis_name))
-    mean = first + total(per_channel - first[:, None]) / n
-    deviation = per_channel - mean[:, None]
-    rest = total(deviation)
-    m2 = total(_squared(deviation)) - _squared(rest) / n
-    return Moments(jnp.asarray(n, m2.dtype), mean, jnp.maximum(m2, 0))
-
-
-def normalise(
-    x: Inexact[Array, " channels *spatial"],
-    used: Moments,
-    weight: Inexact[Array, " channels"] | None,
-    bias: Inexact[Array, " channels"] | None,
+def statistics(
+    x: Float[Array, "*ensemble examples channels values"],
+    mask: Bool[Array, "*#ensemble examples 1 values"] | None = None,
     *,
-    eps: float,
-) -> Inexact[Array, " channels *spatial"]:
-    r"""$y = (x - \text{mean}) \cdot \text{rstd} \cdot \text{weight} + \text{bias}$, with
-    $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype of `x`.
+    total: Total = totals.plain,
+) -> tuple[Array, Array, Array, Array]:
+    r"""Count, mean, rest and m2 of each channel, `(*ensemble, channels)`.
 
-    The mean is subtracted first, and never folded into the bias: folding would cancel.
-    `used`, `weight` and `bias` hold one value per channel; the last two may be `None`.
+    With $k$ the first value of the channel that counts, every quantity in float32 at least,
+
+    $$m = k + \tfrac{1}{n} \sum_i (x_i - k), \quad d_i = x_i - m, \quad
+      c = \tfrac{1}{n} \sum_i d_i, \quad
+      \text{m2} = \max\big(\sum_i d_i^2 - n c^2,\; 0\big),$$
+
+    and the mean is $m + c$, returned as the nearest number and the rest. In exact arithmetic
+    any $k$ gives the same. Without it the mean of a constant is not that constant, because
+    XLA multiplies a sum by the rounded 1/n; with it, a constant channel has m2 = 0 to the bit
+    (the failure of https://github.com/BVLC/caffe/pull/3963). $c$ is what rounding the mean
+    has left out.
     """
     dtype = compute_dtype(x.dtype)
-
-    def over_space(vector: Array) -> Array:
-        return vector.astype(dtype).reshape(-1, *(1,) * (x.ndim - 1))
-
-    scale = lax.rsqrt(used.variance + eps)
-    if weight is not None:
-        scale = scale.astype(dtype) * weight.astype(dtype)
-    y = (x.astype(dtype) - over_space(used.mean)) * over_space(scale)
-    if bias is not None:
-        y = y + over_space(bias)
-    return y.astype(x.dtype)
-
-
-def _first(vector: Array, axis_name: AxisName) -> Array:
-    """The vector that the first example holds."""
-    # One name at a time: all_gather takes no tuple of vmapped names.
-    for name in axis_name if isinstance(axis_name, tuple) else (axis_name,):
-        try:
-            vector = lax.all_gather(vector, name)[0]
-        except (AssertionError, ValueError) as error:
-            # Seen with jax 0.10.2 and 0.12.0.1, where any collective over a vmapped axis fails.
-            if jax.sharding.get_abstract_mesh().manual_axes:
-                raise ValueError(
-                    f"JAX refuses collectives over the vmapped axis {name!r} inside a "
-                    "shard_map that checks varying manual axes. Write "
-                    "jax.shard_map(..., check_vma=False) around this layer."
-                ) from error
-            raise
-    return vector
+    # Before anything is sliced: XLA:CPU slices bfloat16 by writing all of it as float32.
+    x = x.astype(dtype)
+    axes = (x.ndim - 3, x.ndim - 1)
+    if mask is None:
+        n = x.shape[-3] * x.shape[-1]
+        count = jnp.full((*x.shape[:-3], x.shape[-2]), n, dtype)
+        k = x[..., :1, :, :1]
+    else:
+        n = mask.sum(axes, keepdims=True, dtype=dtype)
+        count = jnp.broadcast_to(n[..., 0, :, 0], (*x.shape[:-3], x.shape[-2]))
+        n = jnp.maximum(n, 1)
+        k = _first_counted(x, mask)
+    (sum_from_k,) = total([counted(x - k, mask)], axes)
+    m = k + _rounded(sum_from_k / n)
+    d = counted(x - m, mask)
+    sum_d, sum_d2 = total([d, d * d], axes)
+    c = _rounded(sum_d / n)
+    mean = m + c
+    rest = c - (mean - m)
+    m2 = jnp.maximum(sum_d2 - sum_d * c, 0)
+    return count, mean[..., 0, :, 0], rest[..., 0, :, 0], m2[..., 0, :, 0]
 
 
-def _squared(values: Array) -> Array:
-    return (values * values.conj()).real
+def sums(
+    g: Array,
+    x: Array,
+    mean: Array,
+    rest: Array,
+    mask: Array | None = None,
+    *,
+    shape: tuple[int, ...],
+    total: Total = totals.plain,
+) -> tuple[Array, Array]:
+    """`sum(g)` and `sum(g * (x - mean))`, over the axes along which `shape` has size 1."""
+    axes = [
+        i for i, (full, kept) in enumerate(zip(g.shape, shape, strict=True)) if full != kept
+    ]
+    g = counted(g, mask)
+    sum_g, sum_gd = total([g, g * counted(centred(x, mean, rest), mask)], axes)
+    return sum_g, sum_gd
+
+
+def affine(
+    a: Array,
+    b: Array,
+    x: Array,
+    mean: Array,
+    rest: Array,
+    mask: Array | None = None,
+) -> Array:
+    """`a + b * (x - mean)`, of the shape of `x`."""
+    return counted(a + b * centred(x, mean, rest), mask)
+
+
+def activated(activation: Activation, a: Array, b: Array, x: Array, *rest: Array) -> Array:
+    """`activation(affine(a, b, x, ...))`; 0 where the mask is false."""
+    mean, low, *mask = rest
+    return counted(activation(affine(a, b, x, mean, low)), *mask)
+
+
+def slope(
+    activation: Activation, g: Array, a: Array, b: Array, x: Array, *rest: Array
+) -> Array:
+    """The derivative of `activated` in its affine, times `g`; 0 where the mask is false."""
+    mean, low, *mask = rest
+    _, tangent = jax.jvp(activation, (affine(a, b, x, mean, low),), (g,))
+    return counted(tangent, *mask)
+
+
+def centred(x: Array, mean: Array, rest: Array) -> Array:
+    """`x - mean`, in this order: x - mean is exact where x is near a mean far from 0."""
+    return (x.astype(mean.dtype) - mean) - rest
+
+
+def counted(values: Array, mask: Array | None = None) -> Array:
+    """The values that count, and 0 for the others."""
+    return values if mask is None else jnp.where(mask, values, 0)
+
+
+def _rounded(product: Array) -> Array:
+    """The product as a number of its own, never half of a fused multiply-add.
+
+    XLA computes a vector again in each loop that uses it, and in some of them LLVM contracts
+    k + sum * (1/n): the mean that was subtracted would not be the mean that was returned.
+    `optimization_barrier` is no help, it is gone by then. (jax 0.10.2 and 0.12.0.1.)
+    """
+    return jnp.where(jnp.isnan(product), jnp.nan, product)
+
+
+def _first_counted(x: Array, mask: Array) -> Array:
+    example = jnp.argmax(mask.any(-1, keepdims=True), axis=-3, keepdims=True)
+    x, mask = jnp.take_along_axis(x, example, -3), jnp.take_along_axis(mask, example, -3)
+    place = jnp.argmax(mask, axis=-1, keepdims=True)
+    return jnp.where(mask.any(-1, keepdims=True), jnp.take_along_axis(x, place, -1), 0)

@@ -1,0 +1,192 @@
+"""The one differentiable operation, in two halves between which a strategy stands.
+
+`moments` and `normalise` work on one example, `(channels, values)`, under a `vmap` that binds
+the axis name. The derivative of both is that of `primitives.sums` and `primitives.affine`:
+
+- moments: d mean = sum(dx) / n and d m2 = 2 sum(dx (x - mean)): one `sums`. Moments are
+  polynomials of degree 2, so around a mean that does not move, D = sum(x - mean) and
+  Q = sum((x - mean)^2), the mean is mean + D/n and m2 is Q - D^2/n, to all orders.
+- normalise: u = affine(bias, scale; x, mean) and y = activation(u), so
+  du = scale dx + affine(dbias - scale dmean, dscale; x, mean): one `affine`.
+
+Transposed, the backward pass of both is two sums in one pass over x and dy, then vectors, then
+one pass for dx. What lies between, a strategy and the square root, is ordinary JAX on vectors,
+and differentiated as such: any strategy costs what the plainest does.
+
+For the backward pass x is kept, in its own dtype, and vectors. The activation is computed again
+(`jax.checkpoint`), so that neither its input nor its derivative is.
+"""
+
+import functools
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from eqx_norm.strategies import Moments
+
+from . import primitives, reference
+from .reference import Activation
+
+AxisName = Hashable | tuple[Hashable, ...]
+Example = Float[Array, " channels values"]
+Vector = Float[Array, " channels"]
+Mask = Bool[Array, "1 values"] | None
+
+
+def moments(
+    x: Example, wide: Example, mask: Mask, axis_name: AxisName
+) -> tuple[Vector, Vector, Vector, Vector]:
+    """Count, mean, rest and m2 of each channel, over its values and the named axes.
+
+    `wide` is x in the precision to calculate in. See `normalise`.
+    """
+    count, mean, rest, m2 = _gathered(lax.stop_gradient(x), mask, axis_name)
+    # Both are 0, and so is what they add below; their derivatives are not.
+    sum_d, sum_d2 = lax.psum(_deviations(wide, x, mask, mean, rest), axis_name)
+    n = jnp.maximum(count, 1)
+    return count, mean + sum_d / n, rest, m2 + (sum_d2 - sum_d * sum_d / n)
+
+
+@jax.custom_jvp
+def _deviations(
+    wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
+) -> tuple[Vector, Vector]:
+    """What sum(x - mean) and sum((x - mean)^2) change by when x does and the mean does not.
+
+    The value is 0, the derivative sum(dx) and 2 sum(dx (x - mean)).
+    """
+    del x, mask, mean, rest
+    # Selected, so that it is mapped where x is: the derivative will be, and where a custom_jvp
+    # is differentiated after it was mapped, jax 0.10.2 takes the value's word for both.
+    zero = jnp.where(False, wide[:, 0], 0)
+    return zero, zero
+
+
+@_deviations.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    _, x, mask, mean, rest = primals
+    columns = mean[:, None], rest[:, None]
+    sum_dx, sum_dx_d = primitives.sums(tangents[0], x, *columns, mask, columns[0].shape)
+    return _deviations(*primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
+
+
+def _gathered(
+    x: Example, mask: Mask, axis_name: AxisName
+) -> tuple[Vector, Vector, Vector, Vector]:
+    mesh = jax.sharding.get_abstract_mesh().manual_axes
+    # Gathered over a mapped axis, an array is just not mapped any more: nothing is moved.
+    x, mask = x[None], None if mask is None else mask[None]
+    for name in _names(axis_name):
+        if name not in mesh:
+            x = _gather(x, name, tiled=True)
+            mask = None if mask is None else _gather(mask, name, tiled=True)
+    count, mean, rest, m2 = primitives.statistics(x, mask)
+    # Of other devices only the vectors are fetched, and merged in the order of the devices.
+    for name in _names(axis_name):
+        if name in mesh:
+            shards = zip(*(_gather(v, name) for v in (count, mean, m2, rest)), strict=True)
+            merged = functools.reduce(Moments.merge, itertools.starmap(Moments, shards))
+            count, mean, m2, rest = merged.count, merged.mean, merged.m2, merged.mean_rest
+    return count, mean, rest, m2
+
+
+def normalise(
+    x: Example,
+    wide: Example,
+    mean: Vector,
+    rest: Vector,
+    scale: Vector,
+    bias: Vector,
+    mask: Mask,
+    activation: Activation | None,
+    shape: tuple[int, ...],
+) -> Example:
+    """`activation(bias + scale * (x - mean))` in the vectors' dtype; 0 where `mask` is false.
+
+    `wide` is x in the vectors' dtype, and what is differentiated instead of x: the cotangents
+    that x gets from here and from its moments are added before they are rounded to half
+    precision. Its value is not used. `shape` is that of the example before it was made flat,
+    for an activation that has arrays of its own to broadcast against.
+    """
+    mean, rest, scale, bias = (vector[:, None] for vector in (mean, rest, scale, bias))
+    operands = (bias, scale, x, mean, rest, mask)
+    if activation is None or _is_pure(activation, bias.dtype):
+        return _activated(activation, wide, *operands)
+
+    # Of x itself, so that nothing wide is kept.
+    def activated(*operands: Any) -> Array:
+        u = primitives.affine(*operands).reshape(shape)
+        _check(activation, u)
+        return reference.counted(activation(u).reshape(x.shape), mask)
+
+    return jax.checkpoint(activated)(*operands)
+
+
+def _activated(activation: Activation | None, wide: Array, *operands: Any) -> Array:
+    if wide.dtype != operands[2].dtype:
+        return _through_wide(activation, wide, *operands)
+    if activation is None:
+        return primitives.affine(*operands)
+    return primitives.activated(activation, *operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _through_wide(activation: Activation | None, wide: Array, *operands: Any) -> Array:
+    return _activated(activation, operands[2], *operands)
+
+
+@_through_wide.defjvp
+def _(activation: Activation | None, primals: Any, tangents: Any) -> Any:
+    (_, *operands), (d_wide, da, db, _, *rest) = primals, tangents
+    present = [operand for operand in operands if operand is not None]
+    tangent = primitives.tangent(activation, present, (da, db, d_wide, *rest))
+    return _through_wide(activation, *primals), tangent
+
+
+def _is_pure(activation: Activation, dtype: jnp.dtype) -> bool:
+    """Whether it has no arrays of its own, which might have to be differentiated."""
+    if any(eqx.is_array(leaf) for leaf in jax.tree.leaves(activation)):
+        return False
+    one = jax.ShapeDtypeStruct((), dtype)
+    _check(activation, one)
+    return not any(
+        eqx.is_array(constant) for constant in jax.make_jaxpr(activation)(one).consts
+    )
+
+
+def _check(activation: Activation, u: Array | jax.ShapeDtypeStruct) -> None:
+    try:
+        result: Any = jax.eval_shape(activation, u)
+    except (TypeError, ValueError, IndexError) as error:
+        result = error
+    if getattr(result, "shape", None) != u.shape:
+        raise ValueError(
+            f"activation={activation} must be elementwise: given an array of shape {u.shape}, "
+            f"it has to return one of the same shape, but here it is {result!r}. Apply it "
+            "after the layer instead."
+        )
+
+
+def _names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _gather(array: Array, name: Hashable, *, tiled: bool = False) -> Array:
+    # One name at a time: all_gather takes no tuple of vmapped names.
+    try:
+        return lax.all_gather(array, name, tiled=tiled)
+    except (AssertionError, ValueError) as error:
+        # Seen with jax 0.10.2 and 0.12.0.1, where any collective over a vmapped axis fails.
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"JAX refuses collectives over the vmapped axis {name!r} inside a shard_map "
+                "that checks varying manual axes. Write "
+                "jax.shard_map(..., check_vma=False) around this layer."
+            ) from error
+        raise

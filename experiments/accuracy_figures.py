@@ -1,0 +1,158 @@
+"""The figure of the accuracy experiment, drawn from its result file.
+
+Drawing never measures: `python -m experiments.accuracy_figures` redraws it from the CSV.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.ticker import LogLocator, NullLocator
+
+from . import accuracy_claims, accuracy_measured, results
+from .accuracy_cases import CONSTANT, COUNT, RATIO
+from .accuracy_claims import CASES
+from .accuracy_measured import Measured, layers_of
+
+# With these come the fonts and grids of all figures.
+from .stability_figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
+
+# Two layers of one package mostly give the same: a line, and open circles on it.
+CIRCLES = {"linestyle": "", "marker": "o", "markerfacecolor": "none", "markersize": 7}
+STYLE: dict[str, dict[str, Any]] = {
+    "eqx-norm": {"color": BLUE, "linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4},
+    "Equinox ema": {"color": VERMILION, "linestyle": "-"},
+    "Equinox batch": {"color": VERMILION, **CIRCLES},
+    "Flax linen": {"color": ORANGE, "linestyle": "--"},
+    "Flax nnx": {"color": ORANGE, **CIRCLES},
+    "Flax linen, two-pass": {"color": GREEN, "linestyle": "-."},
+    "Flax nnx, two-pass": {"color": GREEN, **CIRCLES},
+    "PyTorch": {"color": PURPLE, "linestyle": ":", "marker": "s", "markersize": 4},
+}
+# What a float32 of order 1 may be off by.
+FLOAT32 = 2.0**-24
+BOUND = accuracy_claims.Y
+
+
+def _reference_lines(axes: Axes, where: Sequence[float]) -> None:
+    # The labels lie outside: between the two is where eqx-norm should be.
+    for level, label, side in (
+        (BOUND, "the bound of eqx-norm, 1e-6", "bottom"),
+        (FLOAT32, "half an ulp of float32", "top"),
+    ):
+        axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
+        axes.annotate(
+            label,
+            (where[-1], level),
+            xytext=(0, 2 if side == "bottom" else -2),
+            textcoords="offset points",
+            ha="right",
+            va=side,
+            fontsize=7,
+        )
+
+
+def _sweep(axes: Axes, measured: Measured, group: str) -> None:
+    """The error of y along the axis of a group of cases."""
+    cases = [CASES[name] for name in measured if CASES[name].group == group]
+    at = [case.at for case in cases]
+    for layer in layers_of(measured):
+        # A logarithmic axis has neither zero nor infinity: they are drawn at its ends.
+        values = np.clip([measured[case.name][layer].y for case in cases], 1e-8, 1e8)
+        axes.plot(at, values, label=layer, **STYLE[layer])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=5e-9)
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    _reference_lines(axes, at)
+    axes.set_ylabel("error of y")
+
+
+def _constants(axes: Axes, measured: Measured) -> None:
+    """What a constant channel comes out as, which is zero in exact arithmetic."""
+    layers = layers_of(measured)[::-1]
+    cases = [n for n in measured if CASES[n].group == CONSTANT and not CASES[n].affine]
+    ranges = dict.fromkeys(CASES[case].at for case in cases)
+    for marker, up_to in zip("o^s", ranges, strict=True):
+        for case in (case for case in cases if CASES[case].at == up_to):
+            for row, layer in enumerate(layers):
+                color = STYLE[layer]["color"]
+                axes.plot(
+                    measured[case][layer].y, row, marker, color=color, markerfacecolor="none"
+                )
+        key = f"to {up_to:g}"
+        axes.plot([], [], marker, color=BLACK, markerfacecolor="none", label=key)
+    axes.legend(title="constants", fontsize=8, title_fontsize=8, loc=(0.13, 0.3))
+    axes.set_xscale("symlog", linthresh=1e-8)
+    axes.set_xlim(left=-2e-9)
+    axes.set_xticks([0, *(10.0**k for k in range(-7, 1))])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yticks(range(len(layers)), layers)
+    axes.set_xlabel("largest |y| of a constant channel (exactly: 0)")
+
+
+def _errors(axes: Axes, measured: Measured) -> None:
+    """Case by layer, the error of y; its exponent as text and colour."""
+    layers = layers_of(measured)
+    table = np.array([[found[layer].y for layer in layers] for found in measured.values()])
+    exponents = np.log10(np.where(table == 0, 1e-99, table))
+    # White is the bound: blue is better, the other end worse.
+    scale = LinearSegmentedColormap.from_list("bound", [BLUE, "#FFFFFF", VERMILION])
+    scale = scale.with_extremes(bad="#DDDDDD")
+    axes.imshow(
+        np.clip(exponents, -8, 2), cmap=scale, norm=TwoSlopeNorm(-6, -8, 1), aspect="auto"
+    )
+    for (row, column), error in np.ndenumerate(table):
+        text = "fails" if np.isnan(error) else f"{exponents[row, column]:z.1f}"
+        text = {0: "0", np.inf: "inf"}.get(error, text).replace("-", "\N{MINUS SIGN}")
+        color = "white" if error > 1 or error < 3e-8 else BLACK
+        axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+    axes.set_xticks(range(len(layers)), layers, rotation=40, ha="left", rotation_mode="anchor")
+    axes.set_yticks(range(len(measured)), list(measured))
+    groups = [CASES[case].group for case in measured]
+    for row in range(1, len(groups)):
+        if groups[row] != groups[row - 1]:
+            axes.axhline(row - 0.5, color="white", linewidth=3)
+    axes.xaxis.tick_top()
+    axes.set_title(
+        "log10 of the error of y: white is the bound, 1e-6; blue is better",
+        fontsize=8,
+        y=-0.035,
+    )
+    axes.tick_params(length=0, labelsize=7.5)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+
+
+def draw(folder: Path) -> Path:
+    """From the CSV under `folder`."""
+    measured = accuracy_measured.load(folder / "results" / "accuracy.csv")
+    figure = plt.figure(figsize=(11, 8.4))
+    halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.15))
+    left, right = (figure.add_subfigure(half) for half in halves)
+    ratio, count, constant = left.subplots(3, 1, height_ratios=(1.25, 1, 0.9))
+    _sweep(ratio, measured, RATIO)
+    ratio.set_xlabel("mean / standard deviation")
+    _sweep(count, measured, COUNT)
+    count.set_xlabel("values a channel, at mean / standard deviation 1e3")
+    _constants(constant, measured)
+    handles, labels = ratio.get_legend_handles_labels()
+    left.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
+    _errors(right.subplots(), measured)
+    path = folder / "figures" / "accuracy.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the version in its metadata, a figure changes only when its content does.
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    print(draw(Path(os.path.relpath(results.FOLDER.parent))))

@@ -1,0 +1,99 @@
+"""bfloat16 and float16: what is remembered, what comes out, what Equinox's layer refuses."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .helpers import APPROACHES, call, call_and_grad, copy, make, normal, over_batch, remembered
+
+HALVES = [jnp.bfloat16, jnp.float16]
+each_half = pytest.mark.parametrize("half", HALVES)
+each_approach = pytest.mark.parametrize("approach", APPROACHES)
+
+
+@each_approach
+@each_half
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16, jnp.float32])
+def test_statistics_are_float32_and_the_output_as_the_input(dtype, half, approach):
+    layer, state = make(3, "batch", approach=approach, dtype=dtype)
+    x = normal(0, (64, 3, 2), 100, 3).astype(half)
+    y, state, (gradients, dx) = call_and_grad(layer, state, x, jnp.ones_like(x))
+    assert (y.dtype, dx.dtype) == (half, half)
+    (weight,) = {leaf.dtype for leaf in jax.tree.leaves((layer.weight, gradients.weight))}
+    assert weight == jnp.dtype(dtype or jnp.float32)
+    memory = jax.tree.leaves(state.get(layer.memory_index))
+    floats = {leaf.dtype for leaf in memory if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    assert floats == {jnp.dtype(jnp.float32)}
+    mean, variance = remembered(layer, state)
+    values = np.asarray(x, np.float64)
+    # One batch, remembered in float32: 1e-5 is some of its roundings, and no float16 has it.
+    np.testing.assert_allclose(mean, values.mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(variance, values.var((0, 2)), rtol=1e-5)
+    y, _ = call(eqx.nn.inference_mode(layer), state, x)
+    assert y.dtype == half
+
+
+@each_approach
+def test_a_long_training_in_bfloat16(approach):
+    """1,500 steps: in bfloat16, of 8 bits, an average of momentum 0.99 would stand still."""
+    layer, state = make(4, "batch", approach=approach, momentum=0.99, dtype=jnp.bfloat16)
+
+    @jax.jit
+    def train(state):
+        def step(state, key):
+            x = 100 + 3 * jax.random.normal(key, (256, 4, 4))
+            _, state = over_batch(layer)(x.astype(jnp.bfloat16), state)
+            return state, None
+
+        return jax.lax.scan(step, state, jax.random.split(jax.random.key(0), 1500))[0]
+
+    mean, variance = remembered(layer, train(state))
+    # bfloat16 rounds numbers near 100 to multiples of 0.5, which adds 0.5**2 / 12 to 9: 0.2%.
+    # An average over some 200 batches of 1,024 values is off by 0.3% at one sigma.
+    np.testing.assert_allclose(mean, np.full(4, 100), rtol=0.02)
+    np.testing.assert_allclose(variance, np.full(4, 9), rtol=0.02)
+
+
+@each_approach
+@each_half
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_strict_promotion(masked, half, approach):
+    """No dtype is promoted that nobody has asked for."""
+    layer, state = make(3, "batch", approach=approach)
+    x = normal(0, (8, 3, 2), 2, 3).astype(half)
+    mask = jnp.arange(8) < 5 if masked else None
+
+    @eqx.filter_jit
+    def loss(model_and_x, state):
+        layer, x = model_and_x
+
+        def one(x, mask):
+            return layer(x, state, mask=mask)
+
+        y, state = jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
+        return jnp.sum(y * y), (y, state)
+
+    with jax.numpy_dtype_promotion("strict"):
+        gradient = eqx.filter_grad(loss, has_aux=True)
+        (gradients, dx), (y, after) = gradient((layer, x), copy(state))
+        assert np.isfinite(gradients.weight).all()
+        _, (inferred, _) = loss((eqx.nn.inference_mode(layer), x), after)
+    assert {y.dtype, dx.dtype, inferred.dtype} == {jnp.dtype(half)}
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert np.isfinite(np.asarray(inferred, np.float32)).all()
+
+
+@each_half
+def test_the_ema_approach_takes_it(half):
+    """Equinox's raises: it selects between a float32 and an array of half precision."""
+    x = normal(0, (64, 3), 2, 1).astype(half)
+    theirs = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
+    with pytest.raises(TypeError, match="select"):
+        call(*theirs, x)
+    y, _ = call(*make(3, "batch", approach="ema"), x)
+    assert y.dtype == half
+    # The first batch is normalised by itself; half an ulp of bfloat16 is 2**-9 of a value.
+    np.testing.assert_allclose(np.asarray(y, np.float32).mean(0), np.zeros(3), atol=2**-9)
+    np.testing.assert_allclose(np.asarray(y, np.float32).std(0), np.ones(3), rtol=2**-8)

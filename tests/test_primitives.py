@@ -1,0 +1,339 @@
+"""The passes over x as primitives: every rule that JAX asks of one, against the formulas.
+
+The interface for new primitives is the one that JAX may change; this is where it is noticed.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm._normalise import primitives, reference, totals
+
+from .helpers import f32
+
+N, C, L = 5, 3, 7
+COLUMN = (1, C, 1)
+RANDOM = np.random.RandomState(0)
+
+
+def operands(*ensemble):
+    """g, x, mean, rest, mask, a, b."""
+    full, column = (*ensemble, N, C, L), (*ensemble, *COLUMN)
+    g, x = f32(RANDOM.standard_normal((2, *full)) + 1)
+    mean, rest, a, b = RANDOM.standard_normal((4, *column))
+    mask = jnp.asarray(RANDOM.random((*ensemble, N, 1, L)) < 0.6)
+    # In the tests the rest is no smaller than the mean, so that it matters.
+    return {
+        "g": g,
+        "x": x,
+        "mean": f32(mean),
+        "rest": f32(rest),
+        "mask": mask,
+        "a": f32(a),
+        "b": f32(b),
+    }
+
+
+ONE, SEVERAL = operands(), operands(2)
+# What is tested are rules: they need no program that took long to compile.
+compiled = functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
+close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+
+
+def activation(u):
+    """Neither 0 nor flat at 0, which is what a masked place must not show."""
+    return jax.nn.silu(u) + jnp.cos(u)
+
+
+def statistics(x, mask=None):
+    count, mean, rest, m2 = primitives.statistics(x, mask)
+    return count, mean + rest, m2
+
+
+def sums(g, x, mean, rest, mask=None):
+    return primitives.sums(g, x, mean, rest, mask, shape=mean.shape)
+
+
+def affine(a, b, x, mean, rest, mask=None):
+    return primitives.affine(a, b, x, mean, rest, mask)
+
+
+def activated(a, b, x, mean, rest, mask=None):
+    return primitives.activated(activation, a, b, x, mean, rest, mask)
+
+
+def weighed(values, mask):
+    return values if mask is None else np.where(mask, values, 0)
+
+
+def numpy_statistics(x, mask=None):
+    mask = np.broadcast_to(True if mask is None else mask, x.shape)
+    channels = [x[:, c][mask[:, c]] for c in range(C)]
+    return tuple(
+        np.array([f(channel) for channel in channels])
+        for f in (len, np.mean, lambda v: np.var(v) * len(v))
+    )
+
+
+def numpy_sums(g, x, mean, rest, mask=None):
+    return tuple(
+        weighed(values, mask).sum((0, 2), keepdims=True)
+        for values in (g, g * (x - mean - rest))
+    )
+
+
+def numpy_affine(a, b, x, mean, rest, mask=None):
+    return weighed(a + b * (x - mean - rest), mask)
+
+
+def numpy_activated(a, b, x, mean, rest, mask=None):
+    u = numpy_affine(a, b, x, mean, rest)
+    return weighed(u / (1 + np.exp(-u)) + np.cos(u), mask)
+
+
+def jnp_sums(g, x, mean, rest, mask=None):
+    return reference.sums(g, x, mean, rest, mask, shape=mean.shape)
+
+
+def jnp_activated(a, b, x, mean, rest, mask=None):
+    return reference.activated(
+        activation, a, b, x, mean, rest, *(() if mask is None else (mask,))
+    )
+
+
+ALL = {
+    "statistics": (statistics, numpy_statistics, ("x",)),
+    "sums": (sums, numpy_sums, ("g", "x", "mean", "rest")),
+    "affine": (affine, numpy_affine, ("a", "b", "x", "mean", "rest")),
+    "activated": (activated, numpy_activated, ("a", "b", "x", "mean", "rest")),
+}
+DIFFERENTIATED = {
+    "sums": (sums, jnp_sums, ("g", "x", "mean", "rest")),
+    "affine": (affine, reference.affine, ("a", "b", "x", "mean", "rest")),
+    "activated": (activated, jnp_activated, ("a", "b", "x", "mean", "rest")),
+}
+each = pytest.mark.parametrize(("f", "right", "names"), ALL.values(), ids=ALL)
+each_derivative = pytest.mark.parametrize(
+    ("f", "right", "names"), DIFFERENTIATED.values(), ids=DIFFERENTIATED
+)
+with_and_without_mask = pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+
+
+def named(names, masked):
+    return (*names, "mask") if masked else names
+
+
+def in_float64(right, arrays):
+    return right(*(np.asarray(a, np.float64 if a.dtype != bool else bool) for a in arrays))
+
+
+def assert_close(result, right):
+    results, rights = jax.tree.leaves(result), jax.tree.leaves(right)
+    for a, b in zip(results, rights, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == np.float32
+        close(a, b)
+
+
+@each
+@with_and_without_mask
+def test_eager_and_compiled(f, right, names, masked):
+    arrays = [ONE[name] for name in named(names, masked)]
+    for run in (f, jax.jit(f)):
+        assert_close(run(*arrays), in_float64(right, arrays))
+
+
+@each
+@with_and_without_mask
+def test_mapped_over_any_of_its_operands(f, right, names, masked):
+    names = named(names, masked)
+    combinations = list(itertools.product((False, True), repeat=len(names)))[1:]
+
+    @compiled
+    def every_combination(f, one, several):
+        return [
+            jax.vmap(f, in_axes=[0 if is_mapped else None for is_mapped in mapped])(
+                *(
+                    (several if is_mapped else one)[name]
+                    for name, is_mapped in zip(names, mapped, strict=True)
+                )
+            )
+            for mapped in combinations
+        ]
+
+    for mapped, result in zip(combinations, every_combination(f, ONE, SEVERAL), strict=True):
+        for member in range(2):
+            arrays = [
+                SEVERAL[name][member] if is_mapped else ONE[name]
+                for name, is_mapped in zip(names, mapped, strict=True)
+            ]
+            ours = jax.tree.map(lambda a: a[member], result)  # noqa: B023
+            assert_close(ours, in_float64(right, arrays))
+
+
+@each
+def test_mapped_over_an_axis_that_is_not_the_first_and_twice(f, right, names):
+    arrays = [SEVERAL[name] for name in named(names, True)]
+    last = jax.vmap(f, in_axes=-1)(*(jnp.moveaxis(a, 0, -1) for a in arrays))
+    twice = jax.vmap(jax.vmap(f))(*(jnp.stack([a, a[::-1]]) for a in arrays))
+    for member in range(2):
+        expected = in_float64(right, [a[member] for a in arrays])
+        assert_close(jax.tree.map(lambda a: a[member], last), expected)  # noqa: B023
+        for i in range(2):
+            ours = jax.tree.map(lambda a: a[i, member ^ i], twice)  # noqa: B023
+            assert_close(ours, expected)
+
+
+@with_and_without_mask
+def test_transposes(masked):
+    """`sums` in g and `affine` in (a, b) are each other's transpose."""
+    centre = [ONE[name] for name in named(("x", "mean", "rest"), masked)]
+    g, a, b = (ONE[name] for name in ("g", "a", "b"))
+    (to_g,) = jax.linear_transpose(lambda g: sums(g, *centre), g)((a, b))
+    assert_close(to_g, in_float64(numpy_affine, (a, b, *centre)))
+    to_ab = jax.linear_transpose(lambda a, b: affine(a, b, *centre), a, b)(g)
+    assert_close(to_ab, in_float64(numpy_sums, (g, *centre)))
+    (to_a,) = jax.linear_transpose(lambda a: affine(a, jnp.zeros_like(b), *centre), a)(g)
+    assert_close(to_a, in_float64(numpy_sums, (g, *centre))[0])
+    (to_b,) = jax.linear_transpose(lambda b: affine(jnp.zeros_like(a), b, *centre), b)(g)
+    assert_close(to_b, in_float64(numpy_sums, (g, *centre))[1])
+    (to_g,) = jax.linear_transpose(lambda g: sums(g, *centre)[0], g)(a)
+    assert_close(to_g, in_float64(numpy_affine, (a, 0 * b, *centre)))
+
+
+@with_and_without_mask
+def test_transposes_of_an_ensemble(masked):
+    names = named(("x", "mean", "rest"), masked)
+    centre = [SEVERAL[name] for name in names]
+    g, a, b = (SEVERAL[name] for name in ("g", "a", "b"))
+    axes = [0] * len(names)
+    (to_g,) = jax.linear_transpose(lambda g: jax.vmap(sums, [0, *axes])(g, *centre), g)((a, b))
+    # a and b are shared by the members: their cotangents are summed over them.
+    shared = jax.vmap(affine, [None, None, *axes])
+    to_ab = jax.linear_transpose(lambda a, b: shared(a, b, *centre), a[0], b[0])(g)
+    rights = []
+    for i in range(2):
+        member = [array[i] for array in centre]
+        assert_close(to_g[i], in_float64(numpy_affine, (a[i], b[i], *member)))
+        rights.append(in_float64(numpy_sums, (g[i], *member)))
+    assert_close(to_ab, tuple(map(sum, zip(*rights, strict=True))))
+
+
+@each_derivative
+@with_and_without_mask
+def test_derivatives_in_every_operand_alone_and_together(f, right, names, masked):
+    rest = [ONE["mask"]] if masked else []
+    alone = [(i,) for i in range(len(names))]
+
+    def along(f, primals, tangents, moving):
+        def moved(*some):
+            arrays = list(primals)
+            for i, array in zip(moving, some, strict=True):
+                arrays[i] = array
+            return f(*arrays, *rest)
+
+        def scalar(*some):
+            return sum(jnp.sum(jnp.sin(out)) for out in jax.tree.leaves(moved(*some)))
+
+        point, direction = ([side[i] for i in moving] for side in (primals, tangents))
+        every = tuple(range(len(moving)))
+        return (
+            jax.jvp(moved, point, direction),
+            jax.grad(scalar, every)(*point),
+            jax.jvp(jax.grad(scalar, every), point, direction)[1],
+        )
+
+    @compiled
+    def derive(f, primals, tangents):
+        together = tuple(range(len(names)))
+        return [along(f, primals, tangents, moving) for moving in (*alone, together)]
+
+    with jax.enable_x64(True):
+        primals = [ONE[name].astype(np.float64) for name in names]
+        tangents = [SEVERAL[name][0].astype(np.float64) for name in names]
+        results, rights = (derive(g, primals, tangents) for g in (f, right))
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(rights), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@each
+def test_masked_places_may_hold_anything(f, right, names):
+    arrays = {name: ONE[name] for name in names}
+    for name in {"g", "x"} & arrays.keys():
+        arrays[name] = jnp.where(ONE["mask"], arrays[name], jnp.nan)
+    clean = in_float64(right, [*(ONE[name] for name in names), ONE["mask"]])
+    assert_close(f(*arrays.values(), ONE["mask"]), clean)
+
+
+@each
+def test_x_of_a_lower_precision(f, right, names):
+    arrays = {name: ONE[name] for name in names}
+    arrays["x"] = arrays["x"].astype(jnp.bfloat16)
+    expected = in_float64(right, [a.astype(jnp.float32) for a in arrays.values()])
+    assert_close(f(*arrays.values()), expected)
+
+
+def test_statistics_of_nothing():
+    count, mean, m2 = statistics(ONE["x"], jnp.zeros_like(ONE["mask"]))
+    for result in (count, mean, m2):
+        np.testing.assert_array_equal(result, np.zeros(C))
+
+
+def test_kept_on_the_way_is_x_and_columns():
+    """Of `activated`, as of `affine`: neither its input nor its slope."""
+    arrays = [ONE[name] for name in ("a", "b", "x", "mean", "rest")]
+    for f in (affine, activated):
+        _, backward = jax.vjp(f, *arrays)
+        kept = [leaf.size for leaf in jax.tree.leaves(backward)]
+        assert max(kept) == arrays[2].size
+        assert sum(size > C for size in kept) == 1
+
+
+SHAPES = [
+    ((1, 1, 1), (0, 2)),
+    ((7, 3, 13), (0, 2)),
+    ((37, 5, 101), (0, 2)),
+    ((64, 2, 1024), (0, 2)),
+    ((6, 3, 48 * 32), (0, 2)),
+    ((4099, 2, 1), (0, 2)),
+    ((2, 3, 0), (0, 2)),
+    ((0, 3, 5), (0, 2)),
+    ((4096, 16), (0,)),
+    ((4095, 7), (0,)),
+    ((2, 8191), (1,)),
+    ((3, 64 * 256), (1,)),
+    ((3, 32, 4, 96), (1, 3)),
+    ((2, 3, 11, 5, 77), (2, 4)),
+]
+
+
+@pytest.mark.parametrize("total", [totals.plain, totals.by_tree])
+@pytest.mark.parametrize(("shape", "axes"), SHAPES, ids=str)
+def test_totals(total, shape, axes):
+    """Of whole numbers, whose sums are exact in whatever order."""
+    values = RANDOM.randint(-9, 10, (2, *shape))
+    rights = values.astype(np.float64).sum(tuple(axis + 1 for axis in axes), keepdims=True)
+    both = jax.jit(lambda first, second: total([first, second], axes))(*f32(values))
+    (alone,) = jax.jit(lambda values: total([values], axes))(f32(values[0]))
+    for result, right in zip((*both, alone), (*rights, rights[0]), strict=True):
+        np.testing.assert_array_equal(result, right)
+        assert result.dtype == np.float32
+
+
+@pytest.mark.parametrize("total", [totals.plain, totals.by_tree])
+def test_totals_of_fractions(total):
+    values = RANDOM.standard_normal((64, 3, 1024)) + 1
+    single = np.asarray(values, np.float32).astype(np.float64)
+    right, scale = single.sum((0, 2), keepdims=True), np.abs(single).sum((0, 2), keepdims=True)
+    pair = jax.jit(lambda a, b: total([a, b], (0, 2)))(f32(values), f32(values) ** 2)
+    # A sum of n numbers, however it is added up in blocks of up to 2048, is off by less.
+    assert np.max(np.abs(pair[0] - right) / scale) < 2048 * np.finfo(np.float32).eps / 2
+    with jax.enable_x64(True):
+        (exact,) = total([jnp.asarray(single)], (0, 2))
+        np.testing.assert_allclose(exact, right, rtol=1e-13)

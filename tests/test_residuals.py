@@ -1,0 +1,136 @@
+"""For the backward pass x is kept, in its own dtype, and vectors; nothing of an activation.
+
+Read in two ways, which both find more where there is more: eqx.nn.BatchNorm followed by a ReLU.
+"""
+
+import contextlib
+import io
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+from .helpers import APPROACHES, make, normal, over_batch
+
+N, C, L = 8, 3, 40
+ACTIVATIONS = {
+    "none": None,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "prelu": eqx.nn.PReLU(0.25),
+}
+
+
+def ours(activation=None, approach="batch"):
+    layer, state = make(C, "batch", approach=approach, activation=activation)
+    return forward(layer, state)
+
+
+def theirs():
+    layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(C, "batch", mode="batch")
+    f = forward(layer, state)
+    return lambda vectors, x: jax.nn.relu(f(vectors, x))
+
+
+def forward(layer, state):
+    def f(vectors, x):
+        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
+        return over_batch(model)(x, state)[0]
+
+    return f
+
+
+def printed(f, *operands):
+    """(dtype, size) of what JAX says it keeps."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        print_saved_residuals(f, *operands)
+    kept = re.findall(r"^(\w+)\[([\d,]*)\] ", text.getvalue(), re.MULTILINE)
+    assert len(kept) == len(text.getvalue().splitlines())
+    return [
+        (dtype, int(np.prod([int(n) for n in shape.split(",") if n]))) for dtype, shape in kept
+    ]
+
+
+def held(f, *operands):
+    """(dtype, size) of what the function of the backward pass holds."""
+    _, backward = jax.vjp(f, *operands)
+    short = {"float32": "f32", "bfloat16": "bf16"}
+    return [
+        (short.get(leaf.dtype.name, leaf.dtype.name), leaf.size)
+        for leaf in jax.tree.leaves(backward)
+    ]
+
+
+def operands(dtype):
+    return (jnp.ones(C), jnp.zeros(C)), normal(0, (N, C, L)).astype(dtype)
+
+
+def bytes_of(kept):
+    size = {"f32": 4, "bf16": 2, "bool": 1}
+    return sum(size.get(dtype, 8) * number for dtype, number in kept)
+
+
+def large(kept):
+    return [dtype for dtype, size in kept if size > C]
+
+
+each_way = pytest.mark.parametrize("read", [printed, held])
+each_dtype = pytest.mark.parametrize("dtype", ["f32", "bf16"])
+NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@each_way
+@each_dtype
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_x_is_kept_and_vectors(name, dtype, read):
+    vectors, x = operands(NAMES[dtype])
+    kept = read(ours(ACTIVATIONS[name]), vectors, x)
+    assert [(t, size) for t, size in kept if size > C] == [(dtype, x.size)]
+    assert bytes_of(kept) <= x.nbytes + 25 * 4 * C
+
+
+@pytest.mark.parametrize("approach", APPROACHES)
+def test_with_every_approach(approach):
+    vectors, x = operands(jnp.bfloat16)
+    assert large(printed(ours(jax.nn.silu, approach), vectors, x)) == ["bf16"]
+
+
+@each_dtype
+def test_compiled_before_it_is_differentiated(dtype):
+    vectors, x = operands(NAMES[dtype])
+    assert large(held(jax.jit(ours(jax.nn.gelu)), vectors, x)) == [dtype]
+
+
+def test_in_inference():
+    vectors, x = operands(jnp.bfloat16)
+    layer, state = make(C, "batch", approach="batch", activation=jax.nn.silu, inference=True)
+    assert large(held(forward(layer, state), vectors, x)) == ["bf16"]
+
+
+def test_a_mask_is_kept_as_booleans():
+    layer, state = make(C, "batch", approach="batch", activation=jax.nn.silu)
+    vectors, x = operands(jnp.bfloat16)
+
+    def f(vectors, x):
+        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
+        axes = {"in_axes": (0, 0, None), "out_axes": (0, None)}
+        one = jax.vmap(lambda x, m, s: model(x, s, mask=m), axis_name="batch", **axes)
+        return one(x, jnp.ones((N, L), bool), state)[0]
+
+    kept = held(f, vectors, x)
+    assert [size for dtype, size in kept if size > C and dtype != "bool"] == [x.size]
+    assert all(size <= N * L for dtype, size in kept if dtype == "bool")
+
+
+@each_way
+def test_more_is_found_where_there_is_more(read):
+    vectors, x = operands(jnp.float32)
+    kept = read(theirs(), vectors, x)
+    assert len(large(kept)) > 1
+    assert bytes_of(kept) > 2 * x.nbytes
