@@ -24,6 +24,7 @@ It exits with 1 where an answer is not as stated. Nothing runs, so nothing is ti
 """
 
 import argparse
+import csv
 import dataclasses
 import functools
 import importlib.util
@@ -330,6 +331,23 @@ def report(rows: Sequence[Row]) -> str:
             )
             for row in rows
         ],
+    )
+
+
+def summary(path: Path) -> str:
+    """The table of the README, from the committed results: forward + backward."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["direction"] == "forward + backward"]
+    shown = {NO_NORM: "no norm", "eqx_norm": "eqx-norm", "equinox, batch": "Equinox, batch"}
+    units = {
+        (row["program"], row["dtype"], row["implementation"]): f"{float(row['units']):.1f}"
+        for row in rows
+        if row["units"]
+    }
+    programs = dict.fromkeys((row["program"], row["dtype"]) for row in rows)
+    return results.table(
+        ("compiled for an H200", "dtype", *(f"units of x, {name}" for name in shown.values())),
+        [(*key, *(units.get((*key, name), "-") for name in shown)) for key in programs],
     )
 
 

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments import results, stability, stability_runs
+from experiments import (
+    accuracy,
+    accuracy_measured,
+    benchmark,
+    benchmark_runs,
+    gpu_compile,
+    results,
+    stability,
+    stability_runs,
+)
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,15 +44,35 @@ def test_links_lead_somewhere():
         assert (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize("stem", ["stability", "stability_large"])
+TABLES = {
+    "stability": lambda path: stability.report(stability_runs.load(path))[0],
+    "stability_large": lambda path: stability.report(stability_runs.load(path))[0],
+    "accuracy": lambda path: accuracy.report(accuracy_measured.load(path))[0],
+    "benchmark": lambda path: benchmark.summary(benchmark_runs.load(path)),
+    "gpu_compile": gpu_compile.summary,
+}
+
+
+@pytest.mark.parametrize("stem", TABLES)
 def test_tables_are_the_measured_ones(stem):
-    """To renew them, paste what `make stability` printed between the markers."""
-    tables, _ = stability.report(stability_runs.load(results.FOLDER / f"{stem}.csv"))
-    between = README.split(f"<!-- {stem}:begin -->")[1].split(f"<!-- {stem}:end -->")[0]
-    assert between.strip() == tables
+    """To renew them: python -m tests.test_readme."""
+    assert _between(stem).strip() == TABLES[stem](results.FOLDER / f"{stem}.csv")
+
+
+def _between(stem: str) -> str:
+    return README.split(f"<!-- {stem}:begin -->")[1].split(f"<!-- {stem}:end -->")[0]
 
 
 def test_percentages_in_the_text_are_those_of_the_tables():
     rows = [line for line in README.splitlines() if line.startswith("|")]
     measured = set(re.findall(r"\d+\.\d%", "\n".join(rows)))
     assert set(re.findall(r"\d+\.\d%", README)) <= measured
+
+
+if __name__ == "__main__":
+    for stem, table in TABLES.items():
+        begin = f"<!-- {stem}:begin -->"
+        README = README.replace(
+            begin + _between(stem), f"{begin}\n{table(results.FOLDER / f'{stem}.csv')}\n"
+        )
+    (ROOT / "README.md").write_text(README, encoding="utf-8")

@@ -13,8 +13,8 @@ Transposed, the backward pass of both is two sums in one pass over x and dy, the
 one pass for dx. What lies between, a strategy and the square root, is ordinary JAX on vectors,
 and differentiated as such: any strategy costs what the plainest does.
 
-For the backward pass x is kept, in its own dtype, and vectors. The activation is computed again
-(`jax.checkpoint`), so that neither its input nor its derivative is.
+For the backward pass x is kept, in its own dtype, and vectors. The slope of the activation is
+computed again (`primitives.slope`; for one that has arrays of its own, by `jax.checkpoint`).
 """
 
 import functools
