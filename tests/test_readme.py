@@ -49,6 +49,7 @@ TABLES = {
     "stability_large": lambda path: stability.report(stability_runs.load(path))[0],
     "accuracy": lambda path: accuracy.report(accuracy_measured.load(path))[0],
     "benchmark": lambda path: benchmark.summary(benchmark_runs.load(path)),
+    "benchmark_kept-memory": lambda path: benchmark.verdicts(benchmark_runs.load(path)),
     "gpu_compile": gpu_compile.summary,
 }
 
