@@ -26,7 +26,6 @@ reduction of several, too. A tree of sums also rounds less than a row.
 import math
 from collections.abc import Callable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
@@ -40,8 +39,8 @@ Total = Callable[[Sequence[Array], Sequence[int]], tuple[Array, ...]]
 
 
 def plain(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """One `jnp.sum` each."""
-    return tuple(array.sum(tuple(axes), keepdims=True) for array in arrays)
+    """One sum each."""
+    return tuple(lax.expand_dims(lax.reduce_sum(a, tuple(axes)), tuple(axes)) for a in arrays)
 
 
 def by_tree(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
@@ -68,8 +67,8 @@ def _by_halves(array: Array, axes: Sequence[int]) -> Array:
     even = [axis for axis in axes if array.shape[axis] % 2 == 0]
     if not even:
         return plain([array], axes)[0]
-    front, back = by_tree(jnp.split(array, 2, even[0]), axes)
-    return front + back
+    front, back = by_tree(_halves(array, even[0]), axes)
+    return lax.add(front, back)
 
 
 def _in_parts(
@@ -80,7 +79,7 @@ def _in_parts(
     whole = size - size % fan
     front = by_tree([lax.slice_in_dim(a, 0, whole, axis=axis) for a in arrays], axes)
     back = by_tree([lax.slice_in_dim(a, whole, size, axis=axis) for a in arrays], axes)
-    return tuple(map(jnp.add, front, back))
+    return tuple(map(lax.add, front, back))
 
 
 def _sum_blocks(arrays: Sequence[Array], axis: int, fan: int, *, in_pairs: bool) -> list[Array]:
@@ -101,9 +100,14 @@ def _add_pairs(block: Array, axis: int) -> Array:
     the loop from being unrolled.
     """
     if block.shape[axis] % 2 == 0:
-        front, back = jnp.split(block, 2, axis)
-        return front + back
+        return lax.add(*_halves(block, axis))
     return block
+
+
+def _halves(array: Array, axis: int) -> tuple[Array, Array]:
+    size = array.shape[axis]
+    front = lax.slice_in_dim(array, 0, size // 2, axis=axis)
+    return front, lax.slice_in_dim(array, size // 2, size, axis=axis)
 
 
 def _fan(size: int, most: int = _FAN) -> int:
@@ -116,5 +120,5 @@ def _reduce(
     arrays: Sequence[Array], axes: Sequence[int], *, keepdims: bool = False
 ) -> tuple[Array, ...]:
     zeros = tuple(np.zeros((), array.dtype) for array in arrays)
-    sums = lax.reduce(tuple(arrays), zeros, lambda a, b: tuple(map(jnp.add, a, b)), tuple(axes))
-    return tuple(jnp.expand_dims(s, tuple(axes)) for s in sums) if keepdims else tuple(sums)
+    sums = lax.reduce(tuple(arrays), zeros, lambda a, b: tuple(map(lax.add, a, b)), tuple(axes))
+    return tuple(lax.expand_dims(s, tuple(axes)) for s in sums) if keepdims else tuple(sums)
