@@ -37,6 +37,9 @@ else:
     specs = dict(in_specs=(P("devices"), P()), out_specs=(P("devices"), P()))
     f = jax.shard_map(over_batch(layer), mesh=mesh, check_vma=how == "check_vma", **specs)
     sharded, xs = jax.jit(f), x
+    if how == "shard_map":
+        program = sharded.lower(xs, state).compile().as_text()
+        assert program.count(" all-gather(") == 1 and " all-reduce(" not in program, program
 ours = sharded(xs, state), gradient(sharded, xs, state)
 theirs = right(x, state), gradient(right, x, state)
 for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

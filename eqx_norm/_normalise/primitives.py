@@ -136,9 +136,9 @@ _slope = new_primitive(
 )
 
 
-# The same arrays, as if they were others. On a GPU, XLA would otherwise keep what the forward
-# pass has computed of them, rather than compute it again. On a CPU it does so anyway, and would
-# write out a bfloat16 array for a barrier.
+# The same vectors, as if they were others. On a GPU, XLA would otherwise keep what the forward
+# pass has computed of them and x, rather than compute it again. A CPU does so anyway. (Not x
+# itself: that would be kept twice, once as each.)
 _again = Primitive("eqx_norm_again")
 _again.multiple_results = True
 _again.def_impl(lambda *arrays: arrays)

@@ -87,10 +87,10 @@ def _gathered(
             x = _gather(x, name, tiled=True)
             mask = None if mask is None else _gather(mask, name, tiled=True)
     count, mean, rest, m2 = primitives.statistics(x, mask)
-    # Of other devices only the vectors are fetched, and merged in the order of the devices.
+    # Of other devices only the vectors are fetched, at once, and merged in their order.
     for name in _names(axis_name):
         if name in mesh:
-            shards = zip(*(_gather(v, name) for v in (count, mean, m2, rest)), strict=True)
+            shards = _gather(jnp.stack([count, mean, m2, rest]), name)
             merged = functools.reduce(Moments.merge, itertools.starmap(Moments, shards))
             count, mean, m2, rest = merged.count, merged.mean, merged.m2, merged.mean_rest
     return count, mean, rest, m2
