@@ -37,6 +37,7 @@ class Moments(eqx.Module):
     count: Float[Array, "*#channels"]
     mean: Inexact[Array, "*channels"]
     m2: Float[Array, "*channels"]
+    # Filled in by __post_init__.
     mean_rest: Inexact[Array, "*channels"] = None  # pyright: ignore[reportAssignmentType]
     ddof: int = eqx.field(default=0, static=True)
 

@@ -173,7 +173,7 @@ def test_mapped_over_any_of_its_operands(f, right, names, masked):
                 SEVERAL[name][member] if is_mapped else ONE[name]
                 for name, is_mapped in zip(names, mapped, strict=True)
             ]
-            ours = jax.tree.map(lambda a: a[member], result)  # noqa: B023
+            ours = jax.tree.map(lambda a: a[member], result)  # noqa: B023  (called at once)
             assert_close(ours, in_float64(right, arrays))
 
 
@@ -184,9 +184,9 @@ def test_mapped_over_an_axis_that_is_not_the_first_and_twice(f, right, names):
     twice = jax.vmap(jax.vmap(f))(*(jnp.stack([a, a[::-1]]) for a in arrays))
     for member in range(2):
         expected = in_float64(right, [a[member] for a in arrays])
-        assert_close(jax.tree.map(lambda a: a[member], last), expected)  # noqa: B023
+        assert_close(jax.tree.map(lambda a: a[member], last), expected)  # noqa: B023  (called at once)
         for i in range(2):
-            ours = jax.tree.map(lambda a: a[i, member ^ i], twice)  # noqa: B023
+            ours = jax.tree.map(lambda a: a[i, member ^ i], twice)  # noqa: B023  (called at once)
             assert_close(ours, expected)
 
 
