@@ -6,17 +6,16 @@
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import Partial
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Int, PRNGKeyArray
 
-from eqx_norm import _approach, _memory, _normalise
+from eqx_norm import _approach, _arguments, _memory, _normalise
 from eqx_norm._normalise import Activation, Implementation
 from eqx_norm.strategies import AbstractStrategy, Moments
 
@@ -132,17 +131,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             raise ValueError(
                 f"input_size={input_size!r}: it is the number of channels, an int of 1 or more."
             )
-        if not eps > 0:
-            raise ValueError(
-                f"eps={eps!r}: a channel of variance 0 is divided by sqrt(eps), so eps must be "
-                "greater than 0, for example 1e-5."
-            )
-        dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise ValueError(
-                f"dtype={dtype}: weight and bias are trained, so it must be a float or complex "
-                "dtype, for example jnp.float32."
-            )
+        dtype = _arguments.weight_dtype(dtype)
         _normalise.check(implementation)
         self.approach = _approach.resolve(approach, momentum)
         self.weight = jnp.ones((input_size,), dtype) if channelwise_affine else None
@@ -155,12 +144,10 @@ class BatchNorm(eqx.nn.BatchNorm):
         self.axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self.inference = inference
         self.input_size = int(input_size)
-        self.eps = float(eps)
+        self.eps = _arguments.checked_eps(eps)
         self.channelwise_affine = channelwise_affine
         self.momentum = getattr(self.approach, "momentum", None)
-        # As a pytree without leaves a function passes through jax.jit, too.
-        is_tree = activation is None or isinstance(activation, eqx.Module | Partial)
-        self.activation = cast(Any, activation) if is_tree else Partial(activation)
+        self.activation = _normalise.as_tree(activation)
         self.unbiased = unbiased
         self.implementation = implementation
 
@@ -266,11 +253,7 @@ class BatchNorm(eqx.nn.BatchNorm):
                     else "Make the layer with the number of channels of its input."
                 )
             )
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"x has dtype {x.dtype}, whose normalised values cannot be represented. "
-                "Write x.astype(jnp.float32)."
-            )
+        _arguments.check_inexact(x)
         remembers_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
         if jnp.iscomplexobj(x) != remembers_complex:
             raise TypeError(

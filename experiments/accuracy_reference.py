@@ -90,8 +90,8 @@ def errors(batch: Batch, right: Reference, given: Answer) -> Errors:
     y_off = np.abs(_by_channel(given.y) - exact.y)
     dx_off = np.abs(_by_channel(given.dx) - exact.dx)
     if batch.x.dtype != np.float32:
-        y_off = np.maximum(y_off - _half_ulp(exact.y, batch.x.dtype), 0)
-        dx_off = np.maximum(dx_off - _half_ulp(exact.dx, batch.x.dtype), 0)
+        y_off = np.maximum(y_off - half_ulp(exact.y, batch.x.dtype), 0)
+        dx_off = np.maximum(dx_off - half_ulp(exact.dx, batch.x.dtype), 0)
     return Errors(
         y=_largest(y_off / np.maximum(1, np.abs(right.xhat))),
         variance=_largest(np.abs(given.variance - exact.variance) / (exact.variance + EPS)),
@@ -113,7 +113,8 @@ def _largest(off: NDArray) -> float:
     return float(np.max(np.where(np.isfinite(off), off, np.inf)))
 
 
-def _half_ulp(values: NDArray, dtype: np.dtype) -> NDArray:
+def half_ulp(values: NDArray, dtype: np.dtype) -> NDArray:
+    """What a correctly rounded value may be off by in `dtype`."""
     info = jnp.finfo(dtype)
     _, exponent = np.frexp(values)  # values = mantissa * 2^exponent, 0.5 <= |mantissa| < 1
     lowest = np.where(values == 0, info.minexp, exponent - 1)

@@ -7,14 +7,14 @@ A layer takes the `moments` of its input, has a strategy decide which moments to
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import rule
+from . import elementwise, rule
+from .elementwise import as_tree as as_tree
 from .reference import Activation as Activation
 from .reference import compute_dtype
 from .rule import AxisName as AxisName
@@ -98,8 +98,8 @@ def moments(
 def normalise(
     x: Inexact[Array, " channels *spatial"],
     used: Moments,
-    weight: Inexact[Array, " channels"] | None,
-    bias: Inexact[Array, " channels"] | None,
+    weight: Inexact[Array, " channels *spatial"] | Inexact[Array, " channels"] | None,
+    bias: Inexact[Array, " channels *spatial"] | Inexact[Array, " channels"] | None,
     *,
     eps: float,
     activation: Activation | None = None,
@@ -110,8 +110,9 @@ def normalise(
     \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
     of `x`; 0 where `mask` is false.
 
-    Everything up to the activation's result is calculated in float32 at least. `used`,
-    `weight` and `bias` hold one value per channel; the last two may be `None`.
+    Everything up to the activation's result is calculated in float32 at least. `used` holds one
+    value per channel. So do `weight` and `bias`, or one for each value of an example; and they
+    may be `None`.
     """
     dtype = compute_dtype(x.dtype)
     rstd = lax.rsqrt(used.variance + eps).astype(jnp.finfo(dtype).dtype)
@@ -119,11 +120,16 @@ def normalise(
     # What a mean in float64 has more than float32 can hold is not lost.
     rest = ((used.mean - mean.astype(used.mean.dtype)) + used.mean_rest).astype(dtype)
     weight, bias = (None if v is None else v.astype(dtype) for v in (weight, bias))
+    activation = elementwise.function(activation)
+    pure = activation is None or elementwise.is_pure(activation, x.shape, dtype)
+    if any(v is not None and v.ndim > 1 for v in (weight, bias)):
+        activation, pure = elementwise.Affine(weight, bias, activation), False
+        weight = bias = None
     if jnp.iscomplexobj(x):
         y = _complex_affine(x, mean, rest, rstd, weight, bias, mask)
         y = y if activation is None else activation(y)
         return y if mask is None else jnp.where(mask, y, 0)
-    y = rule.normalise(
+    operands = (
         _flat(x),
         _flat(widened(x) if wide is None else wide),
         mean,
@@ -131,9 +137,11 @@ def normalise(
         rstd if weight is None else rstd * weight,
         jnp.zeros_like(rstd) if bias is None else bias,
         _flat_mask(x, mask),
-        _function(activation),
-        x.shape,
     )
+    if activation is None or pure:
+        y = rule.normalise(*operands, activation)
+    else:
+        y = rule.normalise_and(activation, x.shape, *operands)
     return y.astype(x.dtype).reshape(x.shape)
 
 
@@ -150,18 +158,11 @@ def _complex_affine(
     rstd = jnp.concatenate([rstd, rstd])
     zero = jnp.zeros_like(rstd)
     flat, mask = _flat(_parts(x)), _flat_mask(x, mask)
-    y = rule.normalise(flat, flat, mean, rest, rstd, zero, mask, None, flat.shape)
+    y = rule.normalise(flat, flat, mean, rest, rstd, zero, mask, None)
     y = _whole(y, x.shape[0])
     y = y if weight is None else y * weight[:, None]
     y = y if bias is None else y + bias[:, None]
     return y.reshape(x.shape)
-
-
-def _function(activation: Activation | None) -> Activation | None:
-    """The function itself where the layer has wrapped one."""
-    if isinstance(activation, jax.tree_util.Partial):
-        return activation if activation.args or activation.keywords else activation.func
-    return activation
 
 
 def _parts(x: Array) -> Array:

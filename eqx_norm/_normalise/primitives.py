@@ -64,6 +64,14 @@ def activated(
     return bind(_activated, a, b, x, mean, rest, mask, activation=activation)[0]
 
 
+def again(
+    a: Array, b: Array, x: Array, mean: Array, rest: Array, mask: Array | None = None
+) -> Array:
+    """The same as `affine`, but what XLA has computed before is not kept for it."""
+    a, b, mean, rest = _again.bind(a, b, mean, rest)
+    return affine(a, b, x, mean, rest, mask)
+
+
 def tangent(activation: Activation | None, operands: Any, tangents: Any) -> Array:
     """The tangent of `activated`, or of `affine`, for operands without a `None`.
 

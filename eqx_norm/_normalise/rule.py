@@ -14,7 +14,7 @@ one pass for dx. What lies between, a strategy and the square root, is ordinary 
 and differentiated as such: any strategy costs what the plainest does.
 
 For the backward pass x is kept, in its own dtype, and vectors. The slope of the activation is
-computed again (`primitives.slope`; for one that has arrays of its own, by `jax.checkpoint`).
+computed again (`primitives.slope`; for one that has arrays of its own, `_applied`).
 """
 
 import functools
@@ -22,7 +22,6 @@ import itertools
 from collections.abc import Hashable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -105,27 +104,62 @@ def normalise(
     bias: Vector,
     mask: Mask,
     activation: Activation | None,
-    shape: tuple[int, ...],
 ) -> Example:
     """`activation(bias + scale * (x - mean))` in the vectors' dtype; 0 where `mask` is false.
 
     `wide` is x in the vectors' dtype, and what is differentiated instead of x: the cotangents
     that x gets from here and from its moments are added before they are rounded to half
-    precision. Its value is not used. `shape` is that of the example before it was made flat,
-    for an activation that has arrays of its own to broadcast against.
+    precision. Its value is not used. The activation has no arrays of its own.
     """
+    return _activated(activation, wide, *_operands(x, mean, rest, scale, bias, mask))
+
+
+def normalise_and(
+    function: Activation,
+    shape: tuple[int, ...],
+    x: Example,
+    wide: Example,
+    mean: Vector,
+    rest: Vector,
+    scale: Vector,
+    bias: Vector,
+    mask: Mask,
+) -> Example:
+    """The same for a function that has arrays of its own, which are differentiated, too.
+
+    `shape` is that of the example before it was made flat, and what the function is given.
+    """
+    operands = _operands(x, mean, rest, scale, bias, mask)
+    u = _activated(None, wide, *operands)
+    pure, arrays = jax.closure_convert(lambda u: function(u.reshape(shape)).reshape(u.shape), u)
+    return reference.counted(_applied(pure, arrays, u, *operands), mask)
+
+
+def _operands(
+    x: Example, mean: Vector, rest: Vector, scale: Vector, bias: Vector, mask: Mask
+) -> tuple[Any, ...]:
     mean, rest, scale, bias = (vector[:, None] for vector in (mean, rest, scale, bias))
-    operands = (bias, scale, x, mean, rest, mask)
-    if activation is None or _is_pure(activation, bias.dtype):
-        return _activated(activation, wide, *operands)
+    return bias, scale, x, mean, rest, mask
 
-    # Of x itself, so that nothing wide is kept.
-    def activated(*operands: Any) -> Array:
-        u = primitives.affine(*operands).reshape(shape)
-        _check(activation, u)
-        return reference.counted(activation(u).reshape(x.shape), mask)
 
-    return jax.checkpoint(activated)(*operands)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _applied(function: Any, arrays: list[Array], u: Array, *operands: Any) -> Array:
+    """`function(u, *arrays)`. For its derivative u is not kept, but computed again of x."""
+    del operands
+    return function(u, *arrays)
+
+
+@_applied.defjvp
+def _(function: Any, primals: Any, tangents: Any) -> Any:
+    (arrays, _, *operands), (d_arrays, du, *_) = primals, tangents
+
+    def slope(arrays: Any, operands: Any, d_arrays: Any, du: Any) -> Array:
+        u = primitives.again(*operands)
+        return jax.jvp(function, (u, *arrays), (du, *d_arrays))[1]
+
+    # What XLA must not share with the forward pass, `again` has seen to.
+    tangent = jax.checkpoint(slope, prevent_cse=False)(arrays, operands, d_arrays, du)
+    return _applied(function, *primals), tangent
 
 
 def _activated(activation: Activation | None, wide: Array, *operands: Any) -> Array:
@@ -147,30 +181,6 @@ def _(activation: Activation | None, primals: Any, tangents: Any) -> Any:
     present = [operand for operand in operands if operand is not None]
     tangent = primitives.tangent(activation, present, (da, db, d_wide, *rest))
     return _through_wide(activation, *primals), tangent
-
-
-def _is_pure(activation: Activation, dtype: jnp.dtype) -> bool:
-    """Whether it has no arrays of its own, which might have to be differentiated."""
-    if any(eqx.is_array(leaf) for leaf in jax.tree.leaves(activation)):
-        return False
-    one = jax.ShapeDtypeStruct((), dtype)
-    _check(activation, one)
-    return not any(
-        eqx.is_array(constant) for constant in jax.make_jaxpr(activation)(one).consts
-    )
-
-
-def _check(activation: Activation, u: Array | jax.ShapeDtypeStruct) -> None:
-    try:
-        result: Any = jax.eval_shape(activation, u)
-    except (TypeError, ValueError, IndexError) as error:
-        result = error
-    if getattr(result, "shape", None) != u.shape:
-        raise ValueError(
-            f"activation={activation} must be elementwise: given an array of shape {u.shape}, "
-            f"it has to return one of the same shape, but here it is {result!r}. Apply it "
-            "after the layer instead."
-        )
 
 
 def _names(axis_name: AxisName) -> tuple[Hashable, ...]:

@@ -1,0 +1,33 @@
+"""What the layers ask of their arguments alike: an error where it is not so."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+
+def checked_eps(eps: float) -> float:
+    if not eps > 0:
+        raise ValueError(
+            f"eps={eps!r}: what has variance 0 is divided by sqrt(eps), so eps must be greater "
+            "than 0, for example 1e-5."
+        )
+    return float(eps)
+
+
+def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
+    """That of weight and bias; the default float where nothing is said."""
+    dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise ValueError(
+            f"dtype={dtype}: weight and bias are trained, so it must be a float or complex "
+            "dtype, for example jnp.float32."
+        )
+    return dtype
+
+
+def check_inexact(x: Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            f"x has dtype {x.dtype}, whose normalised values cannot be represented. "
+            "Write x.astype(jnp.float32)."
+        )
