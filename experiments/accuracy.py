@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _job(options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     """What to run, and the packages that it does without."""
     job = QUICK if options.quick else WHOLE
-    missing = accuracy_peers.missing(job.layers)
+    missing = accuracy_peers.missing(layer.package for layer in job.layers)
     layers = tuple(layer for layer in job.layers if layer.package not in missing)
     return dataclasses.replace(job, layers=layers), missing
 

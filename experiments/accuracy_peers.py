@@ -163,7 +163,8 @@ LAYERS = (
 ALWAYS = tuple(layer for layer in LAYERS if layer.package in ("eqx_norm", "equinox"))
 
 
-def missing(layers: Iterable[Layer]) -> tuple[str, ...]:
-    """The packages among those of `layers` that are not installed here."""
-    packages = dict.fromkeys(layer.package for layer in layers)
-    return tuple(name for name in packages if importlib.util.find_spec(name) is None)
+def missing(packages: Iterable[str]) -> tuple[str, ...]:
+    """Those that are not installed here."""
+    return tuple(
+        name for name in dict.fromkeys(packages) if importlib.util.find_spec(name) is None
+    )

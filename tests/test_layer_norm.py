@@ -65,6 +65,7 @@ def test_arguments_in_equinox_s_order():
     for name in ("shape", "eps", "use_weight", "use_bias"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.weight is None
+    assert ours.bias is not None
     assert ours.bias.dtype == jnp.bfloat16
     assert isinstance(ours, eqx.nn.LayerNorm)
     assert LayerNorm([3, 4]).shape == LayerNorm((3, 4)).shape == (3, 4)
