@@ -32,12 +32,13 @@ from . import (
     layer_norm_figure,
     layer_norm_gradients,
     layer_norm_layers,
+    layer_norm_measured,
     layer_norm_pair,
     layer_norm_speed,
     results,
 )
-from .layer_norm_claims import Measured
 from .layer_norm_layers import Layer
+from .layer_norm_measured import Measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +70,22 @@ def run(job: Job) -> Measured:
     return Measured(pair, gradients, by_batch_norm, speed)
 
 
-def tables(measured: Measured, layers: Sequence[str]) -> str:
-    return "\n\n".join(
-        text
-        for text in (
-            _pair(measured.pair),
-            _gradients(measured.gradients, layers),
-            _by_batch_norm(measured.by_batch_norm, layers),
-            _speed(measured.speed),
-        )
-        if text
+def report(measured: Measured) -> str:
+    """All tables, for the terminal and the README alike."""
+    words = {True: "holds", False: "DOES NOT HOLD", None: "not run"}
+    claims = results.table(
+        ("claim of this layer", "measured", "verdict"),
+        [(v.claim, v.measured, words[v.holds]) for v in layer_norm_claims.judge(measured)],
     )
+    layers = list(dict.fromkeys(row.layer for row in measured.pair))
+    parts = (
+        _pair(measured.pair),
+        _gradients(measured.gradients, layers),
+        _by_batch_norm(measured.by_batch_norm, layers),
+        _speed(measured.speed),
+        claims,
+    )
+    return "\n\n".join(part for part in parts if part)
 
 
 def _pair(rows: Sequence[layer_norm_pair.Row]) -> str:
@@ -159,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     means = layer_norm_pair.at_means(job.layers)
     seconds = round(time.perf_counter() - started, 1)
     verdicts = layer_norm_claims.judge(measured)
-    _save(folder, measured, means)
+    layer_norm_measured.save(folder, measured, means)
     figure = layer_norm_figure.draw(out)
     packages = sorted({layer.package for layer in job.layers} & {"flax", "torch"})
     results.write_json(
@@ -171,41 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "claims": [verdict._asdict() for verdict in verdicts],
         },
     )
-    words = {True: "holds", False: "DOES NOT HOLD", None: "not run"}
-    claims = results.table(
-        ("claim of this layer", "measured", "verdict"),
-        [(v.claim, v.measured, words[v.holds]) for v in verdicts],
-    )
-    print(f"\n{tables(measured, [layer.name for layer in job.layers])}\n\n{claims}\n")
+    print(f"\n{report(measured)}\n")
     print(f"in {seconds} s; results in {folder}, figure:\n  {figure}")
     return int(options.quick and any(verdict.holds is False for verdict in verdicts))
-
-
-def _save(folder: Path, measured: Measured, means: dict[str, np.ndarray]) -> None:
-    for name, rows in measured._asdict().items():
-        if rows:
-            cells = [
-                ["x".join(map(str, v)) if isinstance(v, tuple) else _number(v) for v in row]
-                for row in rows
-            ]
-            results.write_csv(folder / f"layer_norm_{name}.csv", rows[0]._fields, cells)
-    results.write_csv(
-        folder / "layer_norm_means.csv",
-        ("layer", "mean", "error of y", "dx"),
-        [
-            (layer, *map(_number, (mean, *errors)))
-            for layer, found in means.items()
-            for mean, errors in zip(
-                layer_norm_pair.MEANS.tolist(), found.T.tolist(), strict=True
-            )
-        ],
-    )
-
-
-def _number(value: str | float) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if np.isnan(value) else f"{value:.9g}"
 
 
 def _default_out(job: Job) -> Path:

@@ -5,20 +5,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import layer_norm_by_batch_norm, layer_norm_gradients, layer_norm_pair, layer_norm_speed
+from . import layer_norm_gradients, layer_norm_speed
 from .layer_norm_gradients import EXCHANGED
 from .layer_norm_layers import OURS
+from .layer_norm_measured import Measured
 
 # A few roundings: those of experiments.accuracy, of float32; float64 has 29 bits more.
 Y, DX, DWEIGHT, DBIAS = 1e-6, 1e-6, 1e-7, 2e-7
 SCALE = {"float32": 1.0, "bfloat16": 1.0, "float64": 2.0**-29}
-
-
-class Measured(NamedTuple):
-    pair: list[layer_norm_pair.Row]
-    gradients: list[layer_norm_gradients.Row]
-    by_batch_norm: list[layer_norm_by_batch_norm.Row]
-    speed: list[layer_norm_speed.Row]
 
 
 class Verdict(NamedTuple):

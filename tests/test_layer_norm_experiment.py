@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from experiments import layer_norm, layer_norm_claims, layer_norm_gradients, layer_norm_pair
-from experiments.layer_norm_claims import Measured
 from experiments.layer_norm_layers import ALWAYS, EPS, LAYERS, OURS, Batch
+from experiments.layer_norm_measured import Measured, load, save
 from experiments.layer_norm_speed import Row, ratios
 
 
@@ -65,6 +65,12 @@ def test_a_slower_layer_is_said_to_be(ours, holds):
     ]
     assert list(ratios(rows, "Equinox").values()) == [ours / 2]
     assert layer_norm_claims.judge(measured(speed=rows))[-1].holds is holds
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    rows = [Row((8, 16), "bf16", "forward", OURS, 1.5, 1.25, 2.0)]
+    save(tmp_path, measured(speed=rows), {OURS: np.ones((2, len(layer_norm_pair.MEANS)))})
+    assert load(tmp_path) == measured(speed=rows)
 
 
 def test_exchanged_gradients_would_be_found(monkeypatch, tmp_path, capsys):
