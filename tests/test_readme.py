@@ -11,9 +11,13 @@ from experiments import (
     benchmark,
     benchmark_runs,
     gpu_compile,
+    layer_norm,
+    layer_norm_measured,
     results,
     stability,
     stability_runs,
+    state_consistency,
+    state_consistency_rows,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +52,10 @@ TABLES = {
     "stability": lambda path: stability.report(stability_runs.load(path))[0],
     "stability_large": lambda path: stability.report(stability_runs.load(path))[0],
     "accuracy": lambda path: accuracy.report(accuracy_measured.load(path))[0],
+    "layer_norm": lambda path: layer_norm.report(layer_norm_measured.load(path.parent)),
+    "state_consistency": lambda path: state_consistency.report(
+        state_consistency_rows.load(path)
+    )[0],
     "benchmark": lambda path: benchmark.summary(benchmark_runs.load(path)),
     "benchmark_kept-memory": lambda path: benchmark.verdicts(benchmark_runs.load(path)),
     "gpu_compile": gpu_compile.summary,
