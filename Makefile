@@ -9,7 +9,7 @@ NEWEST := .venv-newest
 GPU_COMPILE := .venv-gpu-compile
 SOURCES := eqx_norm strategies experiments tests
 
-.PHONY: help setup stability accuracy benchmark gpu-compile-check figures \
+.PHONY: help setup stability accuracy benchmark experiments gpu-compile-check figures \
 	test test-peers test-newest lint format clean
 
 help: ## list the targets
@@ -26,6 +26,18 @@ accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in t
 benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
 	$(PEERS)/bin/python -m experiments.benchmark
 
+experiments: $(PEERS)/ready ## all of them: every committed table and figure anew (30 minutes)
+	$(PEERS)/bin/python -m experiments.stability
+	$(PEERS)/bin/python -m experiments.stability --network large
+	$(PEERS)/bin/python -m experiments.accuracy
+	$(PEERS)/bin/python -m experiments.layer_norm
+	$(PEERS)/bin/python -m experiments.state_consistency
+	$(PEERS)/bin/python -m experiments.variance_clipping
+	$(PEERS)/bin/python -m experiments.benchmark
+	$(PEERS)/bin/python -m experiments.benchmark --memory kept
+	$(MAKE) --no-print-directory gpu-compile-check
+	$(PEERS)/bin/python -m tests.test_readme
+
 # Like the newest jax, jax's CUDA plugin needs a newer Python.
 gpu-compile-check: ## compile for an H200, no GPU needed, and count what it moves (1.3 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
@@ -38,6 +50,8 @@ gpu-compile-check: ## compile for an H200, no GPU needed, and count what it move
 figures: $(VENV)/ready ## redraw the committed figures from the committed results
 	$(VENV)/bin/python -m experiments.stability_figures
 	$(VENV)/bin/python -m experiments.accuracy_figures
+	$(VENV)/bin/python -m experiments.layer_norm_figure
+	$(VENV)/bin/python -m experiments.variance_clipping_figures
 	$(VENV)/bin/python -m experiments.benchmark_figures
 
 test: $(VENV)/ready ## all tests that need no peers

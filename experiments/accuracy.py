@@ -18,7 +18,7 @@ are the largest over the batch, against the same in extended precision from the 
 In float16 and bfloat16, y and dx may be off by half an ulp, which is free. Compared are
 Equinox's, Flax's and PyTorch's layers; those not installed are left out.
 
-The first case is https://github.com/BVLC/caffe/pull/3963, brought up to date: a channel that
+The first case is https://github.com/BVLC/caffe/issues/3963, brought up to date: a channel that
 is constant has to come out as zero.
 """
 

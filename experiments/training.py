@@ -1,6 +1,8 @@
 """One training run on MNIST, and what is recorded at each of its steps."""
 
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -27,6 +29,20 @@ class Record(NamedTuple):
     output_mean: NDArray[np.float32]
     output_std: NDArray[np.float32]
     accuracy: NDArray[np.float32]  # NaN but after the evaluated steps
+    probed: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # what `probe` gave
+
+
+# Of a training step: the model and the labels that went in, the log-probabilities and the
+# state that came out; gives scalars to record, by name.
+Probe = Callable[[Any, eqx.nn.State, Array, Array], dict[str, Array]]
+
+
+def unchanged(step: int, images: NDArray[np.float32]) -> NDArray[np.float32]:
+    return images
+
+
+def no_probe(model: Any, state: eqx.nn.State, output: Array, labels: Array) -> dict[str, Array]:
+    return {}
 
 
 def leaf_names(network: Callable[..., Any], make_norm: MakeNorm) -> list[str]:
@@ -45,32 +61,38 @@ def train(
     steps: int,
     evaluated: Collection[int] = (),
     on_step: Callable[[], object] = lambda: None,
+    change: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] = unchanged,
+    probe: Probe = no_probe,
 ) -> Record:
     """Train `network` from `seed` for so many steps with Adam.
 
     The seed decides the initial parameters and the order of the images, so that runs of the
     same seed differ in their normalisation only. Test accuracy is measured after the steps in
-    `evaluated`, and after the last. `on_step` is called after every step.
+    `evaluated`, and after the last. `on_step` is called after every step. `change` gets each
+    step, counted from 1, and its images, and gives the images to train on instead.
     """
     model, state = eqx.nn.make_with_state(network)(make_norm, jax.random.key(seed))
     optimiser_state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
     images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
     test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
-    columns: dict[str, list[Any]] = {name: [] for name in Record._fields}
+    columns: defaultdict[str, list[Any]] = defaultdict(list)
     for i, indices in enumerate(_order(len(labels), steps, seed), start=1):
         model, state, optimiser_state, values = _step(
             model,
             state,
             optimiser_state,
-            jnp.asarray(images[indices]),
+            jnp.asarray(change(i, images[indices])),
             jnp.asarray(labels[indices]),
+            probe,
         )
         for name, value in values.items():
             columns[name].append(value)
         measured = i in evaluated or i == steps
         columns["accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
-    return Record(**{name: np.array(column).T for name, column in columns.items()})
+    arrays = {name: np.array(column).T for name, column in columns.items()}
+    own = {name: arrays.pop(name) for name in Record._fields if name in arrays}
+    return Record(**own, probed=arrays)
 
 
 def _order(images: int, steps: int, seed: int) -> Int[np.ndarray, "steps batch"]:
@@ -92,7 +114,7 @@ def _forward(model: Any, state: eqx.nn.State, images: Float[Array, "n 1 28 28"])
 def _loss(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> Any:
     log_probabilities, normed, state = _forward(model, state, images)
     picked = jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)
-    return -picked.mean(), (state, normed)
+    return -picked.mean(), (state, normed, log_probabilities)
 
 
 # One compiled step, called from Python: inside a lax.scan XLA:CPU computes convolutions on one
@@ -105,8 +127,9 @@ def _step(
     optimiser_state: Any,
     images: Array,
     labels: Array,
+    probe: Probe,
 ) -> tuple[Any, eqx.nn.State, Any, dict[str, Array]]:
-    (loss, (state, normed)), gradients = eqx.filter_value_and_grad(_loss, has_aux=True)(
+    (loss, (state, normed, output)), gradients = eqx.filter_value_and_grad(_loss, has_aux=True)(
         model, state, images, labels
     )
     updates, optimiser_state = OPTIMISER.update(gradients, optimiser_state)
@@ -116,6 +139,7 @@ def _step(
         "gradient_norms": jnp.stack(norms),
         "output_mean": normed.mean(),
         "output_std": normed.std(),
+        **probe(model, state, output, labels),
     }
     return eqx.apply_updates(model, updates), state, optimiser_state, values
 

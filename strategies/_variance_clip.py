@@ -28,9 +28,11 @@ class VarianceClip(AbstractStrategy[Clipped]):
 
     $$\left[\, g / c,\;\; c \,(g + \operatorname{mean}_{\text{channels}} g) \,\right].$$
 
-    Both the normalisation of this batch and the memory see the clipped variance, so one
-    corrupted batch can neither send gradients through the roof nor ruin what inference
-    uses. The average over channels lets a channel come back that has been quiet for long.
+    Both the normalisation of this batch and the memory see the clipped variance, so the
+    running variance grows by a small factor at most. The average over channels lets a channel
+    come back that has been quiet for long. What it does not do: the mean is not clipped, and
+    a batch of huge variance divided by a clipped one has huge outputs, and gradients
+    (measured in `experiments.variance_clipping`).
 
     **Arguments:**
 
@@ -38,7 +40,7 @@ class VarianceClip(AbstractStrategy[Clipped]):
     - `ratio`: the constant $c$, greater than 1.
     - `start`: the number of batches to learn from before clipping starts, 1 or more.
 
-    Ginsburg in https://github.com/BVLC/caffe/pull/3963, with his constants.
+    Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """
 
     strategy: AbstractStrategy[Any] = Batch()

@@ -232,7 +232,7 @@ def test_every_layer_gets_the_easy_case_right(layer: Layer):
 
 
 def test_constants_are_those_of_caffe_3963():
-    """https://github.com/BVLC/caffe/pull/3963"""
+    """https://github.com/BVLC/caffe/issues/3963"""
     seen = set()
     for case in CASES.values():
         if case.group == CONSTANT:

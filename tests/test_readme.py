@@ -18,6 +18,8 @@ from experiments import (
     stability_runs,
     state_consistency,
     state_consistency_rows,
+    variance_clipping_runs,
+    variance_clipping_tables,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +58,9 @@ TABLES = {
     "state_consistency": lambda path: state_consistency.report(
         state_consistency_rows.load(path)
     )[0],
+    "variance_clipping": lambda path: variance_clipping_tables.summary(
+        variance_clipping_runs.load(path)
+    ),
     "benchmark": lambda path: benchmark.summary(benchmark_runs.load(path)),
     "benchmark_kept-memory": lambda path: benchmark.verdicts(benchmark_runs.load(path)),
     "gpu_compile": gpu_compile.summary,

@@ -1,12 +1,22 @@
 """Each strategy equals its formula, written out below in NumPy float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eqx_norm import strategies
-from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart, VarianceClip
+from eqx_norm.strategies import (
+    AbstractStrategy,
+    Adam,
+    Batch,
+    Ema,
+    Moments,
+    SmoothStart,
+    VarianceClip,
+)
 
 from .helpers import f32
 
@@ -135,6 +145,87 @@ def test_clipping_leaves_a_batch_within_the_bounds_as_it_was():
         right, memory = plain.update(batch, memory)
         jax.tree.map(np.testing.assert_array_equal, used, right)
         jax.tree.map(np.testing.assert_array_equal, clipped.wrapped, memory)
+
+
+# What `VarianceClip` is to wrap: all of ours, itself, and a stranger.
+
+
+class Cumulative(AbstractStrategy[Moments]):
+    """Normalises by all values so far."""
+
+    def init(self, channels, dtype):
+        return Moments.zero(channels, dtype)
+
+    def update(self, batch, memory):
+        memory = memory.merge(batch)
+        return memory, memory
+
+    def infer(self, memory):
+        return memory
+
+
+WRAPPED = [
+    Batch(0.9),
+    Ema(0.9),
+    Adam(0.9),
+    SmoothStart(0.9),
+    VarianceClip(Batch(0.9), ratio=3.0, start=2),
+    Cumulative(),
+]
+G = np.array([0.5, 2.0, 9.5])  # the mean over channels is 4
+
+
+def settled(strategy, batches):
+    """The memory after so many batches of variance G, which is then the running variance."""
+    memory = strategy.init(CHANNELS, jnp.float32)
+    for _ in range(batches):
+        _, memory = strategy.update(of_variance(G), memory)
+    np.testing.assert_allclose(strategy.infer(memory).variance, G, rtol=1e-6)
+    return memory
+
+
+def of_variance(variance, count=8.0):
+    return Moments(f32(count), f32([1.0, -2.0, 0.0]), f32(count * np.asarray(variance)))
+
+
+CLIPPED = {
+    "far above": (1e6 * G, 4 * (G + 4)),
+    "above 4 G, but within the channels' average": (4 * G + 1, 4 * G + 1),
+    "far below": (1e-6 * G, G / 4),
+    "zero": (0 * G, G / 4),
+    "one of each": ([1e6, 3.0, 0.0], [4 * (0.5 + 4), 3.0, 9.5 / 4]),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("wrapped", WRAPPED, ids=repr)
+def test_normalisation_and_memory_see_the_clipped_batch(wrapped, name):
+    """As if the wrapped strategy had been given a batch that is within the bounds."""
+    variance, within = CLIPPED[name]
+    clip = VarianceClip(wrapped, ratio=4.0, start=3)
+    used, memory = clip.update(of_variance(variance), settled(clip, 3))
+    right, right_memory = wrapped.update(of_variance(within), settled(wrapped, 3))
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-6)
+    jax.tree.map(close, used, right)
+    jax.tree.map(close, memory.wrapped, right_memory)
+    jax.tree.map(close, clip.infer(memory), wrapped.infer(right_memory))
+    assert memory.batches == 4
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED, ids=repr)
+def test_clipping_starts_after_so_many_batches(wrapped):
+    clip, corrupted = VarianceClip(wrapped, ratio=2.0, start=3), of_variance(1e6 * G)
+    for batches in (2, 3):
+        used, memory = clip.update(corrupted, settled(clip, batches))
+        unclipped, unprotected = wrapped.update(corrupted, settled(wrapped, batches))
+        for ours, plain in (
+            (used, unclipped),
+            (clip.infer(memory), wrapped.infer(unprotected)),
+        ):
+            if batches < clip.start:
+                np.testing.assert_array_equal(ours.variance, plain.variance)
+            else:
+                assert (ours.variance < plain.variance).all()
 
 
 @pytest.mark.parametrize("strategy", [Batch, Ema, Adam, SmoothStart])

@@ -42,7 +42,7 @@ def statistics(
     and the mean is $m + c$, returned as the nearest number and the rest. In exact arithmetic
     any $k$ gives the same. Without it the mean of a constant is not that constant, because
     XLA multiplies a sum by the rounded 1/n; with it, a constant channel has m2 = 0 to the bit
-    (the failure of https://github.com/BVLC/caffe/pull/3963). $c$ is what rounding the mean
+    (the failure of https://github.com/BVLC/caffe/issues/3963). $c$ is what rounding the mean
     has left out.
     """
     dtype = compute_dtype(x.dtype)
