@@ -24,7 +24,6 @@ is constant has to come out as zero.
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from . import accuracy_cases, accuracy_claims, accuracy_figures, accuracy_peers, results
+from . import (
+    accuracy_cases,
+    accuracy_claims,
+    accuracy_figures,
+    accuracy_peers,
+    command,
+    results,
+)
 from .accuracy_cases import CONSTANT, COUNT, HALF, ONEFLOW, OUTLIER, RATIO, Case
 from .accuracy_measured import Measured, layers_of, save, text
 from .accuracy_peers import LAYERS, OURS, Layer
@@ -137,12 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for package in left_out:
         print(f"{package} is not installed: left out (make accuracy has it)")
     out: Path = options.out or _default_out(job)
-    folder = out / "results"
+    folder = command.results_folder(parser, out)
     started = time.perf_counter()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # rather now than after the work
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
     measured, raised = run(job)
     tables, verdicts = report(measured)
     save(folder / "accuracy.csv", measured)
@@ -177,28 +179,15 @@ def _job(options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
 
 def _default_out(job: Job) -> Path:
     """Only the whole job, with every peer, may replace the committed results."""
-    if job == WHOLE:
-        return Path(os.path.relpath(results.FOLDER.parent))
-    return Path("build/accuracy")
+    return command.default_out("accuracy", whole=job == WHOLE)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer values, no peers but Equinox; exits with 1 if a claim does not hold",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results and DIR/figures (default: experiments for the whole job with "
-        "every peer, build/accuracy for anything else)",
+    parser = command.parser(
+        "accuracy",
+        __doc__,
+        quick="fewer values, no peers but Equinox; exits with 1 if a claim does not hold",
+        whole="the whole job with every peer",
     )
     return parser
 

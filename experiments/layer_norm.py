@@ -16,7 +16,6 @@ issue: https://github.com/Oneflow-Inc/oneflow/issues/6149
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from . import (
     accuracy_peers,
+    command,
     layer_norm_by_batch_norm,
     layer_norm_claims,
     layer_norm_figure,
@@ -155,11 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = tuple(layer for layer in job.layers if layer.package not in missing)
     job = dataclasses.replace(job, layers=here)
     out: Path = options.out or _default_out(job)
-    folder = out / "results"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # rather now than after the work
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
+    folder = command.results_folder(parser, out)
     started = time.perf_counter()
     measured = run(job)
     means = layer_norm_pair.at_means(job.layers)
@@ -184,29 +180,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _default_out(job: Job) -> Path:
     """Only the whole job, with every peer, may replace the committed results."""
-    if job == WHOLE:
-        return Path(os.path.relpath(results.FOLDER.parent))
-    return Path("build/layer_norm")
+    return command.default_out("layer_norm", whole=job == WHOLE)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.layer_norm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer shapes, no peers but Equinox, nothing timed; exits with 1 if a claim does "
+    parser = command.parser(
+        "layer_norm",
+        __doc__,
+        quick="fewer shapes, no peers but Equinox, nothing timed; exits with 1 if a claim does "
         "not hold",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results and DIR/figures (default: experiments for the whole job with "
-        "every peer, build/layer_norm for anything else)",
+        whole="the whole job with every peer",
     )
     return parser
 

@@ -15,7 +15,6 @@ https://github.com/patrick-kidger/equinox/issues/659
 import argparse
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +26,15 @@ from tqdm import tqdm
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED
 
-from . import mnist, results, stability_claims, stability_figures, stability_runs, training
+from . import (
+    command,
+    mnist,
+    results,
+    stability_claims,
+    stability_figures,
+    stability_runs,
+    training,
+)
 from .networks import NETWORKS, MakeNorm
 from .stability_runs import FIGURE_1, NO_NORM, SETTINGS, Runs, Setting
 
@@ -150,12 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     job = _job(options)
     out: Path = options.out or _default_out(job)
-    folder = out / "results"
+    folder = command.results_folder(parser, out)
     started = time.perf_counter()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # rather now than after the training
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
     try:
         runs = run(job)
     except mnist.DataError as error:
@@ -187,8 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _default_out(job: Job) -> Path:
     """Only the whole job may replace the committed results."""
-    whole = job == Job(network=job.network)
-    return Path(os.path.relpath(results.FOLDER.parent)) if whole else Path("build/stability")
+    return command.default_out("stability", whole=job == Job(network=job.network))
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -209,18 +211,14 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.stability",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command.parser(
+        "stability",
+        __doc__,
+        quick="only what the claims compare, two seeds; exits with 1 if a claim does not hold",
+        whole="the whole job",
     )
     whole = Job()
     add = parser.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="only what the claims compare, two seeds; exits with 1 if a claim does not hold",
-    )
     add(
         "--seeds",
         nargs="+",
@@ -263,13 +261,6 @@ def _parser() -> argparse.ArgumentParser:
         help="'subset': 10,000 training images of MNIST that are part of this repository "
         "(default); 'download': all of it, from a public mirror; or a folder with the four "
         "IDX files",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results and DIR/figures (default: experiments for the whole job, "
-        "build/stability for anything else)",
     )
     return parser
 

@@ -28,7 +28,6 @@ infinite, or so large that its square is; ten good batches follow that.
 import argparse
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from . import results, state_consistency_claims, state_consistency_summary
+from . import command, results, state_consistency_claims, state_consistency_summary
 from .accuracy_peers import OURS
 from .state_consistency_layers import (
     ALWAYS,
@@ -123,12 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for package in left_out:
         print(f"{package} is not installed: left out (.venv-peers has it)")
     out: Path = options.out or _default_out(job)
-    folder = out / "results"
+    folder = command.results_folder(parser, out)
     started = time.perf_counter()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # rather now than after the work
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
     of_ours, cannot = implementations()
     for name, why in cannot.items():
         print(f"implementation={name!r} cannot run here: left out ({why})")
@@ -170,28 +165,16 @@ def _job(options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
 
 def _default_out(job: Job) -> Path:
     """Only the whole job, with every peer, may replace the committed results."""
-    if job == WHOLE:
-        return Path(os.path.relpath(results.FOLDER.parent))
-    return Path("build/state_consistency")
+    return command.default_out("state_consistency", whole=job == WHOLE)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.state_consistency",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer rows, no peers but Equinox; exits with 1 if a claim does not hold",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results (default: experiments for the whole job with every peer, "
-        "build/state_consistency for anything else)",
+    parser = command.parser(
+        "state_consistency",
+        __doc__,
+        quick="fewer rows, no peers but Equinox; exits with 1 if a claim does not hold",
+        whole="the whole job with every peer",
+        writes="DIR/results",
     )
     return parser
 

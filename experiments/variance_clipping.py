@@ -17,7 +17,6 @@ https://github.com/BVLC/caffe/issues/3963
 import argparse
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from eqx_norm import BatchNorm
 from eqx_norm.strategies import VarianceClip, named
 
 from . import (
+    command,
     mnist,
     results,
     training,
@@ -156,12 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     job = _job(options)
     out: Path = options.out or _default_out(job)
-    folder = out / "results"
+    folder = command.results_folder(parser, out)
     started = time.perf_counter()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # rather now than after the training
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
     try:
         runs, curves = run(job)
     except mnist.DataError as error:
@@ -200,9 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _default_out(job: Job) -> Path:
     """Only the whole job may replace the committed results."""
-    if job == Job():
-        return Path(os.path.relpath(results.FOLDER.parent))
-    return Path("build/variance_clipping")
+    return command.default_out("variance_clipping", whole=job == Job())
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -211,18 +205,14 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.variance_clipping",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command.parser(
+        "variance_clipping",
+        __doc__,
+        quick="one seed, two approaches, four corruptions; exits with 1 if what is found here "
+        "is not found again",
+        whole="the whole job",
     )
     add = parser.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="one seed, two approaches, four corruptions; exits with 1 if what is found here "
-        "is not found again",
-    )
     add(
         "--network",
         choices=tuple(NETWORKS),
@@ -235,13 +225,6 @@ def _parser() -> argparse.ArgumentParser:
         default=Job.data,
         metavar="SOURCE",
         help="'subset', 'download' or a folder: see `experiments/mnist.py` (default: subset)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results and DIR/figures (default: experiments for the whole job, "
-        "build/variance_clipping for anything else)",
     )
     return parser
 
