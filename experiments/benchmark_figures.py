@@ -15,14 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from . import benchmark_runs, benchmark_targets, results
-from .benchmark_layers import OURS
+from .benchmark_layers import BOTH, OURS
 from .benchmark_parts import PARTS
-from .benchmark_runs import Row, Runs, Shape
+from .benchmark_runs import Runs, Shape
 
 # The colours, and with them the style of every figure here.
 from .stability_figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
-BOTH = "forward + backward"
 # In this order from left to right; shapes for print and for any colour vision.
 STYLE: dict[str, dict[str, Any]] = {
     OURS: {"color": BLUE, "marker": "o", "markersize": 6.5},
@@ -101,25 +100,28 @@ def contestants(axes: Axes, runs: Runs, dtype: str) -> None:
 
 
 def growth(axes: Axes, runs: Runs) -> None:
-    """Time over size, and the line through the larger ones."""
-    rows: list[Row] = [row for row in runs if row.part == "growth"]
-    values = np.array([math.prod(row.shape) for row in rows])
-    low, median, high = (
-        np.array([getattr(row, of) for row in rows]) for of in ("low", "median", "high")
-    )
-    axes.errorbar(
-        values,
-        median,
-        yerr=(median - low, high - median),
-        linestyle="none",
-        elinewidth=1,
-        **{**STYLE[OURS], "markersize": 4.5},
-    )
-    fitted = values[values > benchmark_targets.GROWS_FROM]
-    if len(fitted) > 1:
-        exponent, factor = benchmark_targets.growth(runs)
-        label = f"time $\\propto$ size$^{{{exponent:.2f}}}$"
-        axes.plot(fitted, factor * fitted**exponent, color=BLACK, lw=1, label=label)
+    """Time over size, and the lines through the larger ones."""
+    styles = {benchmark_targets.BY_TWO: ("o", "-"), benchmark_targets.BY_THREE: ("^", "--")}
+    for name, rows in benchmark_targets.growing(runs).items():
+        values = np.array([math.prod(row.shape) for row in rows])
+        low, median, high = (
+            np.array([getattr(row, of) for row in rows]) for of in ("low", "median", "high")
+        )
+        marker, line = styles[name]
+        axes.errorbar(
+            values,
+            median,
+            yerr=(median - low, high - median),
+            linestyle="none",
+            elinewidth=1,
+            **{**STYLE[OURS], "marker": marker, "markersize": 4.5},
+        )
+        fitted = values[values > benchmark_targets.GROWS_FROM]
+        if len(fitted) > 1:
+            exponent, factor = benchmark_targets.growth(rows)
+            label = f"time $\\propto$ N$^{{{exponent:.2f}}}$, {name}"
+            axes.plot(fitted, factor * fitted**exponent, line, color=BLACK, lw=1, label=label)
+    if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="upper left")
     axes.set_xscale("log", base=2)
     _plain(axes, "y", (1,))

@@ -7,7 +7,7 @@ layer. Parameters are a (weight, bias) per layer, for a stack of one layer or of
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -27,7 +27,8 @@ Parameters = tuple[tuple[Array, Array], ...]
 State = tuple[Array, ...]
 Apply = Callable[[Parameters, State, Array], tuple[Array, State]]
 Pass = Literal["forward", "forward + backward"]
-PASSES: tuple[Pass, ...] = ("forward", "forward + backward")
+BOTH: Pass = "forward + backward"
+PASSES: tuple[Pass, ...] = ("forward", BOTH)
 
 
 class Numbers(NamedTuple):
@@ -65,21 +66,6 @@ class Peer(NamedTuple):
 
 
 DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
-
-
-def numbers(shape: Sequence[int], seed: int = 0) -> Numbers:
-    rng = np.random.default_rng(seed)
-
-    def normal(*size: int) -> NDArray[np.float32]:
-        return rng.standard_normal(size, dtype=np.float32)
-
-    channels = shape[1]
-    return Numbers(
-        0.3 + normal(*shape), normal(*shape), 1 + 0.1 * normal(channels), 0.1 * normal(channels)
-    )
-
-
-# --- The layers.
 
 
 def mixed(x: Array, weight: Array, axis: int) -> Array:
@@ -213,75 +199,3 @@ def available(names: Iterable[str]) -> tuple[list[str], list[str]]:
     needs = {name: name.split()[0] for name in names if name.split()[0] in ("flax", "torch")}
     missing = [n for n, package in needs.items() if importlib.util.find_spec(package) is None]
     return [name for name in names if name not in missing], missing
-
-
-# --- What is done with them.
-
-
-def forward(apply: Apply) -> Callable[..., Any]:
-    """A fresh function, so that `jax.jit` compiles it anew."""
-
-    def forward(parameters: Parameters, state: State, x: Array) -> Any:
-        return apply(parameters, state, x)
-
-    return forward
-
-
-def forward_and_backward(apply: Apply) -> Callable[..., Any]:
-    """As `forward`, and the gradients in x and in every weight and bias for a given dy."""
-
-    def forward_and_backward(parameters: Parameters, state: State, x: Array, dy: Array) -> Any:
-        def of(parameters: Parameters, x: Array) -> tuple[Array, State]:
-            return apply(parameters, state, x)
-
-        y, pull, new = jax.vjp(of, parameters, x, has_aux=True)
-        return y, new, pull(dy)
-
-    return forward_and_backward
-
-
-class Case(NamedTuple):
-    """A contestant at work on some numbers: the functions and what they are called with."""
-
-    functions: dict[Pass, Callable[[], Callable[..., Any]]]
-    arguments: dict[Pass, tuple[Any, ...]]
-    channels_last: bool
-
-    def program(self, name: Pass) -> Program:
-        jitted, arguments = jax.jit(self.functions[name]()), self.arguments[name]
-        return Program(lambda: jitted(*arguments))
-
-    def programs(self) -> dict[Pass, Program]:
-        return {name: self.program(name) for name in PASSES}
-
-    def outputs(self, result: Any) -> Outputs:
-        y, _, ((affine,), dx) = result
-        dweight, dbias = affine
-        arrays = (np.asarray(a, np.float32) for a in (y, dx, dweight, dbias))
-        y, dx, dweight, dbias = arrays
-        if self.channels_last:
-            y, dx = np.moveaxis(y, -1, 1), np.moveaxis(dx, -1, 1)
-        return Outputs(y, dx, dweight, dbias)
-
-
-def case(name: str, given: Numbers, dtype: str, depth: int = 1) -> Case:
-    peer = JAX_LAYERS[name]
-    apply, state = peer.make(given.x.shape[1], DTYPES[dtype], depth)
-
-    def placed(a: NDArray[np.float32]) -> Array:
-        moved = np.ascontiguousarray(np.moveaxis(a, 1, -1)) if peer.channels_last else a
-        return jax.device_put(jnp.asarray(moved).astype(DTYPES[dtype]))
-
-    x, dy = placed(given.x), placed(given.dy)
-    parameters = ((jnp.asarray(given.weight), jnp.asarray(given.bias)),) * depth
-    return Case(
-        {
-            "forward": lambda: forward(apply),
-            "forward + backward": lambda: forward_and_backward(apply),
-        },
-        {
-            "forward": (parameters, state, x),
-            "forward + backward": (parameters, state, x, dy),
-        },
-        peer.channels_last,
-    )

@@ -1,0 +1,38 @@
+"""XLA's compiler for a GPU that is not there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+Compile = Callable[..., str]
+
+
+def compiler(target: str) -> Compile:
+    """Gives `compile(f, *arguments)`: the optimised HLO of `f`, for a GPU that is not there.
+
+    Of the arguments, only shapes and dtypes matter.
+    """
+    # With the plugin installed jax would look for a GPU, and fail where there is no driver.
+    # Nothing is run here but on the CPU.
+    jax.config.update("jax_platforms", "cpu")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x1"
+    )
+    mesh = jax.sharding.Mesh(
+        topology.devices, ("device",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    on_it = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def compile_(f: Callable[..., Any], *arguments: Any) -> str:
+        described = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_it), arguments
+        )
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(f).lower(*described)
+        # Choosing among algorithms for a convolution means timing them, which needs a GPU.
+        compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
+        return compiled.as_text() or ""
+
+    return compile_

@@ -1,0 +1,121 @@
+"""What tests of masks share: masks, layers, and the batch without padding to compare with."""
+
+import functools
+from typing import Any
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm.strategies import Batch, Moments, VarianceClip
+
+from .helpers import APPROACHES, bits, copy, f32, make, normal, over_batch
+
+N, C, L = 6, 3, 5
+X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
+GARBAGE = (np.nan, np.inf, -np.inf, 1e30)
+# In each of them 15 places count, so that they share a compiled function.
+EXAMPLES = np.array([False, True, True, False, True, False])
+LENGTHS = np.arange(L) < np.array([0, 5, 2, 4, 1, 3])[:, None]
+NOT_THE_FIRST = np.arange(N * L).reshape(N, L) % 2 > 0
+MASKS = (np.tile(EXAMPLES[:, None], (1, L)), LENGTHS, NOT_THE_FIRST)
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+each_approach = pytest.mark.parametrize("approach", APPROACHES)
+
+
+def activation(u):
+    """Neither 0 nor flat at 0, which is what a masked place is before it."""
+    return jax.nn.softplus(u + 0.5)
+
+
+def untrained(approach, activation=activation, axis_name="batch", **kwargs):
+    if approach == "variance_clip":
+        approach = VarianceClip(Batch(0.7), ratio=1.5, start=1)  # so that it does clip
+    else:
+        kwargs["momentum"] = 0.7
+    layer, state = make(C, axis_name, approach=approach, activation=activation, **kwargs)
+    weight_and_bias = f32([0.5, 1, 2]), f32([0.3, -1, 0])
+    return eqx.tree_at(lambda m: (m.weight, m.bias), layer, weight_and_bias), state
+
+
+def trained(approach, activation=activation, **kwargs):
+    """After one batch, so that the memory matters."""
+    layer, state = untrained(approach, activation, **kwargs)
+    batch = Moments.of(f32([1, 0, 2]), f32([1, 2, 3]))
+    _, memory = layer.approach.update(batch, state.get(layer.memory_index))
+    return layer, state.set(layer.memory_index, memory)
+
+
+def masked(layer):
+    """The layer over a batch and its masks."""
+
+    def one(x, mask, state):
+        return layer(x, state, mask=mask)
+
+    return jax.vmap(one, axis_name="batch", in_axes=(0, 0, None), out_axes=(0, None))
+
+
+def forward(layer, x, mask, state):
+    return over_batch(layer)(x, state) if mask is None else masked(layer)(x, mask, state)
+
+
+@eqx.filter_jit
+def call_masked(layer, state, x, mask):
+    return masked(layer)(x, mask, state)
+
+
+@eqx.filter_jit
+def step(layer, state, x, mask, dy):
+    """Output, memory, and the gradients of sum(output * dy) in weight, bias and x."""
+
+    def loss(vectors, x):
+        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
+        y, new_state = forward(model, x, mask, state)
+        return jnp.vdot(y, dy).real, (y, memory_of(layer, new_state))
+
+    gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    ((dweight, dbias), dx), (y, memory) = gradient((layer.weight, layer.bias), x)
+    return y, memory, dweight, dbias, dx
+
+
+def memory_of(layer, state):
+    return state.get(layer.memory_index), state.get(layer.rejected_index)
+
+
+def same(a, b):
+    """To the bit."""
+    return list(map(bits, jax.tree.leaves(a))) == list(map(bits, jax.tree.leaves(b)))
+
+
+def spoil(x, mask):
+    """`x` with something else that is no number to calculate with in each masked place."""
+    where = np.broadcast_to(~places(mask)[:, None], x.shape)
+    x = np.array(x)
+    x[where] = np.resize(np.asarray(GARBAGE, x.dtype), where.sum())
+    return jnp.asarray(x)
+
+
+def places(mask):
+    return np.broadcast_to(mask.reshape(N, -1), (N, L))
+
+
+def unpadded(x, mask):
+    """What counts and nothing else, as one batch without spatial axes."""
+    return jnp.asarray(np.asarray(x).swapaxes(1, 2)[places(mask)])
+
+
+def assert_as_unpadded(layer, state, x, mask, close: Any = close):
+    y, memory, dweight, dbias, dx = step(layer, copy(state), spoil(x, mask), mask, DY)
+    right = step(layer, copy(state), unpadded(x, mask), None, unpadded(DY, mask))
+    close(unpadded(y, mask), right[0])
+    chex.assert_trees_all_close(memory, right[1], rtol=1e-6, atol=1e-6)
+    close(dweight, right[2], atol=1e-5)
+    close(dbias, right[3], atol=1e-5)
+    close(unpadded(dx, mask), right[4])
+    for array in (y, dx):
+        assert array.dtype == x.dtype
+        assert not np.asarray(unpadded(array, ~mask)).view(np.uint8).any()
