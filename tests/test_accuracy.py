@@ -215,7 +215,7 @@ def of_constant(weight, bias, x, mask, activation):
 @pytest.mark.parametrize("n", [7, 9, 121])
 @hypothesis.given(constants)
 def test_a_constant_gives_the_bias_to_the_bit(n, activation, constants):
-    """https://github.com/BVLC/caffe/issues/3963: 1/n, rounded, makes the mean another number."""
+    """https://github.com/BVLC/caffe/issues/3963: 1/n, rounded, is another mean."""
     check_constants(constants, (n, 8), None, activation)
 
 
