@@ -1,0 +1,159 @@
+"""How the work of a kernel is cut up, and when a kernel is worth its launch.
+
+An array is read either by *columns*, as (ensemble, rows, channels) with the channels side by
+side in memory, or by *rows*, as (rows, values) with the values of one channel side by side. A
+program reads one slice of the rows of a block of columns, or of the values of a block of rows,
+in chunks; a chunk is so many tiles, which are all asked for before the first is used. Say
+(65536, 256) in bfloat16: tiles of 16 x 64, 4 in a chunk, 8 chunks in a slice of 512 rows, and
+so 128 slices of 4 blocks.
+
+Nothing here was timed: the reasons are those of the compiled programs
+(experiments/results/gpu_kernels.csv), and of how these GPUs are built.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+# What a thread loads with one instruction, and what memory is read in.
+_LOAD, _LINE = 16, 128
+_WARP = 32
+# Values that a thread holds at once: with what it adds them to, and addresses, fewer than 128
+# of the 255 registers that it may have, so that 4 programs of 4 warps fit on a core.
+_HELD = 32
+# A row of so many values is held whole: more, and 16 warps would not have registers for it.
+_MOST_HELD = 16384
+# Programs in all: 4 for each of the 132 cores of an H200, so that none runs out of loads while
+# another one sums up; on an A100 with 108 or a B200 with 148 cores it is 3.5 to 5.
+_PROGRAMS = 528
+# A slice writes 12 bytes for each channel, and another kernel reads them: beside so many bytes
+# of x that is less than 5 percent.
+_SLICE = 512
+# A lane adds up what it sees one chunk after the other, and rounding grows with their number.
+_CHUNKS = 128
+# So few channels leave most of a line unused where they are side by side, ...
+_FEW = 16
+# ... and so many values of a channel make up for the partial results of each example.
+_MANY = 1024
+# A kernel saves one read of x. Of fewer bytes than these that takes an H200 less than 2 us,
+# which is what its launch and that of the merge cost.
+_WORTHWHILE = 2**23
+
+
+class Tiling(NamedTuple):
+    """A chunk is `unroll` tiles of `lanes` x `across`; a slice is `chunks` of them.
+
+    `lanes` and `unroll` go along what is reduced, `across` over what is not: channels in
+    columns, rows in rows. There are `slices` along what is reduced.
+    """
+
+    lanes: int
+    across: int
+    unroll: int
+    chunks: int
+    slices: int
+    warps: int
+
+    @property
+    def chunk(self) -> int:
+        """The length of one, along what is reduced."""
+        return self.lanes * self.unroll
+
+    @property
+    def slice(self) -> int:
+        """The length of one, along what is reduced."""
+        return self.chunk * self.chunks
+
+
+def by_rows(shape: tuple[int, ...]) -> bool:
+    """Whether an array (*ensemble, examples, channels, values) is read by rows.
+
+    One channel is, since all of its values lie together. Else the channels are taken to: XLA
+    gives convolutions on a GPU the layout in which they do, and a kernel that asked for another
+    would have x written out again. But few channels with many values come from the user, not
+    from a convolution, and lie as they do in `x`.
+    """
+    _, channels, values = shape[-3:]
+    return channels == 1 or (channels < _FEW and values >= _MANY)
+
+
+def columns(ensemble: int, rows: int, channels: int, itemsize: int, inputs: int) -> Tiling:
+    """For (ensemble, rows, channels); `inputs` arrays of this size are read together."""
+    wide = _LOAD // itemsize
+    # A line of each row; no wider, since more slices would be needed for as many programs.
+    across = min(_LINE // itemsize, _power_of_two(channels))
+    # Small programs: four fit on a core, and a barrier holds up one of them only.
+    warps = 4
+    # Every thread loads once for a tile.
+    lanes = warps * _WARP * wide // across
+    # As many loads under way as registers allow, but no tiles beyond the last row.
+    unroll = min(max(1, _HELD // wide // inputs), _blocks(rows, lanes))
+    chunk = lanes * unroll
+    blocks = ensemble * _blocks(channels, across)
+    # No more slices than make enough programs, ...
+    chunks = _blocks(rows, chunk * max(1, _PROGRAMS // blocks))
+    # ... none so short that its results are much to write, ...
+    chunks = max(chunks, _blocks(_SLICE // itemsize, chunk))
+    # ... and none so long that its rounding shows.
+    chunks = min(chunks, _CHUNKS, _blocks(rows, chunk))
+    return Tiling(lanes, across, unroll, chunks, _blocks(rows, chunk * chunks), warps)
+
+
+def rows(rows: int, values: int, itemsize: int, inputs: int) -> Tiling:
+    """For (rows, values); `inputs` arrays of this size are read together."""
+    wide = _LOAD // itemsize
+    held = min(values, _MOST_HELD)
+    # A row that one warp can hold has a warp of its own, whose sums need no barrier; a longer
+    # one has as many warps as hold it, or a chunk of it.
+    alone = values <= _WARP * 2 * _HELD
+    warps = 4 if alone else min(16, _power_of_two(_blocks(held, _WARP * _HELD)))
+    threads = _WARP if alone else _WARP * warps
+    # A short row is held by a part of a warp.
+    lanes = min(threads * wide, _power_of_two(values))
+    across = warps * _WARP * wide // lanes if alone else 1
+    # All of a row at once where it can be held; else in chunks of one length, so that only the
+    # last tile of a row has to look where the row ends.
+    most = _blocks(held, lanes) if inputs == 1 else max(1, _HELD // wide // inputs)
+    tiles = _blocks(values, lanes)
+    unroll = _blocks(tiles, _blocks(tiles, most))
+    chunk = lanes * unroll
+    # Slices of a row only where it is long, and there are too few rows for all programs.
+    slices = max(1, _PROGRAMS // _blocks(rows, across)) if values > _MOST_HELD else 1
+    chunks = min(_blocks(values, chunk * slices), _CHUNKS)
+    return Tiling(lanes, across, unroll, chunks, _blocks(values, chunk * chunks), warps)
+
+
+def merge(partials: int, channels: int) -> Tiling:
+    """For partial results (ensemble, partials, channels), of which up to 4 arrays are read."""
+    # The 32 bytes that memory moves at least.
+    across = min(8, _power_of_two(channels))
+    # 8 warps of 16 values: 64 of the 4 arrays.
+    lanes = min(_power_of_two(partials), 8 * _WARP * 16 // across)
+    # No more threads than there are places, 4 to each.
+    warps = max(1, min(8, lanes * across // (_WARP * 4)))
+    return Tiling(lanes, across, 1, 1, _blocks(partials, lanes), warps)
+
+
+def worthwhile(x: Any) -> bool:
+    """Whether `implementation="auto"` takes a kernel for an array like this."""
+    _, channels, values = x.shape[-3:]
+    # Images of float32 lie channel after channel, as convolutions do on an A100: for a kernel
+    # that reads columns x would be written out again. In half precision every convolution has
+    # its channels side by side. (experiments/results/gpu_compile.csv)
+    if x.dtype == jnp.float32 and channels > 1 and values > 1:
+        return False
+    # Less is read faster than a kernel is launched.
+    if math.prod(x.shape) * jnp.dtype(x.dtype).itemsize < _WORTHWHILE:
+        return False
+    # The results of so short a channel are much beside it, and its second read is cached.
+    return x.shape[-3] * x.shape[-1] * jnp.dtype(x.dtype).itemsize >= _SLICE
+
+
+def _blocks(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is not smaller: Triton knows no other sizes."""
+    return 1 << (size - 1).bit_length()
