@@ -5,14 +5,18 @@
     affine(a, b; x, mean)          a + b (x - mean)                      linear in a and b
     activated(a, b, x, mean)       act(affine)
     slope(g; a, b, x, mean)        act'(affine) g                        linear in g
+    pushed(a', b', g; ...)         slope(affine(a', b') + g)             linear in a', b', g
+    pulled(g; ...)                 sums(slope(g)), slope(g)              linear in g
 
-`sums` and `affine` are each other's transpose, `slope` is its own, and that is the derivative
-rule of this package: differentiated and transposed by JAX, the backward pass of a normalisation
-is one `sums` and one `affine` of the slope; forward mode and all higher orders remain; and of
-the size of x nothing is kept but x. In jax.numpy alone the transpose would have four sums where
-two suffice, and would keep x - mean and what the activation needs. And a primitive is lowered
-for each platform in its own way (on a CPU it sums by a tree, see `totals`), where
-`lax.platform_dependent` would branch while tracing.
+`sums` and `affine` are each other's transpose, so are `pushed` and `pulled`, and `slope` is its
+own. That is the derivative rule of this package: differentiated and transposed by JAX, the
+backward pass of a normalisation is one `sums` of the slope and one `affine`; forward mode and
+all higher orders remain; and of the size of x nothing is kept but x. (`pushed` and `pulled` are
+made of the others. As one, a kernel can compute the slope while it sums.)
+
+In jax.numpy alone the transpose would have four sums where two suffice, and would keep x - mean
+and what the activation needs. And a primitive is lowered for each platform in its own way (on a
+CPU it sums by a tree, see `totals`), where `lax.platform_dependent` would branch while tracing.
 """
 
 import functools
@@ -111,6 +115,21 @@ def _slope_elsewhere(
     return _slope_of(g, a, b, x, *rest, activation=activation)
 
 
+def _pushed_of(da: Array, db: Array, du: Array, *inner: Array, activation: Any) -> list[Array]:
+    _, _, x, mean, rest, *_ = inner
+    return _slope_of(
+        reference.affine(da, db, x, mean, rest) + du, *inner, activation=activation
+    )
+
+
+def _pulled_of(
+    g: Array, *inner: Array, activation: Activation, shape: Any, total: totals.Total, slope: Any
+) -> list[Array]:
+    (g,) = slope(g, *inner, activation=activation)
+    _, _, *centre = inner
+    return [*reference.sums(g, *centre, shape=shape, total=total), g]
+
+
 _statistics = new_primitive(
     "statistics",
     reference.statistics,
@@ -140,6 +159,20 @@ _slope = new_primitive(
     _slope_elsewhere,
     _slope_of,
     lambda g, *_, activation: [(g.shape, g.dtype)],
+    full=[0, 3],
+)
+_pushed = new_primitive(
+    "pushed",
+    _pushed_of,
+    _pushed_of,
+    lambda da, db, du, *_, activation: [(du.shape, du.dtype)],
+    full=[2, 5],
+)
+_pulled = new_primitive(
+    "pulled",
+    functools.partial(_pulled_of, total=totals.plain, slope=_slope_elsewhere),
+    functools.partial(_pulled_of, total=totals.by_tree, slope=_slope_of),
+    lambda g, *_, activation, shape: [(shape, g.dtype)] * 2 + [(g.shape, g.dtype)],
     full=[0, 3],
 )
 
@@ -182,16 +215,21 @@ def _affine_jvp(primals: Any, tangents: Any) -> Any:
 
 def _affine_tangent(primals: Any, tangents: Any) -> Array:
     """Of `affine`; where the mask is false it may be anything."""
-    a, b, x, mean, rest, *mask = primals
+    da, db, du = _linear_parts(primals, tangents)
+    (tangent,) = _affine.bind(da, db, *primals[2:])
+    return tangent if du is None else tangent + du
+
+
+def _linear_parts(primals: Any, tangents: Any) -> tuple[Array, Array, Array | None]:
+    """The tangent of `affine` is `affine(da, db) + du`."""
+    a, b, _, mean, rest, *_ = primals
     da, db, dx, dmean, drest, *_ = tangents
     da, db = _dense(da, a), _dense(db, b)
     if not _all_zero(dmean, drest):
         # Part of the shift, so that its transpose is part of the same sums.
         da = da - b * (_dense(dmean, mean) + _dense(drest, rest))
-    (tangent,) = _affine.bind(*jnp.broadcast_arrays(da, db), x, mean, rest, *mask)
-    if not _all_zero(dx):
-        tangent = tangent + b * dx.astype(b.dtype)
-    return tangent
+    da, db = jnp.broadcast_arrays(da, db)
+    return da, db, None if _all_zero(dx) else b * dx.astype(b.dtype)
 
 
 def _unchanged(x: Array) -> Array:
@@ -202,8 +240,52 @@ def _activated_jvp(primals: Any, tangents: Any, *, activation: Activation) -> An
     a, b, x, mean, rest, *mask = primals
     a, b, mean, rest = _again.bind(a, b, mean, rest)
     inner = (a, b, x, mean, rest, *mask)
-    tangent = _slope.bind(_affine_tangent(inner, tangents), *inner, activation=activation)
+    da, db, du = _linear_parts(inner, tangents)
+    if du is None:
+        (tangent,) = _affine.bind(da, db, *inner[2:])
+        tangent = _slope.bind(tangent, *inner, activation=activation)
+    else:
+        tangent = _pushed.bind(da, db, du, *inner, activation=activation)
     return _activated.bind(*primals, activation=activation), tangent
+
+
+def _pushed_jvp(primals: Any, tangents: Any, *, activation: Activation) -> Any:
+    """Linear in the first three; in the others, the derivative of what it is made of."""
+
+    def composed(da: Array, db: Array, du: Array, *inner: Array) -> list[Array]:
+        (tangent,) = _affine.bind(da, db, *inner[2:])
+        return _slope.bind(tangent + du, *inner, activation=activation)
+
+    linear, inner = primals[:3], primals[3:]
+    d_linear = [_dense(t, p) for t, p in zip(tangents[:3], linear, strict=True)]
+    tangent = _pushed.bind(*d_linear, *inner, activation=activation)
+    tangent = _with_inner(composed, primals, tangents, 3, tangent)
+    return _pushed.bind(*primals, activation=activation), tangent
+
+
+def _pulled_jvp(primals: Any, tangents: Any, *, activation: Activation, shape: Any) -> Any:
+    """Likewise, linear in the first."""
+
+    def composed(g: Array, *inner: Array) -> list[Array]:
+        (g,) = _slope.bind(g, *inner, activation=activation)
+        return [*_sums.bind(g, *inner[2:], shape=shape), g]
+
+    parameters: Any = {"activation": activation, "shape": shape}
+    tangent = _pulled.bind(_dense(tangents[0], primals[0]), *primals[1:], **parameters)
+    tangent = _with_inner(composed, primals, tangents, 1, tangent)
+    return _pulled.bind(*primals, **parameters), tangent
+
+
+def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) -> Any:
+    """`tangent`, and what the operands after the first `linear` of `f` add to it."""
+    moving = tuple(primals[linear : linear + 5])
+    d_moving = tangents[linear : linear + 5]
+    if _all_zero(*d_moving):
+        return tangent
+    dense = tuple(_dense(t, p) for t, p in zip(d_moving, moving, strict=True))
+    fixed, mask = primals[:linear], primals[linear + 5 :]
+    _, more = jax.jvp(lambda *inner: f(*fixed, *inner, *mask), moving, dense)
+    return list(map(jnp.add, tangent, more))
 
 
 def _slope_jvp(primals: Any, tangents: Any, *, activation: Activation) -> Any:
@@ -237,6 +319,28 @@ def _slope_transpose(cotangents: Any, g: Any, *inner: Array, activation: Activat
     return [*_slope.bind(*cotangents, *inner, activation=activation), *[None] * len(inner)]
 
 
+def _pushed_transpose(
+    cotangents: Any, da: Any, db: Any, du: Any, *inner: Array, activation: Activation
+) -> Any:
+    if _all_zero(*cotangents):
+        return [None] * (3 + len(inner))
+    pulled = _pulled.bind(*cotangents, *inner, activation=activation, shape=da.aval.shape)
+    return [*pulled, *[None] * len(inner)]
+
+
+def _pulled_transpose(
+    cotangents: Any, g: Any, *inner: Array, activation: Activation, shape: Any
+) -> Any:
+    if _all_zero(*cotangents):
+        return [None] * (1 + len(inner))
+    shapes = (shape, shape, g.aval.shape)
+    linear = [
+        jnp.zeros(shape, g.aval.dtype) if _all_zero(ct) else ct
+        for ct, shape in zip(cotangents, shapes, strict=True)
+    ]
+    return [*_pushed.bind(*linear, *inner, activation=activation), *[None] * len(inner)]
+
+
 def _dense(tangent: Any, primal: Array) -> Array:
     return jnp.zeros_like(primal) if isinstance(tangent, ad.Zero) else tangent
 
@@ -250,11 +354,15 @@ for _primitive, _jvp in {
     _affine: _affine_jvp,
     _activated: _activated_jvp,
     _slope: _slope_jvp,
+    _pushed: _pushed_jvp,
+    _pulled: _pulled_jvp,
 }.items():
     ad.primitive_jvps[_primitive] = _jvp
 for _primitive, _transpose in {
     _sums: _sums_transpose,
     _affine: _affine_transpose,
     _slope: _slope_transpose,
+    _pushed: _pushed_transpose,
+    _pulled: _pulled_transpose,
 }.items():
     ad.primitive_transposes[_primitive] = _transpose
