@@ -215,6 +215,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             activation=self.activation,
             mask=mask,
             wide=wide,
+            implementation=self.implementation,
         )
         if inference is not True:
             # Last of all: from here on nothing can fail, and the old state is used up.
@@ -235,7 +236,9 @@ class BatchNorm(eqx.nn.BatchNorm):
                     else ", of which there are no statistics."
                 )
             )
-        batch = _normalise.moments(x, self.axis_name, mask, wide=wide)
+        batch = _normalise.moments(
+            x, self.axis_name, mask, wide=wide, implementation=self.implementation
+        )
         batch = batch.astype(_memory.statistics_dtype(batch.mean.dtype))
         return dataclasses.replace(batch, ddof=int(self.unbiased))
 

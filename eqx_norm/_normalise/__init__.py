@@ -19,7 +19,7 @@ from .reference import Activation as Activation
 from .reference import compute_dtype
 from .rule import AxisName as AxisName
 
-Implementation = Literal["auto", "xla"]
+Implementation = Literal["auto", "xla", "pallas_triton"]
 
 
 def check(implementation: str) -> None:
@@ -64,6 +64,7 @@ def moments(
     mask: Bool[Array, "..."] | None = None,
     *,
     wide: Array | None = None,
+    implementation: Implementation = "auto",
 ) -> Moments:
     """Moments of each channel over its spatial axes and the named axes.
 
@@ -75,13 +76,14 @@ def moments(
     - `mask`: which of the values count, of a shape that broadcasts to `spatial`. Without one
         the moments' count is known while tracing.
     - `wide`: `widened(x)`, where `normalise` is given it as well.
+    - `implementation`: as for the layers; see `check`.
 
     **Returns:** `Moments` of shape `(channels,)`, in float32 or better. How they are computed,
     and how exactly: `reference.statistics`.
     """
     if jnp.iscomplexobj(x):
         # A complex channel is two real ones, whose squared deviations add up.
-        parts = moments(_parts(x), axis_name, mask)
+        parts = moments(_parts(x), axis_name, mask, implementation=implementation)
         (real, imag), channels = jnp.split(parts.m2, 2), x.shape[0]
         return Moments(
             parts.count,
@@ -90,7 +92,9 @@ def moments(
             _whole(parts.mean_rest, channels),
         )
     wide = _flat(widened(x) if wide is None else wide)
-    count, mean, rest, m2 = rule.moments(_flat(x), wide, _flat_mask(x, mask), axis_name)
+    count, mean, rest, m2 = rule.moments(
+        _flat(x), wide, _flat_mask(x, mask), axis_name, implementation
+    )
     # The mask is the same for all channels, and so is the count.
     return Moments(count[0], mean, m2, rest)
 
@@ -105,6 +109,7 @@ def normalise(
     activation: Activation | None = None,
     mask: Bool[Array, "..."] | None = None,
     wide: Array | None = None,
+    implementation: Implementation = "auto",
 ) -> Inexact[Array, " channels *spatial"]:
     r"""$y = \text{activation}((x - \text{mean}) \cdot \text{rstd} \cdot \text{weight} +
     \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
@@ -126,7 +131,7 @@ def normalise(
         activation, pure = elementwise.Affine(weight, bias, activation), False
         weight = bias = None
     if jnp.iscomplexobj(x):
-        y = _complex_affine(x, mean, rest, rstd, weight, bias, mask)
+        y = _complex_affine(x, mean, rest, rstd, weight, bias, mask, implementation)
         y = y if activation is None else activation(y)
         return y if mask is None else jnp.where(mask, y, 0)
     operands = (
@@ -139,9 +144,9 @@ def normalise(
         _flat_mask(x, mask),
     )
     if activation is None or pure:
-        y = rule.normalise(*operands, activation)
+        y = rule.normalise(*operands, activation, implementation)
     else:
-        y = rule.normalise_and(activation, x.shape, *operands)
+        y = rule.normalise_and(activation, x.shape, *operands, implementation)
     return y.astype(x.dtype).reshape(x.shape)
 
 
@@ -153,12 +158,13 @@ def _complex_affine(
     weight: Array | None,
     bias: Array | None,
     mask: Array | None,
+    implementation: Implementation,
 ) -> Array:
     mean, rest = _parts(mean), _parts(rest)
     rstd = jnp.concatenate([rstd, rstd])
     zero = jnp.zeros_like(rstd)
     flat, mask = _flat(_parts(x)), _flat_mask(x, mask)
-    y = rule.normalise(flat, flat, mean, rest, rstd, zero, mask, None)
+    y = rule.normalise(flat, flat, mean, rest, rstd, zero, mask, None, implementation)
     y = _whole(y, x.shape[0])
     y = y if weight is None else y * weight[:, None]
     y = y if bias is None else y + bias[:, None]

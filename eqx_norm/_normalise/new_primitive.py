@@ -1,8 +1,8 @@
-"""How a function becomes a primitive of JAX, with an implementation of its own for the CPU.
+"""How a function becomes a primitive of JAX, with implementations of its own by platform.
 
-Here and in `primitives`, and only here, JAX's interface for new primitives is used
-(`jax.extend.core`, `jax.interpreters`), which may change: checked with jax 0.10.2 and 0.12.0.1,
-and by tests/test_primitives.py.
+Here and in `primitives` and `derivatives`, and only here, JAX's interface for new primitives is
+used (`jax.extend.core`, `jax.interpreters`), which may change: checked with jax 0.10.2 and
+0.12.0.1, and by tests/test_primitives.py.
 """
 
 import functools
@@ -17,27 +17,46 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 Shapes = list[tuple[tuple[int, ...], Any]]
+Compute = Callable[..., Sequence[Array]]
 
 
 def new_primitive(
     name: str,
-    compute: Callable[..., Sequence[Array]],
-    on_cpu: Callable[..., Sequence[Array]],
+    compute: Compute,
+    on_cpu: Compute,
     shapes: Callable[..., Shapes],
     full: Sequence[int],
+    kernel: Callable[..., Compute | None] | None = None,
 ) -> Primitive:
     """A primitive that computes `compute(*arrays, **parameters)`, or `on_cpu` on a CPU.
 
     `shapes` gives shape and dtype of each result. All arrays have the same number of axes; a
     mapped one is put in front of them. `full` are the arrays that need it in full, where size
     1 will do for the others; a parameter `shape` gets it, too.
+
+    Every primitive has a parameter `implementation`. On a CUDA device,
+    `kernel(implementation, partitioned, *arrays, **parameters)`, given arrays without their
+    values, is what to compute instead, or `None`.
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
-    mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=True))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(on_cpu, multiple_results=True), platform="cpu"
-    )
+
+    def lower(function: Compute, context: Any, *arrays: Any, **parameters: Any) -> Any:
+        _refuse_kernels(parameters.pop("implementation"), kernel is not None)
+        return mlir.lower_fun(function, multiple_results=True)(context, *arrays, **parameters)
+
+    def lower_for_cuda(
+        context: Any, *arrays: Any, implementation: str, **parameters: Any
+    ) -> Any:
+        chosen = kernel and kernel(
+            implementation, _is_partitioned(context), *context.avals_in, **parameters
+        )
+        lowered = mlir.lower_fun(chosen or compute, multiple_results=True)
+        return lowered(context, *arrays, **parameters)
+
+    mlir.register_lowering(primitive, functools.partial(lower, compute))
+    mlir.register_lowering(primitive, functools.partial(lower, on_cpu), platform="cpu")
+    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
 
     @functools.lru_cache
     def compiled(**parameters: Any) -> Callable[..., Any]:
@@ -48,7 +67,8 @@ def new_primitive(
         return compiled(**parameters)(*arrays)
 
     @primitive.def_abstract_eval
-    def _(*arrays: Any, **parameters: Any) -> list[Any]:
+    def _(*arrays: Any, implementation: str, **parameters: Any) -> list[Any]:
+        del implementation
         # `update` keeps the mesh axes over which an abstract value varies.
         return [
             arrays[0].update(shape=shape, dtype=dtype, weak_type=False)
@@ -86,3 +106,20 @@ def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list
         for array, own in zip(present, varying, strict=True)
     ]
     return primitive.bind(*present, **parameters)
+
+
+def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
+    if has_kernel and implementation not in ("auto", "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} is for CUDA devices, and this program is "
+            "compiled for another. implementation='auto' takes the kernel where it serves and "
+            "XLA elsewhere."
+        )
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Whether XLA will split the program over devices: not so on one, nor in `shard_map`."""
+    axes = context.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return frozenset(axes.manual_axes) != frozenset(axes.mesh.axis_names)
+    return (getattr(axes, "num_devices", None) or 1) > 1

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 
 from eqx_norm.strategies import Moments
 
-from . import primitives, reference
+from . import derivatives, primitives, reference
 from .reference import Activation
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -39,28 +39,29 @@ Mask = Bool[Array, "1 values"] | None
 
 
 def moments(
-    x: Example, wide: Example, mask: Mask, axis_name: AxisName
+    x: Example, wide: Example, mask: Mask, axis_name: AxisName, implementation: str
 ) -> tuple[Vector, Vector, Vector, Vector]:
     """Count, mean, rest and m2 of each channel, over its values and the named axes.
 
     `wide` is x in the precision to calculate in. See `normalise`.
     """
-    count, mean, rest, m2 = _gathered(lax.stop_gradient(x), mask, axis_name)
+    count, mean, rest, m2 = _gathered(lax.stop_gradient(x), mask, axis_name, implementation)
     # Both are 0, and so is what they add below; their derivatives are not.
-    sum_d, sum_d2 = lax.psum(_deviations(wide, x, mask, mean, rest), axis_name)
+    zeros = _deviations(implementation, wide, x, mask, mean, rest)
+    sum_d, sum_d2 = lax.psum(zeros, axis_name)
     n = jnp.maximum(count, 1)
     return count, mean + sum_d / n, rest, m2 + (sum_d2 - sum_d * sum_d / n)
 
 
-@jax.custom_jvp
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _deviations(
-    wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
+    implementation: str, wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
 ) -> tuple[Vector, Vector]:
     """What sum(x - mean) and sum((x - mean)^2) change by when x does and the mean does not.
 
     The value is 0, the derivative sum(dx) and 2 sum(dx (x - mean)).
     """
-    del x, mask, mean, rest
+    del implementation, x, mask, mean, rest
     # Selected, so that it is mapped where x is: the derivative will be, and where a custom_jvp
     # is differentiated after it was mapped, jax 0.10.2 takes the value's word for both.
     zero = jnp.where(False, wide[:, 0], 0)
@@ -68,15 +69,17 @@ def _deviations(
 
 
 @_deviations.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(implementation: str, primals: Any, tangents: Any) -> Any:
     _, x, mask, mean, rest = primals
     columns = mean[:, None], rest[:, None]
-    sum_dx, sum_dx_d = primitives.sums(tangents[0], x, *columns, mask, columns[0].shape)
-    return _deviations(*primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
+    sum_dx, sum_dx_d = primitives.sums(
+        tangents[0], x, *columns, mask, columns[0].shape, implementation=implementation
+    )
+    return _deviations(implementation, *primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
 
 
 def _gathered(
-    x: Example, mask: Mask, axis_name: AxisName
+    x: Example, mask: Mask, axis_name: AxisName, implementation: str
 ) -> tuple[Vector, Vector, Vector, Vector]:
     mesh = jax.sharding.get_abstract_mesh().manual_axes
     # Gathered over a mapped axis, an array is just not mapped any more: nothing is moved.
@@ -85,7 +88,7 @@ def _gathered(
         if name not in mesh:
             x = _gather(x, name, tiled=True)
             mask = None if mask is None else _gather(mask, name, tiled=True)
-    count, mean, rest, m2 = primitives.statistics(x, mask)
+    count, mean, rest, m2 = primitives.statistics(x, mask, implementation=implementation)
     # Of other devices only the vectors are fetched, at once, and merged in their order.
     for name in _names(axis_name):
         if name in mesh:
@@ -104,6 +107,7 @@ def normalise(
     bias: Vector,
     mask: Mask,
     activation: Activation | None,
+    implementation: str,
 ) -> Example:
     """`activation(bias + scale * (x - mean))` in the vectors' dtype; 0 where `mask` is false.
 
@@ -111,7 +115,8 @@ def normalise(
     that x gets from here and from its moments are added before they are rounded to half
     precision. Its value is not used. The activation has no arrays of its own.
     """
-    return _activated(activation, wide, *_operands(x, mean, rest, scale, bias, mask))
+    operands = _operands(x, mean, rest, scale, bias, mask)
+    return _activated(activation, implementation, wide, *operands)
 
 
 def normalise_and(
@@ -124,15 +129,16 @@ def normalise_and(
     scale: Vector,
     bias: Vector,
     mask: Mask,
+    implementation: str,
 ) -> Example:
     """The same for a function that has arrays of its own, which are differentiated, too.
 
     `shape` is that of the example before it was made flat, and what the function is given.
     """
     operands = _operands(x, mean, rest, scale, bias, mask)
-    u = _activated(None, wide, *operands)
+    u = _activated(None, implementation, wide, *operands)
     pure, arrays = jax.closure_convert(lambda u: function(u.reshape(shape)).reshape(u.shape), u)
-    return reference.counted(_applied(pure, arrays, u, *operands), mask)
+    return reference.counted(_applied(pure, implementation, arrays, u, *operands), mask)
 
 
 def _operands(
@@ -142,45 +148,54 @@ def _operands(
     return bias, scale, x, mean, rest, mask
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _applied(function: Any, arrays: list[Array], u: Array, *operands: Any) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _applied(
+    function: Any, implementation: str, arrays: list[Array], u: Array, *operands: Any
+) -> Array:
     """`function(u, *arrays)`. For its derivative u is not kept, but computed again of x."""
-    del operands
+    del implementation, operands
     return function(u, *arrays)
 
 
 @_applied.defjvp
-def _(function: Any, primals: Any, tangents: Any) -> Any:
+def _(function: Any, implementation: str, primals: Any, tangents: Any) -> Any:
     (arrays, _, *operands), (d_arrays, du, *_) = primals, tangents
 
     def slope(arrays: Any, operands: Any, d_arrays: Any, du: Any) -> Array:
-        u = primitives.again(*operands)
+        bias, scale, x, mean, rest, mask = operands
+        bias, scale, mean, rest = primitives.again(bias, scale, mean, rest)
+        u = primitives.affine(bias, scale, x, mean, rest, mask, implementation=implementation)
         return jax.jvp(function, (u, *arrays), (du, *d_arrays))[1]
 
     # What XLA must not share with the forward pass, `again` has seen to.
     tangent = jax.checkpoint(slope, prevent_cse=False)(arrays, operands, d_arrays, du)
-    return _applied(function, *primals), tangent
+    return _applied(function, implementation, *primals), tangent
 
 
-def _activated(activation: Activation | None, wide: Array, *operands: Any) -> Array:
+def _activated(
+    activation: Activation | None, implementation: str, wide: Array, *operands: Any
+) -> Array:
     if wide.dtype != operands[2].dtype:
-        return _through_wide(activation, wide, *operands)
+        return _through_wide(activation, implementation, wide, *operands)
     if activation is None:
-        return primitives.affine(*operands)
-    return primitives.activated(activation, *operands)
+        return primitives.affine(*operands, implementation=implementation)
+    return primitives.activated(activation, *operands, implementation=implementation)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _through_wide(activation: Activation | None, wide: Array, *operands: Any) -> Array:
-    return _activated(activation, operands[2], *operands)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _through_wide(
+    activation: Activation | None, implementation: str, wide: Array, *operands: Any
+) -> Array:
+    return _activated(activation, implementation, operands[2], *operands)
 
 
 @_through_wide.defjvp
-def _(activation: Activation | None, primals: Any, tangents: Any) -> Any:
+def _(activation: Activation | None, implementation: str, primals: Any, tangents: Any) -> Any:
     (_, *operands), (d_wide, da, db, _, *rest) = primals, tangents
     present = [operand for operand in operands if operand is not None]
-    tangent = primitives.tangent(activation, present, (da, db, d_wide, *rest))
-    return _through_wide(activation, *primals), tangent
+    along = (da, db, d_wide, *rest)
+    tangent = derivatives.tangent(activation, present, along, implementation=implementation)
+    return _through_wide(activation, implementation, *primals), tangent
 
 
 def _names(axis_name: AxisName) -> tuple[Hashable, ...]:

@@ -1,0 +1,216 @@
+"""The derivatives of the passes.
+
+Those in what a primitive is linear in are primitives again; the others are ordinary operations,
+which JAX differentiates and transposes as usual. `how` is what a primitive hands on to those
+that its derivative is made of: the implementation.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+from jaxtyping import Array
+
+from . import reference
+from .primitives import ACTIVATED, AFFINE, AGAIN, PULLED, PUSHED, SLOPE, SUMS
+from .reference import Activation
+
+
+def tangent(activation: Activation | None, operands: Any, tangents: Any, **how: Any) -> Array:
+    """The tangent of `activated`, or of `affine`, for operands without a `None`.
+
+    Their own derivative, except that the tangent of x may be of a higher precision than x.
+    """
+    if activation is None:
+        return _affine_jvp(operands, tangents, **how)[1][0]
+    return _activated_jvp(operands, tangents, activation=activation, **how)[1][0]
+
+
+def _sums_jvp(primals: Any, tangents: Any, *, shape: tuple[int, ...], **how: Any) -> Any:
+    g, x, mean, rest, *mask = primals
+    dg, dx, dmean, drest, *_ = tangents
+    d_sum, d_sum_d = SUMS.bind(_dense(dg, g), x, mean, rest, *mask, shape=shape, **how)
+    if not _all_zero(dx, dmean, drest):
+        dd = reference.centred(_dense(dx, x), _dense(dmean, mean), _dense(drest, rest))
+        axes = tuple(i for i, size in enumerate(shape) if size != g.shape[i])
+        d_sum_d = d_sum_d + reference.counted(g * dd, *mask).sum(axes, keepdims=True)
+    return SUMS.bind(*primals, shape=shape, **how), [d_sum, d_sum_d]
+
+
+def _affine_jvp(primals: Any, tangents: Any, **how: Any) -> Any:
+    tangent = [_affine_tangent(primals, tangents, **how)]
+    if len(primals) > 5:
+        # A selection would keep the mask for each channel; `slope` makes its own.
+        tangent = SLOPE.bind(*tangent, *primals, activation=_unchanged, **how)
+    return AFFINE.bind(*primals, **how), tangent
+
+
+def _affine_tangent(primals: Any, tangents: Any, **how: Any) -> Array:
+    """Of `affine`; where the mask is false it may be anything."""
+    da, db, du = _linear_parts(primals, tangents)
+    (tangent,) = AFFINE.bind(da, db, *primals[2:], **how)
+    return tangent if du is None else tangent + du
+
+
+def _linear_parts(primals: Any, tangents: Any) -> tuple[Array, Array, Array | None]:
+    """The tangent of `affine` is `affine(da, db) + du`."""
+    a, b, _, mean, rest, *_ = primals
+    da, db, dx, dmean, drest, *_ = tangents
+    da, db = _dense(da, a), _dense(db, b)
+    if not _all_zero(dmean, drest):
+        # Part of the shift, so that its transpose is part of the same sums.
+        da = da - b * (_dense(dmean, mean) + _dense(drest, rest))
+    da, db = jnp.broadcast_arrays(da, db)
+    return da, db, None if _all_zero(dx) else b * dx.astype(b.dtype)
+
+
+def _unchanged(x: Array) -> Array:
+    return x
+
+
+def _activated_jvp(primals: Any, tangents: Any, *, activation: Activation, **how: Any) -> Any:
+    a, b, x, mean, rest, *mask = primals
+    a, b, mean, rest = AGAIN.bind(a, b, mean, rest)
+    inner = (a, b, x, mean, rest, *mask)
+    da, db, du = _linear_parts(inner, tangents)
+    if du is None:
+        (tangent,) = AFFINE.bind(da, db, *inner[2:], **how)
+        tangent = SLOPE.bind(tangent, *inner, activation=activation, **how)
+    else:
+        tangent = PUSHED.bind(da, db, du, *inner, activation=activation, **how)
+    return ACTIVATED.bind(*primals, activation=activation, **how), tangent
+
+
+def _pushed_jvp(primals: Any, tangents: Any, *, activation: Activation, **how: Any) -> Any:
+    """Linear in the first three; in the others, the derivative of what it is made of."""
+
+    def composed(da: Array, db: Array, du: Array, *inner: Array) -> list[Array]:
+        (tangent,) = AFFINE.bind(da, db, *inner[2:], **how)
+        return SLOPE.bind(tangent + du, *inner, activation=activation, **how)
+
+    linear, inner = primals[:3], primals[3:]
+    d_linear = [_dense(t, p) for t, p in zip(tangents[:3], linear, strict=True)]
+    tangent = PUSHED.bind(*d_linear, *inner, activation=activation, **how)
+    tangent = _with_inner(composed, primals, tangents, 3, tangent)
+    return PUSHED.bind(*primals, activation=activation, **how), tangent
+
+
+def _pulled_jvp(
+    primals: Any, tangents: Any, *, activation: Activation, shape: Any, **how: Any
+) -> Any:
+    """Likewise, linear in the first."""
+
+    def composed(g: Array, *inner: Array) -> list[Array]:
+        (g,) = SLOPE.bind(g, *inner, activation=activation, **how)
+        return [*SUMS.bind(g, *inner[2:], shape=shape, **how), g]
+
+    parameters: Any = {"activation": activation, "shape": shape, **how}
+    tangent = PULLED.bind(_dense(tangents[0], primals[0]), *primals[1:], **parameters)
+    tangent = _with_inner(composed, primals, tangents, 1, tangent)
+    return PULLED.bind(*primals, **parameters), tangent
+
+
+def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) -> Any:
+    """`tangent`, and what the operands after the first `linear` of `f` add to it."""
+    moving = tuple(primals[linear : linear + 5])
+    d_moving = tangents[linear : linear + 5]
+    if _all_zero(*d_moving):
+        return tangent
+    dense = tuple(_dense(t, p) for t, p in zip(d_moving, moving, strict=True))
+    fixed, mask = primals[:linear], primals[linear + 5 :]
+    _, more = jax.jvp(lambda *inner: f(*fixed, *inner, *mask), moving, dense)
+    return list(map(jnp.add, tangent, more))
+
+
+def _slope_jvp(primals: Any, tangents: Any, *, activation: Activation, **how: Any) -> Any:
+    (g, *inner), (dg, *d_inner) = primals, tangents
+    (tangent,) = SLOPE.bind(_dense(dg, g), *inner, activation=activation, **how)
+    if not _all_zero(*d_inner[:5]):
+        (u,), du = AFFINE.bind(*inner, **how), _affine_tangent(inner, d_inner, **how)
+        _, second = jax.jvp(lambda u: jax.jvp(activation, (u,), (g,))[1], (u,), (du,))
+        tangent = tangent + reference.counted(second, *inner[5:])
+    return SLOPE.bind(*primals, activation=activation, **how), [tangent]
+
+
+def _sums_transpose(
+    cotangents: Any, g: Any, *centre: Array, shape: tuple[int, ...], **how: Any
+) -> Any:
+    a, b = (jnp.zeros(shape, g.aval.dtype) if _all_zero(ct) else ct for ct in cotangents)
+    return [*AFFINE.bind(a, b, *centre, **how), *[None] * len(centre)]
+
+
+def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array, **how: Any) -> Any:
+    linear = [ad.is_undefined_primal(array) for array in (a, b)]
+    if _all_zero(*cotangents):
+        return [None, None, *[None] * len(centre)]
+    shape = (a if linear[0] else b).aval.shape
+    pair = SUMS.bind(*cotangents, *centre, shape=shape, **how)
+    a, b = (ct if wanted else None for ct, wanted in zip(pair, linear, strict=True))
+    return [a, b, *[None] * len(centre)]
+
+
+def _slope_transpose(
+    cotangents: Any, g: Any, *inner: Array, activation: Activation, **how: Any
+) -> Any:
+    if _all_zero(*cotangents):
+        return [None, *[None] * len(inner)]
+    return [
+        *SLOPE.bind(*cotangents, *inner, activation=activation, **how),
+        *[None] * len(inner),
+    ]
+
+
+def _pushed_transpose(
+    cotangents: Any,
+    da: Any,
+    db: Any,
+    du: Any,
+    *inner: Array,
+    activation: Activation,
+    **how: Any,
+) -> Any:
+    if _all_zero(*cotangents):
+        return [None] * (3 + len(inner))
+    pulled = PULLED.bind(*cotangents, *inner, activation=activation, shape=da.aval.shape, **how)
+    return [*pulled, *[None] * len(inner)]
+
+
+def _pulled_transpose(
+    cotangents: Any, g: Any, *inner: Array, activation: Activation, shape: Any, **how: Any
+) -> Any:
+    if _all_zero(*cotangents):
+        return [None] * (1 + len(inner))
+    shapes = (shape, shape, g.aval.shape)
+    linear = [
+        jnp.zeros(shape, g.aval.dtype) if _all_zero(ct) else ct
+        for ct, shape in zip(cotangents, shapes, strict=True)
+    ]
+    return [*PUSHED.bind(*linear, *inner, activation=activation, **how), *[None] * len(inner)]
+
+
+def _dense(tangent: Any, primal: Array) -> Array:
+    return jnp.zeros_like(primal) if isinstance(tangent, ad.Zero) else tangent
+
+
+def _all_zero(*tangents: Any) -> bool:
+    return all(isinstance(tangent, ad.Zero) for tangent in tangents)
+
+
+for _primitive, _jvp in {
+    SUMS: _sums_jvp,
+    AFFINE: _affine_jvp,
+    ACTIVATED: _activated_jvp,
+    SLOPE: _slope_jvp,
+    PUSHED: _pushed_jvp,
+    PULLED: _pulled_jvp,
+}.items():
+    ad.primitive_jvps[_primitive] = _jvp
+for _primitive, _transpose in {
+    SUMS: _sums_transpose,
+    AFFINE: _affine_transpose,
+    SLOPE: _slope_transpose,
+    PUSHED: _pushed_transpose,
+    PULLED: _pulled_transpose,
+}.items():
+    ad.primitive_transposes[_primitive] = _transpose
