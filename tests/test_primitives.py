@@ -65,7 +65,7 @@ def affine(a, b, x, mean, rest, mask=None):
 
 
 def activated(a, b, x, mean, rest, mask=None):
-    return primitives.activated(activation, a, b, x, mean, rest, mask)
+    return primitives.activated(activation, b.dtype, a, b, x, mean, rest, mask)
 
 
 def weighed(values, mask):

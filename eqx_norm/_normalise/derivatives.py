@@ -17,14 +17,14 @@ from .primitives import ACTIVATED, AFFINE, AGAIN, PULLED, PUSHED, SLOPE, SUMS
 from .reference import Activation
 
 
-def tangent(activation: Activation | None, operands: Any, tangents: Any, **how: Any) -> Array:
-    """The tangent of `activated`, or of `affine`, for operands without a `None`.
+def tangent(
+    activation: Activation | None, dtype: jnp.dtype, operands: Any, tangents: Any, **how: Any
+) -> Array:
+    """That of `activated`, for operands without a `None`.
 
-    Their own derivative, except that the tangent of x may be of a higher precision than x.
+    Its own derivative, except that the tangent of x may be of a higher precision than x.
     """
-    if activation is None:
-        return _affine_jvp(operands, tangents, **how)[1][0]
-    return _activated_jvp(operands, tangents, activation=activation, **how)[1][0]
+    return _activated_jvp(operands, tangents, activation=activation, dtype=dtype, **how)[1][0]
 
 
 def _sums_jvp(primals: Any, tangents: Any, *, shape: tuple[int, ...], **how: Any) -> Any:
@@ -42,7 +42,7 @@ def _affine_jvp(primals: Any, tangents: Any, **how: Any) -> Any:
     tangent = [_affine_tangent(primals, tangents, **how)]
     if len(primals) > 5:
         # A selection would keep the mask for each channel; `slope` makes its own.
-        tangent = SLOPE.bind(*tangent, *primals, activation=_unchanged, **how)
+        tangent = SLOPE.bind(*tangent, *primals, activation=None, **how)
     return AFFINE.bind(*primals, **how), tangent
 
 
@@ -65,43 +65,42 @@ def _linear_parts(primals: Any, tangents: Any) -> tuple[Array, Array, Array | No
     return da, db, None if _all_zero(dx) else b * dx.astype(b.dtype)
 
 
-def _unchanged(x: Array) -> Array:
-    return x
-
-
-def _activated_jvp(primals: Any, tangents: Any, *, activation: Activation, **how: Any) -> Any:
+def _activated_jvp(
+    primals: Any, tangents: Any, *, activation: Any, dtype: Any, **how: Any
+) -> Any:
     a, b, x, mean, rest, *mask = primals
     a, b, mean, rest = AGAIN.bind(a, b, mean, rest)
     inner = (a, b, x, mean, rest, *mask)
     da, db, du = _linear_parts(inner, tangents)
     if du is None:
         (tangent,) = AFFINE.bind(da, db, *inner[2:], **how)
-        tangent = SLOPE.bind(tangent, *inner, activation=activation, **how)
+        (tangent,) = SLOPE.bind(tangent, *inner, activation=activation, **how)
+        tangent = [tangent.astype(dtype)]
     else:
-        tangent = PUSHED.bind(da, db, du, *inner, activation=activation, **how)
-    return ACTIVATED.bind(*primals, activation=activation, **how), tangent
+        tangent = PUSHED.bind(da, db, du, *inner, activation=activation, dtype=dtype, **how)
+    return ACTIVATED.bind(*primals, activation=activation, dtype=dtype, **how), tangent
 
 
-def _pushed_jvp(primals: Any, tangents: Any, *, activation: Activation, **how: Any) -> Any:
+def _pushed_jvp(primals: Any, tangents: Any, *, activation: Any, dtype: Any, **how: Any) -> Any:
     """Linear in the first three; in the others, the derivative of what it is made of."""
 
     def composed(da: Array, db: Array, du: Array, *inner: Array) -> list[Array]:
         (tangent,) = AFFINE.bind(da, db, *inner[2:], **how)
-        return SLOPE.bind(tangent + du, *inner, activation=activation, **how)
+        (tangent,) = SLOPE.bind(tangent + du, *inner, activation=activation, **how)
+        return [tangent.astype(dtype)]
 
     linear, inner = primals[:3], primals[3:]
     d_linear = [_dense(t, p) for t, p in zip(tangents[:3], linear, strict=True)]
-    tangent = PUSHED.bind(*d_linear, *inner, activation=activation, **how)
+    tangent = PUSHED.bind(*d_linear, *inner, activation=activation, dtype=dtype, **how)
     tangent = _with_inner(composed, primals, tangents, 3, tangent)
-    return PUSHED.bind(*primals, activation=activation, **how), tangent
+    return PUSHED.bind(*primals, activation=activation, dtype=dtype, **how), tangent
 
 
-def _pulled_jvp(
-    primals: Any, tangents: Any, *, activation: Activation, shape: Any, **how: Any
-) -> Any:
+def _pulled_jvp(primals: Any, tangents: Any, *, activation: Any, shape: Any, **how: Any) -> Any:
     """Likewise, linear in the first."""
 
     def composed(g: Array, *inner: Array) -> list[Array]:
+        g = g.astype(inner[0].dtype)
         (g,) = SLOPE.bind(g, *inner, activation=activation, **how)
         return [*SUMS.bind(g, *inner[2:], shape=shape, **how), g]
 
@@ -123,10 +122,10 @@ def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) 
     return list(map(jnp.add, tangent, more))
 
 
-def _slope_jvp(primals: Any, tangents: Any, *, activation: Activation, **how: Any) -> Any:
+def _slope_jvp(primals: Any, tangents: Any, *, activation: Any, **how: Any) -> Any:
     (g, *inner), (dg, *d_inner) = primals, tangents
     (tangent,) = SLOPE.bind(_dense(dg, g), *inner, activation=activation, **how)
-    if not _all_zero(*d_inner[:5]):
+    if activation is not None and not _all_zero(*d_inner[:5]):
         (u,), du = AFFINE.bind(*inner, **how), _affine_tangent(inner, d_inner, **how)
         _, second = jax.jvp(lambda u: jax.jvp(activation, (u,), (g,))[1], (u,), (du,))
         tangent = tangent + reference.counted(second, *inner[5:])
@@ -151,7 +150,7 @@ def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array, **how: An
 
 
 def _slope_transpose(
-    cotangents: Any, g: Any, *inner: Array, activation: Activation, **how: Any
+    cotangents: Any, g: Any, *inner: Array, activation: Any, **how: Any
 ) -> Any:
     if _all_zero(*cotangents):
         return [None, *[None] * len(inner)]
@@ -162,31 +161,25 @@ def _slope_transpose(
 
 
 def _pushed_transpose(
-    cotangents: Any,
-    da: Any,
-    db: Any,
-    du: Any,
-    *inner: Array,
-    activation: Activation,
-    **how: Any,
+    cotangents: Any, da: Any, db: Any, du: Any, *inner: Array, dtype: Any, **how: Any
 ) -> Any:
     if _all_zero(*cotangents):
         return [None] * (3 + len(inner))
-    pulled = PULLED.bind(*cotangents, *inner, activation=activation, shape=da.aval.shape, **how)
+    pulled = PULLED.bind(*cotangents, *inner, shape=da.aval.shape, **how)
     return [*pulled, *[None] * len(inner)]
 
 
 def _pulled_transpose(
-    cotangents: Any, g: Any, *inner: Array, activation: Activation, shape: Any, **how: Any
+    cotangents: Any, g: Any, *inner: Array, shape: tuple[int, ...], **how: Any
 ) -> Any:
     if _all_zero(*cotangents):
         return [None] * (1 + len(inner))
-    shapes = (shape, shape, g.aval.shape)
     linear = [
-        jnp.zeros(shape, g.aval.dtype) if _all_zero(ct) else ct
-        for ct, shape in zip(cotangents, shapes, strict=True)
+        jnp.zeros(size, inner[0].dtype) if _all_zero(ct) else ct
+        for ct, size in zip(cotangents, (shape, shape, g.aval.shape), strict=True)
     ]
-    return [*PUSHED.bind(*linear, *inner, activation=activation, **how), *[None] * len(inner)]
+    pushed = PUSHED.bind(*linear, *inner, dtype=g.aval.dtype, **how)
+    return [*pushed, *[None] * len(inner)]
 
 
 def _dense(tangent: Any, primal: Array) -> Array:

@@ -20,6 +20,7 @@ CPU it sums by a tree, see `totals`), where `lax.platform_dependent` would branc
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,7 +75,8 @@ def affine(
 
 
 def activated(
-    activation: Activation,
+    activation: Activation | None,
+    dtype: jnp.dtype,
     a: Array,
     b: Array,
     x: Array,
@@ -84,8 +86,11 @@ def activated(
     *,
     implementation: str = "auto",
 ) -> Array:
-    """See `reference.activated`; `activation` must not close over traced arrays."""
-    how: Any = {"activation": activation, "implementation": implementation}
+    """See `reference.activated`; `activation` must not close over traced arrays.
+
+    The result is of `dtype`, and so is what its derivative is given.
+    """
+    how: Any = {"activation": activation, "dtype": dtype, "implementation": implementation}
     return bind(ACTIVATED, a, b, x, mean, rest, mask, **how)[0]
 
 
@@ -101,16 +106,16 @@ def _affine_of(*arrays: Array) -> list[Array]:
     return [reference.affine(*arrays)]
 
 
-def _activated_of(*arrays: Array, activation: Activation) -> list[Array]:
-    return [reference.activated(activation, *arrays)]
+def _activated_of(*arrays: Array, activation: Any, dtype: jnp.dtype) -> list[Array]:
+    return [reference.activated(activation, *arrays).astype(dtype)]
 
 
-def _slope_of(*arrays: Array, activation: Activation) -> list[Array]:
+def _slope_of(*arrays: Array, activation: Any) -> list[Array]:
     return [reference.slope(activation, *arrays)]
 
 
 def _slope_elsewhere(
-    g: Array, a: Array, b: Array, x: Array, *rest: Array, activation: Activation
+    g: Array, a: Array, b: Array, x: Array, *rest: Array, activation: Any
 ) -> list[Array]:
     """For a GPU, where XLA writes out a mask that two passes need.
 
@@ -123,18 +128,25 @@ def _slope_elsewhere(
     return _slope_of(g, a, b, x, *rest, activation=activation)
 
 
-def _pushed_of(da: Array, db: Array, du: Array, *inner: Array, activation: Any) -> list[Array]:
+def _pushed_of(
+    da: Array, db: Array, du: Array, *inner: Array, activation: Any, dtype: jnp.dtype
+) -> list[Array]:
     _, _, x, mean, rest, *_ = inner
-    return _slope_of(
-        reference.affine(da, db, x, mean, rest) + du, *inner, activation=activation
-    )
+    tangent = reference.affine(da, db, x, mean, rest) + du
+    return [reference.slope(activation, tangent, *inner).astype(dtype)]
 
 
 def _pulled_of(
-    g: Array, *inner: Array, activation: Activation, shape: Any, total: totals.Total, slope: Any
+    g: Array,
+    a: Array,
+    *inner: Array,
+    activation: Any,
+    shape: tuple[int, ...],
+    total: totals.Total,
+    slope: Callable[..., Any],
 ) -> list[Array]:
-    (g,) = slope(g, *inner, activation=activation)
-    _, _, *centre = inner
+    (g,) = slope(g.astype(a.dtype), a, *inner, activation=activation)
+    _, *centre = inner
     return [*reference.sums(g, *centre, shape=shape, total=total), g]
 
 
@@ -161,7 +173,7 @@ ACTIVATED = new_primitive(
     "activated",
     _activated_of,
     _activated_of,
-    lambda a, b, x, *_, activation: [(x.shape, a.dtype)],
+    lambda a, b, x, *_, activation, dtype: [(x.shape, dtype)],
     full=[2],
 )
 SLOPE = new_primitive(
@@ -175,14 +187,14 @@ PUSHED = new_primitive(
     "pushed",
     _pushed_of,
     _pushed_of,
-    lambda da, db, du, *_, activation: [(du.shape, du.dtype)],
+    lambda da, db, du, *_, activation, dtype: [(du.shape, dtype)],
     full=[2, 5],
 )
 PULLED = new_primitive(
     "pulled",
     functools.partial(_pulled_of, total=totals.plain, slope=_slope_elsewhere),
     functools.partial(_pulled_of, total=totals.by_tree, slope=_slope_of),
-    lambda g, *_, activation, shape: [(shape, g.dtype)] * 2 + [(g.shape, g.dtype)],
+    lambda g, a, *_, activation, shape: [(shape, a.dtype)] * 2 + [(g.shape, a.dtype)],
     full=[0, 3],
     kernel=kernels.of_pulled,
 )

@@ -100,17 +100,22 @@ def affine(
     return counted(a + b * centred(x, mean, rest), mask)
 
 
-def activated(activation: Activation, a: Array, b: Array, x: Array, *rest: Array) -> Array:
+def activated(
+    activation: Activation | None, a: Array, b: Array, x: Array, *rest: Array
+) -> Array:
     """`activation(affine(a, b, x, ...))`; 0 where the mask is false."""
     mean, low, *mask = rest
-    return counted(activation(affine(a, b, x, mean, low)), *mask)
+    u = affine(a, b, x, mean, low)
+    return counted(u if activation is None else activation(u), *mask)
 
 
 def slope(
-    activation: Activation, g: Array, a: Array, b: Array, x: Array, *rest: Array
+    activation: Activation | None, g: Array, a: Array, b: Array, x: Array, *rest: Array
 ) -> Array:
     """The derivative of `activated` in its affine, times `g`; 0 where the mask is false."""
     mean, low, *mask = rest
+    if activation is None:
+        return counted(g, *mask)
     _, tangent = jax.jvp(activation, (affine(a, b, x, mean, low),), (g,))
     return counted(tangent, *mask)
 

@@ -20,7 +20,7 @@ computed again (`primitives.slope`; for one that has arrays of its own, `_applie
 import functools
 import itertools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,14 +109,14 @@ def normalise(
     activation: Activation | None,
     implementation: str,
 ) -> Example:
-    """`activation(bias + scale * (x - mean))` in the vectors' dtype; 0 where `mask` is false.
+    """`activation(bias + scale * (x - mean))` in the dtype of `x`; 0 where `mask` is false.
 
     `wide` is x in the vectors' dtype, and what is differentiated instead of x: the cotangents
     that x gets from here and from its moments are added before they are rounded to half
     precision. Its value is not used. The activation has no arrays of its own.
     """
-    operands = _operands(x, mean, rest, scale, bias, mask)
-    return _activated(activation, implementation, wide, *operands)
+    how = _How(activation, x.dtype, implementation)
+    return _activated(how, wide, *_operands(x, mean, rest, scale, bias, mask))
 
 
 def normalise_and(
@@ -131,12 +131,12 @@ def normalise_and(
     mask: Mask,
     implementation: str,
 ) -> Example:
-    """The same for a function that has arrays of its own, which are differentiated, too.
+    """For a function that has arrays, which are differentiated; in the vectors' dtype.
 
     `shape` is that of the example before it was made flat, and what the function is given.
     """
     operands = _operands(x, mean, rest, scale, bias, mask)
-    u = _activated(None, implementation, wide, *operands)
+    u = _activated(_How(None, wide.dtype, implementation), wide, *operands)
     pure, arrays = jax.closure_convert(lambda u: function(u.reshape(shape)).reshape(u.shape), u)
     return reference.counted(_applied(pure, implementation, arrays, u, *operands), mask)
 
@@ -172,30 +172,39 @@ def _(function: Any, implementation: str, primals: Any, tangents: Any) -> Any:
     return _applied(function, implementation, *primals), tangent
 
 
-def _activated(
-    activation: Activation | None, implementation: str, wide: Array, *operands: Any
-) -> Array:
+class _How(NamedTuple):
+    """What is no array."""
+
+    activation: Activation | None
+    dtype: jnp.dtype  # of the result
+    implementation: str
+
+
+def _activated(how: _How, wide: Array, *operands: Any) -> Array:
     if wide.dtype != operands[2].dtype:
-        return _through_wide(activation, implementation, wide, *operands)
-    if activation is None:
-        return primitives.affine(*operands, implementation=implementation)
-    return primitives.activated(activation, *operands, implementation=implementation)
+        return _through_wide(how, wide, *operands)
+    return primitives.activated(
+        how.activation, how.dtype, *operands, implementation=how.implementation
+    )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _through_wide(
-    activation: Activation | None, implementation: str, wide: Array, *operands: Any
-) -> Array:
-    return _activated(activation, implementation, operands[2], *operands)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _through_wide(how: _How, wide: Array, *operands: Any) -> Array:
+    return _activated(how, operands[2], *operands)
 
 
 @_through_wide.defjvp
-def _(activation: Activation | None, implementation: str, primals: Any, tangents: Any) -> Any:
+def _(how: _How, primals: Any, tangents: Any) -> Any:
     (_, *operands), (d_wide, da, db, _, *rest) = primals, tangents
     present = [operand for operand in operands if operand is not None]
-    along = (da, db, d_wide, *rest)
-    tangent = derivatives.tangent(activation, present, along, implementation=implementation)
-    return _through_wide(activation, implementation, *primals), tangent
+    tangent = derivatives.tangent(
+        how.activation,
+        how.dtype,
+        present,
+        (da, db, d_wide, *rest),
+        implementation=how.implementation,
+    )
+    return _through_wide(how, *primals), tangent
 
 
 def _names(axis_name: AxisName) -> tuple[Hashable, ...]:
