@@ -46,7 +46,7 @@ def recall(
 
 def check_form(approach: AbstractStrategy[Any], before: Any, after: Any) -> None:
     """`ValueError` unless `approach` gave its memory back in the form that it had."""
-    was, became = jax.eval_shape(lambda: before), jax.eval_shape(lambda: after)
+    was, became = (_forms(memory) for memory in (before, after))
     if not eqx.tree_equal(was, became):
         raise ValueError(
             f"{type(approach).__name__}.update returned a memory of another structure, shape "
@@ -54,6 +54,10 @@ def check_form(approach: AbstractStrategy[Any], before: Any, after: Any) -> None
             f"    {eqx.tree_pformat(was)}\n"
             "A strategy's memory keeps the form that its `init` gave it."
         )
+
+
+def _forms(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:

@@ -146,7 +146,7 @@ def normalise(
     if activation is None or pure:
         y = rule.normalise(*operands, activation, implementation)
     else:
-        y = rule.normalise_and(activation, x.shape, *operands, implementation)
+        y = rule.normalise_and(activation, x.shape, *operands)
     return y.astype(x.dtype).reshape(x.shape)
 
 

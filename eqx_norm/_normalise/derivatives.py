@@ -1,8 +1,8 @@
 """The derivatives of the passes.
 
 Those in what a primitive is linear in are primitives again; the others are ordinary operations,
-which JAX differentiates and transposes as usual. `how` is what a primitive hands on to those
-that its derivative is made of: the implementation.
+which JAX differentiates and transposes as usual. `how` is the implementation, which `activated`
+hands on to `pushed`, and that to `pulled`.
 """
 
 from typing import Any
@@ -27,29 +27,29 @@ def tangent(
     return _activated_jvp(operands, tangents, activation=activation, dtype=dtype, **how)[1][0]
 
 
-def _sums_jvp(primals: Any, tangents: Any, *, shape: tuple[int, ...], **how: Any) -> Any:
+def _sums_jvp(primals: Any, tangents: Any, *, shape: tuple[int, ...]) -> Any:
     g, x, mean, rest, *mask = primals
     dg, dx, dmean, drest, *_ = tangents
-    d_sum, d_sum_d = SUMS.bind(_dense(dg, g), x, mean, rest, *mask, shape=shape, **how)
+    d_sum, d_sum_d = SUMS.bind(_dense(dg, g), x, mean, rest, *mask, shape=shape)
     if not _all_zero(dx, dmean, drest):
         dd = reference.centred(_dense(dx, x), _dense(dmean, mean), _dense(drest, rest))
         axes = tuple(i for i, size in enumerate(shape) if size != g.shape[i])
         d_sum_d = d_sum_d + reference.counted(g * dd, *mask).sum(axes, keepdims=True)
-    return SUMS.bind(*primals, shape=shape, **how), [d_sum, d_sum_d]
+    return SUMS.bind(*primals, shape=shape), [d_sum, d_sum_d]
 
 
-def _affine_jvp(primals: Any, tangents: Any, **how: Any) -> Any:
-    tangent = [_affine_tangent(primals, tangents, **how)]
+def _affine_jvp(primals: Any, tangents: Any) -> Any:
+    tangent = [_affine_tangent(primals, tangents)]
     if len(primals) > 5:
         # A selection would keep the mask for each channel; `slope` makes its own.
-        tangent = SLOPE.bind(*tangent, *primals, activation=None, **how)
-    return AFFINE.bind(*primals, **how), tangent
+        tangent = SLOPE.bind(*tangent, *primals, activation=None)
+    return AFFINE.bind(*primals), tangent
 
 
-def _affine_tangent(primals: Any, tangents: Any, **how: Any) -> Array:
+def _affine_tangent(primals: Any, tangents: Any) -> Array:
     """Of `affine`; where the mask is false it may be anything."""
     da, db, du = _linear_parts(primals, tangents)
-    (tangent,) = AFFINE.bind(da, db, *primals[2:], **how)
+    (tangent,) = AFFINE.bind(da, db, *primals[2:])
     return tangent if du is None else tangent + du
 
 
@@ -73,8 +73,8 @@ def _activated_jvp(
     inner = (a, b, x, mean, rest, *mask)
     da, db, du = _linear_parts(inner, tangents)
     if du is None:
-        (tangent,) = AFFINE.bind(da, db, *inner[2:], **how)
-        (tangent,) = SLOPE.bind(tangent, *inner, activation=activation, **how)
+        (tangent,) = AFFINE.bind(da, db, *inner[2:])
+        (tangent,) = SLOPE.bind(tangent, *inner, activation=activation)
         tangent = [tangent.astype(dtype)]
     else:
         tangent = PUSHED.bind(da, db, du, *inner, activation=activation, dtype=dtype, **how)
@@ -85,8 +85,8 @@ def _pushed_jvp(primals: Any, tangents: Any, *, activation: Any, dtype: Any, **h
     """Linear in the first three; in the others, the derivative of what it is made of."""
 
     def composed(da: Array, db: Array, du: Array, *inner: Array) -> list[Array]:
-        (tangent,) = AFFINE.bind(da, db, *inner[2:], **how)
-        (tangent,) = SLOPE.bind(tangent + du, *inner, activation=activation, **how)
+        (tangent,) = AFFINE.bind(da, db, *inner[2:])
+        (tangent,) = SLOPE.bind(tangent + du, *inner, activation=activation)
         return [tangent.astype(dtype)]
 
     linear, inner = primals[:3], primals[3:]
@@ -101,8 +101,8 @@ def _pulled_jvp(primals: Any, tangents: Any, *, activation: Any, shape: Any, **h
 
     def composed(g: Array, *inner: Array) -> list[Array]:
         g = g.astype(inner[0].dtype)
-        (g,) = SLOPE.bind(g, *inner, activation=activation, **how)
-        return [*SUMS.bind(g, *inner[2:], shape=shape, **how), g]
+        (g,) = SLOPE.bind(g, *inner, activation=activation)
+        return [*SUMS.bind(g, *inner[2:], shape=shape), g]
 
     parameters: Any = {"activation": activation, "shape": shape, **how}
     tangent = PULLED.bind(_dense(tangents[0], primals[0]), *primals[1:], **parameters)
@@ -122,40 +122,36 @@ def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) 
     return list(map(jnp.add, tangent, more))
 
 
-def _slope_jvp(primals: Any, tangents: Any, *, activation: Any, **how: Any) -> Any:
+def _slope_jvp(primals: Any, tangents: Any, *, activation: Any) -> Any:
     (g, *inner), (dg, *d_inner) = primals, tangents
-    (tangent,) = SLOPE.bind(_dense(dg, g), *inner, activation=activation, **how)
+    (tangent,) = SLOPE.bind(_dense(dg, g), *inner, activation=activation)
     if activation is not None and not _all_zero(*d_inner[:5]):
-        (u,), du = AFFINE.bind(*inner, **how), _affine_tangent(inner, d_inner, **how)
+        (u,), du = AFFINE.bind(*inner), _affine_tangent(inner, d_inner)
         _, second = jax.jvp(lambda u: jax.jvp(activation, (u,), (g,))[1], (u,), (du,))
         tangent = tangent + reference.counted(second, *inner[5:])
-    return SLOPE.bind(*primals, activation=activation, **how), [tangent]
+    return SLOPE.bind(*primals, activation=activation), [tangent]
 
 
-def _sums_transpose(
-    cotangents: Any, g: Any, *centre: Array, shape: tuple[int, ...], **how: Any
-) -> Any:
+def _sums_transpose(cotangents: Any, g: Any, *centre: Array, shape: tuple[int, ...]) -> Any:
     a, b = (jnp.zeros(shape, g.aval.dtype) if _all_zero(ct) else ct for ct in cotangents)
-    return [*AFFINE.bind(a, b, *centre, **how), *[None] * len(centre)]
+    return [*AFFINE.bind(a, b, *centre), *[None] * len(centre)]
 
 
-def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array, **how: Any) -> Any:
+def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array) -> Any:
     linear = [ad.is_undefined_primal(array) for array in (a, b)]
     if _all_zero(*cotangents):
         return [None, None, *[None] * len(centre)]
     shape = (a if linear[0] else b).aval.shape
-    pair = SUMS.bind(*cotangents, *centre, shape=shape, **how)
+    pair = SUMS.bind(*cotangents, *centre, shape=shape)
     a, b = (ct if wanted else None for ct, wanted in zip(pair, linear, strict=True))
     return [a, b, *[None] * len(centre)]
 
 
-def _slope_transpose(
-    cotangents: Any, g: Any, *inner: Array, activation: Any, **how: Any
-) -> Any:
+def _slope_transpose(cotangents: Any, g: Any, *inner: Array, activation: Any) -> Any:
     if _all_zero(*cotangents):
         return [None, *[None] * len(inner)]
     return [
-        *SLOPE.bind(*cotangents, *inner, activation=activation, **how),
+        *SLOPE.bind(*cotangents, *inner, activation=activation),
         *[None] * len(inner),
     ]
 

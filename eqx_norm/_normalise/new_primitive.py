@@ -16,6 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
+from . import kernels
+
 Shapes = list[tuple[tuple[int, ...], Any]]
 Compute = Callable[..., Sequence[Array]]
 
@@ -34,7 +36,7 @@ def new_primitive(
     mapped one is put in front of them. `full` are the arrays that need it in full, where size
     1 will do for the others; a parameter `shape` gets it, too.
 
-    Every primitive has a parameter `implementation`. On a CUDA device,
+    A parameter `implementation` says whether a kernel is wanted: on a CUDA device,
     `kernel(implementation, partitioned, *arrays, **parameters)`, given arrays without their
     values, is what to compute instead, or `None`.
     """
@@ -42,17 +44,18 @@ def new_primitive(
     primitive.multiple_results = True
 
     def lower(function: Compute, context: Any, *arrays: Any, **parameters: Any) -> Any:
-        _refuse_kernels(parameters.pop("implementation"), kernel is not None)
+        _refuse_kernels(parameters.pop("implementation", "auto"), kernel is not None)
         return mlir.lower_fun(function, multiple_results=True)(context, *arrays, **parameters)
 
     def lower_for_cuda(
-        context: Any, *arrays: Any, implementation: str, **parameters: Any
+        context: Any, *arrays: Any, implementation: str = "auto", **parameters: Any
     ) -> Any:
         chosen = kernel and kernel(
             implementation, _is_partitioned(context), *context.avals_in, **parameters
         )
         lowered = mlir.lower_fun(chosen or compute, multiple_results=True)
-        return lowered(context, *arrays, **parameters)
+        with kernels.quiet():
+            return lowered(context, *arrays, **parameters)
 
     mlir.register_lowering(primitive, functools.partial(lower, compute))
     mlir.register_lowering(primitive, functools.partial(lower, on_cpu), platform="cpu")
@@ -67,11 +70,13 @@ def new_primitive(
         return compiled(**parameters)(*arrays)
 
     @primitive.def_abstract_eval
-    def _(*arrays: Any, implementation: str, **parameters: Any) -> list[Any]:
+    def _(*arrays: Any, implementation: str = "auto", **parameters: Any) -> list[Any]:
         del implementation
         # `update` keeps the mesh axes over which an abstract value varies.
         return [
-            arrays[0].update(shape=shape, dtype=dtype, weak_type=False)
+            arrays[0].update(
+                shape=shape, dtype=dtype, weak_type=False, sharding=_sharding(arrays, shape)
+            )
             for shape, dtype in shapes(*arrays, **parameters)
         ]
 
@@ -106,6 +111,13 @@ def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list
         for array, own in zip(present, varying, strict=True)
     ]
     return primitive.bind(*present, **parameters)
+
+
+def _sharding(arrays: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    """Where a mesh has explicit axes: that of an operand of this shape; sums have none."""
+    alike = [array.sharding for array in arrays if array.shape == shape]
+    unsharded = jax.sharding.PartitionSpec(*[None] * len(shape))
+    return alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
 
 
 def _refuse_kernels(implementation: str, has_kernel: bool) -> None:

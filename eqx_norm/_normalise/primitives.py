@@ -50,28 +50,17 @@ def sums(
     rest: Array,
     mask: Array | None,
     shape: tuple[int, ...],
-    *,
-    implementation: str = "auto",
 ) -> tuple[Array, Array]:
     """See `reference.sums`."""
-    sum_g, sum_gd = bind(
-        SUMS, g, x, mean, rest, mask, shape=shape, implementation=implementation
-    )
+    sum_g, sum_gd = bind(SUMS, g, x, mean, rest, mask, shape=shape)
     return sum_g, sum_gd
 
 
 def affine(
-    a: Array,
-    b: Array,
-    x: Array,
-    mean: Array,
-    rest: Array,
-    mask: Array | None = None,
-    *,
-    implementation: str = "auto",
+    a: Array, b: Array, x: Array, mean: Array, rest: Array, mask: Array | None = None
 ) -> Array:
-    """See `reference.affine`. The implementation is that of its transpose, `sums`."""
-    return bind(AFFINE, a, b, x, mean, rest, mask, implementation=implementation)[0]
+    """See `reference.affine`."""
+    return bind(AFFINE, a, b, x, mean, rest, mask)[0]
 
 
 def activated(
@@ -164,7 +153,6 @@ SUMS = new_primitive(
     functools.partial(reference.sums, total=totals.by_tree),
     lambda g, *_, shape: [(shape, g.dtype)] * 2,
     full=[0, 1],
-    kernel=kernels.of_sums,
 )
 AFFINE = new_primitive(
     "affine", _affine_of, _affine_of, lambda a, b, x, *_: [(x.shape, a.dtype)], full=[2]

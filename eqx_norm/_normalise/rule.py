@@ -47,21 +47,20 @@ def moments(
     """
     count, mean, rest, m2 = _gathered(lax.stop_gradient(x), mask, axis_name, implementation)
     # Both are 0, and so is what they add below; their derivatives are not.
-    zeros = _deviations(implementation, wide, x, mask, mean, rest)
-    sum_d, sum_d2 = lax.psum(zeros, axis_name)
+    sum_d, sum_d2 = lax.psum(_deviations(wide, x, mask, mean, rest), axis_name)
     n = jnp.maximum(count, 1)
     return count, mean + sum_d / n, rest, m2 + (sum_d2 - sum_d * sum_d / n)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@jax.custom_jvp
 def _deviations(
-    implementation: str, wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
+    wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
 ) -> tuple[Vector, Vector]:
     """What sum(x - mean) and sum((x - mean)^2) change by when x does and the mean does not.
 
     The value is 0, the derivative sum(dx) and 2 sum(dx (x - mean)).
     """
-    del implementation, x, mask, mean, rest
+    del x, mask, mean, rest
     # Selected, so that it is mapped where x is: the derivative will be, and where a custom_jvp
     # is differentiated after it was mapped, jax 0.10.2 takes the value's word for both.
     zero = jnp.where(False, wide[:, 0], 0)
@@ -69,13 +68,11 @@ def _deviations(
 
 
 @_deviations.defjvp
-def _(implementation: str, primals: Any, tangents: Any) -> Any:
+def _(primals: Any, tangents: Any) -> Any:
     _, x, mask, mean, rest = primals
     columns = mean[:, None], rest[:, None]
-    sum_dx, sum_dx_d = primitives.sums(
-        tangents[0], x, *columns, mask, columns[0].shape, implementation=implementation
-    )
-    return _deviations(implementation, *primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
+    sum_dx, sum_dx_d = primitives.sums(tangents[0], x, *columns, mask, columns[0].shape)
+    return _deviations(*primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
 
 
 def _gathered(
@@ -129,16 +126,16 @@ def normalise_and(
     scale: Vector,
     bias: Vector,
     mask: Mask,
-    implementation: str,
 ) -> Example:
     """For a function that has arrays, which are differentiated; in the vectors' dtype.
 
     `shape` is that of the example before it was made flat, and what the function is given.
     """
     operands = _operands(x, mean, rest, scale, bias, mask)
-    u = _activated(_How(None, wide.dtype, implementation), wide, *operands)
+    # XLA's, which can fuse the function's slope into the sums of the backward pass.
+    u = _activated(_How(None, wide.dtype, "xla"), wide, *operands)
     pure, arrays = jax.closure_convert(lambda u: function(u.reshape(shape)).reshape(u.shape), u)
-    return reference.counted(_applied(pure, implementation, arrays, u, *operands), mask)
+    return reference.counted(_applied(pure, arrays, u, *operands), mask)
 
 
 def _operands(
@@ -148,28 +145,26 @@ def _operands(
     return bias, scale, x, mean, rest, mask
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _applied(
-    function: Any, implementation: str, arrays: list[Array], u: Array, *operands: Any
-) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _applied(function: Any, arrays: list[Array], u: Array, *operands: Any) -> Array:
     """`function(u, *arrays)`. For its derivative u is not kept, but computed again of x."""
-    del implementation, operands
+    del operands
     return function(u, *arrays)
 
 
 @_applied.defjvp
-def _(function: Any, implementation: str, primals: Any, tangents: Any) -> Any:
+def _(function: Any, primals: Any, tangents: Any) -> Any:
     (arrays, _, *operands), (d_arrays, du, *_) = primals, tangents
 
     def slope(arrays: Any, operands: Any, d_arrays: Any, du: Any) -> Array:
         bias, scale, x, mean, rest, mask = operands
         bias, scale, mean, rest = primitives.again(bias, scale, mean, rest)
-        u = primitives.affine(bias, scale, x, mean, rest, mask, implementation=implementation)
+        u = primitives.affine(bias, scale, x, mean, rest, mask)
         return jax.jvp(function, (u, *arrays), (du, *d_arrays))[1]
 
     # What XLA must not share with the forward pass, `again` has seen to.
     tangent = jax.checkpoint(slope, prevent_cse=False)(arrays, operands, d_arrays, du)
-    return _applied(function, implementation, *primals), tangent
+    return _applied(function, *primals), tangent
 
 
 class _How(NamedTuple):
