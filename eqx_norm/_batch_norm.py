@@ -123,7 +123,9 @@ class BatchNorm(eqx.nn.BatchNorm):
         - `unbiased`: whether the running variance takes the factor n/(n-1), as in PyTorch, or
             not, as in Equinox, Flax and Haiku. Training batches are normalised by the biased
             variance either way.
-        - `implementation`: `"auto"` or `"xla"`.
+        - `implementation`: `"auto"` takes, on a CUDA device, a kernel for the sums over x where
+            it serves and is worth its launch, and XLA elsewhere; `"xla"` and
+            `"pallas_triton"` take no other, and the latter is an error where it cannot serve.
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """

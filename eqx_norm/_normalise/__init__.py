@@ -1,4 +1,4 @@
-"""The one operation, and the only place where an implementation of it is chosen.
+"""The one operation, and the only door to its implementations (`kernels` chooses).
 
 A layer takes the `moments` of its input, has a strategy decide which moments to use, and
 `normalise`s by those. Both functions know arrays and axis names, and nothing of strategies.

@@ -50,6 +50,9 @@ def new_primitive(
     def lower_for_cuda(
         context: Any, *arrays: Any, implementation: str = "auto", **parameters: Any
     ) -> Any:
+        # `jax.export` refuses kernels, unless it is told to trust them.
+        if implementation == "auto" and context.module_context.lowering_parameters.for_export:
+            implementation = "xla"
         chosen = kernel and kernel(
             implementation, _is_partitioned(context), *context.avals_in, **parameters
         )

@@ -1,0 +1,219 @@
+"""Which program is compiled for a CUDA device, read on a machine that has none.
+
+That the kernels compute the right thing, tests/test_pallas_triton.py holds.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqx_norm import BatchNorm, LayerNorm
+
+DEVICES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
+FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_pulled_sums"
+# 8 MiB of float32, and 4 values.
+DENSE, CONVOLUTIONAL, SMALL = (2048, 1024), (32, 64, 32, 32), (2, 2)
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+
+
+def lowered(f, *shaped, device="NVIDIA H200"):
+    """The text of what XLA would be given; from jax 0.11 on, kernels ask for the device."""
+    mesh = jax.sharding.AbstractMesh(
+        (1,),
+        ("x",),
+        (jax.sharding.AxisType.Auto,),
+        abstract_device=jax.sharding.AbstractDevice(
+            device_kind=device, num_cores=DEVICES[device], platform="gpu"
+        ),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(f).trace(*shaped).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text):
+    """The kernels in it, but for those that merge the results of others."""
+    if "__gpu$xla.gpu.triton" not in text:
+        return set()
+    return {name for name in (FORWARD, BACKWARD) if re.search(rf"\b{name}\b", text)}
+
+
+def forward(shape, dtype=jnp.float32, axis_name="batch", **arguments):
+    """Of a whole layer; and its x."""
+
+    def f(x):
+        make = eqx.nn.make_with_state(BatchNorm)
+        layer, state = make(shape[1], axis_name, approach="batch", **arguments)
+        axes = {"in_axes": (0, None), "out_axes": (0, None)}
+        return jax.vmap(layer, axis_name="batch", **axes)(x, state)
+
+    return f, jax.ShapeDtypeStruct(shape, dtype)
+
+
+def both(shape, dtype=jnp.float32, **arguments):
+    f, x = forward(shape, dtype, **arguments)
+
+    def g(x, dy):
+        y, pull_back, state = jax.vjp(f, x, has_aux=True)
+        return y, pull_back(dy), state
+
+    return g, x, x
+
+
+@each_device
+@each_dtype
+@pytest.mark.parametrize("shape", [(8192, 1024), (64, 64, 32, 32)], ids=["dense", "conv"])
+def test_auto_takes_a_kernel_each_way(shape, dtype, device):
+    text = lowered(*both(shape, dtype, activation=jax.nn.relu), device=device)
+    assert kernels(text) == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize(
+    "activation", [None, jax.nn.silu, jax.nn.gelu], ids=["none", "silu", "gelu"]
+)
+def test_with_other_activations(activation):
+    text = lowered(*both(DENSE, activation=activation))
+    assert kernels(text) == {FORWARD, BACKWARD}
+
+
+def test_xla_takes_none():
+    assert kernels(lowered(*both(DENSE, implementation="xla"))) == set()
+
+
+def test_what_is_small_is_left_to_xla_unless_asked_for():
+    assert kernels(lowered(*both(SMALL))) == set()
+    text = lowered(*both(SMALL, implementation="pallas_triton"))
+    assert kernels(text) == {FORWARD, BACKWARD}
+
+
+def test_an_activation_with_arrays_leaves_the_sums_to_xla():
+    """XLA can fuse its slope into them."""
+    assert kernels(lowered(*both(DENSE, activation=eqx.nn.PReLU(0.25)))) == {FORWARD}
+
+
+def test_inference_takes_none():
+    assert kernels(lowered(*forward(DENSE, inference=True))) == set()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.vmap(f),
+        lambda f: lambda x, dy: jax.lax.scan(lambda c, _: (c, f(*c)), (x, dy), length=2)[1],
+        lambda f: lambda x, dy: jax.lax.map(lambda pair: f(*pair), (x, dy)),
+        lambda f: jax.checkpoint(f),
+    ],
+    ids=["ensemble", "scan", "map", "remat"],
+)
+def test_under_transformations(transform, request):
+    f, *shaped = both(DENSE, activation=jax.nn.relu)
+    name = request.node.callspec.id
+    if name in ("ensemble", "map"):
+        shaped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shaped]
+    assert kernels(lowered(transform(f), *shaped)) == {FORWARD, BACKWARD}
+
+
+def test_second_order_and_forward_mode():
+    f, x = forward(DENSE, activation=jax.nn.silu)
+
+    def penalty(x):
+        gradient = jax.grad(lambda x: jnp.sum(f(x)[0] ** 2))(x)
+        return jnp.sum(gradient**2)
+
+    assert kernels(lowered(jax.grad(penalty), x)) == {FORWARD, BACKWARD}
+    assert kernels(lowered(lambda x, dx: jax.jvp(f, (x,), (dx,)), x, x)) == {FORWARD}
+
+
+def test_a_mask():
+    def f(x, mask):
+        make = eqx.nn.make_with_state(BatchNorm)
+        layer, state = make(1024, "batch", approach="batch")
+
+        def one(x, mask):
+            return layer(x, state, mask=mask)
+
+        return jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
+
+    x, mask = jax.ShapeDtypeStruct(DENSE, jnp.float32), jax.ShapeDtypeStruct(DENSE[:1], bool)
+    assert kernels(lowered(f, x, mask)) == {FORWARD}
+
+
+def test_layer_norm_reads_rows():
+    x = jax.ShapeDtypeStruct((4096, 768), jnp.float32)
+    assert kernels(lowered(jax.vmap(LayerNorm(768)), x)) == {FORWARD}
+
+
+def test_what_is_exported_has_none():
+    """`jax.export` refuses custom calls that it cannot promise to keep."""
+    f, x = forward(DENSE)
+    exported = jax.export.export(jax.jit(lambda x: f(x)[0]), platforms=("cuda", "cpu"))(x)
+    assert kernels(str(exported.mlir_module())) == set()
+
+
+@pytest.mark.parametrize("implementation", ["auto", "pallas_triton"])
+def test_operands_that_jit_has_sharded_are_not_gathered(implementation):
+    """In a process of its own, which has two devices."""
+    script = SHARDED.format(implementation=implementation)
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = {"auto": "no kernel", "pallas_triton": "ValueError: XLA partitions this program"}
+    assert ran.stdout.splitlines() == [said[implementation], "a kernel inside shard_map"]
+
+
+ROOT = Path(__file__).parents[1]
+SHARDED = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tests.test_kernels import forward, kernels, lowered
+
+auto = (jax.sharding.AxisType.Auto,)
+mesh = jax.make_mesh((2,), ("devices",), axis_types=auto)
+f, x = forward((4096, 1024), implementation="{implementation}")
+x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("devices")))
+try:
+    text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    print("a kernel" if kernels(text) else "no kernel")
+except ValueError as error:
+    assert "shard_map" in str(error)
+    print("ValueError: XLA partitions this program" * ("XLA partitions" in str(error)))
+
+device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+mesh = jax.sharding.AbstractMesh((2,), ("devices",), auto, abstract_device=device)
+f, _ = forward((2048, 1024), implementation="{implementation}", axis_name=["batch", "devices"])
+specs = dict(in_specs=P("devices"), out_specs=P("devices"), check_vma=False)
+with jax.sharding.use_abstract_mesh(mesh):
+    g = jax.shard_map(lambda x: f(x)[0], mesh=mesh, **specs)
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    text = jax.jit(g).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+print("a kernel inside shard_map" if kernels(text) else "none")
+"""
+
+
+def test_a_kernel_is_for_cuda():
+    f, x = forward(SMALL, implementation="pallas_triton")
+    with pytest.raises(ValueError, match="implementation='pallas_triton' is for CUDA devices"):
+        jax.jit(f).lower(x)
+
+
+def test_a_dtype_that_no_kernel_takes():
+    with jax.enable_x64(True):
+        f, *shaped = both(DENSE, jnp.float64)
+        assert kernels(lowered(f, *shaped)) == set()
+        f, *shaped = both(DENSE, jnp.float64, implementation="pallas_triton")
+        with pytest.raises(ValueError, match=r"cannot serve x of shape .*float64.*'auto'"):
+            lowered(f, *shaped)
