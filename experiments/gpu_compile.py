@@ -20,6 +20,10 @@ Two questions are answered, in bfloat16 and float32:
    the layer force arrays back into the caller's layout? There must be no more copies and
    transposes of the size of x than without the layer.
 
+"eqx_norm" is what XLA makes of the layer, "eqx_norm, kernel" the layer with the kernels of
+implementation="pallas_triton". They read columns: an x of convolutional shape in the caller's
+layout, with no convolution before it, XLA first writes out in theirs.
+
 It exits with 1 where an answer is not as stated. Nothing runs, so nothing is timed.
 """
 
@@ -35,7 +39,7 @@ from pathlib import Path
 
 from . import gpu_compiler, gpu_targets, results
 from .gpu_measure import HOLDS, MOST_UNITS, Row, run
-from .gpu_programs import BOTH, NO_NORM, OURS
+from .gpu_programs import BOTH, KERNEL, NO_NORM, OURS
 
 TARGET = "NVIDIA H200 (compiled for, not run on)"
 PLUGIN = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
@@ -71,7 +75,12 @@ def summary(path: Path) -> str:
     """The table of the README, from the committed results: forward + backward."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["direction"] == BOTH]
-    shown = {NO_NORM: "no norm", OURS: "eqx-norm", "equinox, batch": "Equinox, batch"}
+    shown = {
+        NO_NORM: "no norm",
+        OURS: "eqx-norm, XLA",
+        KERNEL: "with kernels",
+        "equinox, batch": "Equinox, batch",
+    }
     units = {
         (row["program"], row["dtype"], row["implementation"]): f"{float(row['units']):.1f}"
         for row in rows

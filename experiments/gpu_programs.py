@@ -43,8 +43,9 @@ def _ours(channels: int, **keywords: Any) -> Made:
     return make(channels, AXIS, approach="batch", **keywords)
 
 
-def _ours_with_relu(channels: int) -> Made:
-    return _ours(channels, activation=jax.nn.relu)
+def _ours_with_relu(implementation: Any) -> Callable[[int], Made]:
+    how: Any = {"activation": jax.nn.relu, "implementation": implementation}
+    return lambda channels: _ours(channels, **how)
 
 
 def _equinox(mode: Any) -> Callable[[int], Made]:
@@ -52,10 +53,13 @@ def _equinox(mode: Any) -> Callable[[int], Made]:
     return lambda channels: make(channels, AXIS, mode=mode)
 
 
-OURS = "eqx_norm"
+OURS, KERNEL = "eqx_norm", "eqx_norm, kernel"
 IMPLEMENTATIONS = {
-    OURS: Implementation(_ours_with_relu, _over_batch),
-    "eqx_norm, relu after": Implementation(_ours, _then_relu),
+    OURS: Implementation(_ours_with_relu("xla"), _over_batch),
+    KERNEL: Implementation(_ours_with_relu("pallas_triton"), _over_batch),
+    "eqx_norm, relu after": Implementation(
+        functools.partial(_ours, implementation="xla"), _then_relu
+    ),
     "equinox, batch": Implementation(_equinox("batch"), _then_relu),
     "equinox, ema": Implementation(_equinox("ema"), _then_relu),
 }
