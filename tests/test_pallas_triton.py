@@ -293,7 +293,9 @@ def test_what_is_worth_a_kernel():
     def worth(*shape, dtype="float32"):
         return tiling.worthwhile(jax.ShapeDtypeStruct(shape, dtype))
 
-    assert worth(256, 64, 56 * 56)
+    assert worth(256, 64, 56 * 56, dtype="bfloat16")
+    assert worth(8192, 256, 1)
+    assert not worth(256, 64, 56 * 56)  # may lie channel after channel
     assert worth(8192, 1, 1, 768, dtype="bfloat16")
-    assert not worth(32, 64, 8 * 8)
+    assert not worth(32, 64, 8 * 8, dtype="bfloat16")
     assert not worth(2, 2**22, 1)

@@ -75,19 +75,19 @@ def statistics(
 ) -> tuple[Array, Array, Array, Array]:
     """See `reference.statistics`; one pass over x, and one over the results of its slices."""
     *ensemble, _, channels, _ = x.shape
-    geometry = _geometry(x, 1)
-    arrays = [geometry.view(x), *_mask_view(geometry, x, mask)]
-    shape = geometry.partials
+    reading = geometry(x, 1)
+    arrays = [reading.view(x), *_mask_view(reading, x, mask)]
+    shape = reading.partials
     partial = _call(
-        functools.partial(kernels.statistics_kernel, geometry, mask is not None),
+        functools.partial(kernels.statistics_kernel, reading, mask is not None),
         arrays,
         [shape] * (3 if mask is None else 4),
-        geometry.programs,
-        geometry.tiling,
+        reading.programs,
+        reading.tiling,
         "eqx_norm_statistics",
         interpret,
     )
-    counts = geometry.counts if mask is None else None
+    counts = reading.counts if mask is None else None
     while partial[0].shape[1] > 1:
         merge = functools.partial(kernels.merged_moments, counts)
         partial = _merge(merge, partial, 4, "eqx_norm_merge_statistics", interpret)
@@ -117,7 +117,7 @@ def pulled_sums(
     Of g itself, if `activation` is None; then a and b are not used. One pass over x and g, and
     one over the results of its slices. Vectors are `(*ensemble, 1, channels, 1)` in float32.
     """
-    geometry = _geometry(x, 2)
+    reading = geometry(x, 2)
     *ensemble, _, channels, _ = x.shape
     vectors = [mean, rest] if activation is None else [mean, rest, a, b]
     shape = (*ensemble, 1, channels, 1)
@@ -126,11 +126,11 @@ def pulled_sums(
         for vector in vectors
     ]
     partial = _call(
-        functools.partial(kernels.sums_kernel, geometry, activation, mask is not None),
-        [geometry.view(x), geometry.view(g), *vectors, *_mask_view(geometry, x, mask)],
-        [geometry.partials] * 2,
-        geometry.programs,
-        geometry.tiling,
+        functools.partial(kernels.sums_kernel, reading, activation, mask is not None),
+        [reading.view(x), reading.view(g), *vectors, *_mask_view(reading, x, mask)],
+        [reading.partials] * 2,
+        reading.programs,
+        reading.tiling,
         "eqx_norm_pulled_sums",
         interpret,
     )
@@ -143,7 +143,8 @@ def pulled_sums(
 # --- Around them.
 
 
-def _geometry(x: Array, inputs: int) -> Geometry:
+def geometry(x: Any, inputs: int) -> Geometry:
+    """How `inputs` arrays like x are read together."""
     *outer, examples, channels, values = x.shape
     ensemble, itemsize = math.prod(outer), x.dtype.itemsize
     if not tiling.by_rows(x.shape):
