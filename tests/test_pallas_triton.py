@@ -42,6 +42,7 @@ SHAPES = {
     "rows of images": (3, 3, 1100),
     "an ensemble of them": (2, 2, 3, 1024),
     "one channel": (37, 1, 5),
+    "many slices": (40001, 8, 1),
 }
 
 
@@ -105,6 +106,8 @@ def check(x, mask=None):
     ("cut", "shape", "masked"),
     [
         *itertools.product(["as it is"], SHAPES, [False, True]),
+        # More than one program can merge.
+        *itertools.product(["slices"], ["many slices"], [False, True]),
         *itertools.product(["loops"], ["a prime of rows", "long rows"], [False, True]),
         *itertools.product(["slices"], ["images", "rows of images"], [False, True]),
     ],
@@ -207,6 +210,7 @@ def check_sums(activation, shape, masked, dtype="float32", g_dtype="float32"):
     [
         *itertools.product(["as it is"], ["columns", "an ensemble", "rows of 7"], [False]),
         *itertools.product(["as it is"], ["images", "rows", "one channel"], [True]),
+        *itertools.product(["slices"], ["many slices"], [False]),
         *itertools.product(["loops"], ["a prime of rows", "long rows"], [False, True]),
         *itertools.product(["slices"], ["images", "rows of images"], [False, True]),
     ],

@@ -24,9 +24,10 @@ _WARP = 32
 _HELD = 32
 # A row of so many values is held whole: more, and 16 warps would not have registers for it.
 _MOST_HELD = 16384
-# Programs in all: 4 for each of the 132 cores of an H200, so that none runs out of loads while
-# another one sums up; on an A100 with 108 or a B200 with 148 cores it is 3.5 to 5.
-_PROGRAMS = 528
+# Programs in all: about 4 for each of the 132 cores of an H200, the 108 of an A100 and the 148
+# of a B200, so that none runs out of loads while another one sums up. And no more results for
+# a channel than one program can merge.
+_PROGRAMS = 512
 # A slice writes 12 bytes for each channel, and another kernel reads them: beside so many bytes
 # of x that is less than 5 percent.
 _SLICE = 512
