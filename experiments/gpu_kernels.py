@@ -104,10 +104,11 @@ TARGETS = {
 }
 
 # (*ensemble, examples, channels, values). In columns, as convolutions have them on a GPU: of
-# layers of a ResNet-50, with 256, 200 and 33 channels. In rows: LayerNorm; and images.
+# layers of a ResNet-50, and of 256, 200 and 33 channels. In rows: LayerNorm; and images.
 SHAPES = [
     (65536, 256, 1),
     (802816, 64, 1),
+    (6272, 1024, 1),
     (1568, 2048, 1),
     (65521, 200, 1),
     (65521, 33, 1),
@@ -155,7 +156,8 @@ class Program:
     dtype: str
     program: str
     implementation: str
-    units: float | None
+    units: float
+    launches: int
     layout_changes: int
     problem: str
 
@@ -204,9 +206,18 @@ def measure(
     units = hlo_traffic.units(text, x_bytes)
     most = MOST[direction] if implementation == KERNELS else math.inf
     problem = f"more than {most} units" if units > most else ""
+    launches = len(hlo_traffic.kernels(hlo_traffic.parse(text)))
     changes = len(hlo_traffic.layout_changes(text, x.size))
     return rows, Program(
-        device, _text(shape), dtype, direction, implementation, units, changes, problem
+        device,
+        _text(shape),
+        dtype,
+        direction,
+        implementation,
+        units,
+        launches,
+        changes,
+        problem,
     )
 
 
@@ -232,6 +243,7 @@ def measure_between(compile_: Compile, device: str, dtype: str) -> list[Program]
                 "between convolutions",
                 implementation,
                 hlo_traffic.units(text, image.size * image.dtype.itemsize),
+                len(hlo_traffic.kernels(hlo_traffic.parse(text))),
                 changes,
                 problem,
             )
@@ -338,7 +350,16 @@ def report(rows: Sequence[Kernel], programs: Sequence[Program]) -> str:
         ],
     )
     moved = results.table(
-        ("program", "device", "x", "dtype", "implementation", "units", "layout changes"),
+        (
+            "program",
+            "device",
+            "x",
+            "dtype",
+            "implementation",
+            "units",
+            "launches",
+            "layout changes",
+        ),
         [
             (
                 program.program,
@@ -347,6 +368,7 @@ def report(rows: Sequence[Kernel], programs: Sequence[Program]) -> str:
                 program.dtype,
                 program.implementation,
                 f"{program.units:.3f}",
+                str(program.launches),
                 str(program.layout_changes),
             )
             for program in programs

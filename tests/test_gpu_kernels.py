@@ -67,7 +67,8 @@ def test_a_claim_follows_its_numbers():
     wide = {"x and g are loaded 16 bytes at a time"}
     assert wrong(code(loads={16: 3})) == wide
     assert wrong(code(loads={16: 4, 2: 8})) == wide
-    assert wrong(code(), extra=5) == {"at most 3.05 units forward and 5.05 backward"}
+    (much,) = wrong(code(), extra=5)
+    assert much.startswith("at most 3.05 units forward")
 
 
 def test_without_the_plugin_it_says_what_to_do():

@@ -302,4 +302,4 @@ def test_what_is_worth_a_kernel():
     assert not worth(256, 64, 56 * 56)  # may lie channel after channel
     assert worth(8192, 1, 1, 768, dtype="bfloat16")
     assert not worth(32, 64, 8 * 8, dtype="bfloat16")
-    assert not worth(2, 2**22, 1)
+    assert not worth(31, 2**22, 1)
