@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from eqx_norm import _arguments, _normalise
-from eqx_norm._normalise import Activation
+from eqx_norm._normalise import Activation, Implementation
 
 
 class LayerNorm(eqx.nn.LayerNorm):
@@ -40,6 +40,7 @@ class LayerNorm(eqx.nn.LayerNorm):
     """
 
     activation: Activation | None
+    implementation: Implementation = eqx.field(static=True)
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        implementation: Implementation = "auto",
     ):
         """**Arguments:**
 
@@ -60,6 +62,8 @@ class LayerNorm(eqx.nn.LayerNorm):
         - `dtype`: of weight and bias; `float32` (`float64` under x64) unless given.
         - `activation`: as for `BatchNorm`: an elementwise callable, applied to the result
             before it is rounded to the dtype of `x`, and computed again in the backward pass.
+        - `implementation`: as for `BatchNorm`. The kernels read a row once each way, where it
+            fits into the registers of one program.
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """
@@ -70,6 +74,7 @@ class LayerNorm(eqx.nn.LayerNorm):
                 "several, of 1 or more each."
             )
         dtype = _arguments.weight_dtype(dtype)
+        _normalise.check(implementation)
         self.shape = tuple(map(int, sizes))
         self.eps = _arguments.checked_eps(eps)
         self.use_weight = bool(use_weight)
@@ -77,6 +82,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         self.weight = jnp.ones(self.shape, dtype) if use_weight else None
         self.bias = jnp.zeros(self.shape, dtype) if use_bias else None
         self.activation = _normalise.as_tree(activation)
+        self.implementation = implementation
 
     @overload
     def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array: ...
@@ -107,20 +113,15 @@ class LayerNorm(eqx.nn.LayerNorm):
         """
         del key
         self._check_input(x)
-        # All of it is one channel.
-        x = x[None]
-        weight, bias = (None if v is None else v[None] for v in (self.weight, self.bias))
-        wide = _normalise.widened(x)
-        y = _normalise.normalise(
+        y = _normalise.normalise_row(
             x,
-            _normalise.moments(x, (), wide=wide),
-            weight,
-            bias,
+            self.weight,
+            self.bias,
             eps=self.eps,
             activation=self.activation,
-            wide=wide,
+            implementation=self.implementation,
         )
-        return y[0] if state is None else (y[0], state)
+        return y if state is None else (y, state)
 
     def _check_input(self, x: Array) -> None:
         extra = x.ndim - len(self.shape)

@@ -39,7 +39,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from eqx_norm._normalise import pallas_triton, tiling
+from eqx_norm._normalise import pallas_triton, pallas_triton_rows, tiling
+from eqx_norm._normalise.pallas_triton_tiles import Geometry
 
 from . import (
     gpu_compiler,
@@ -55,7 +56,7 @@ PLUGIN = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 PREFIX = "eqx_norm_"
 LOAD = 16  # bytes
 MOST = {"forward": 3.05, "backward": 5.05}
-LEAST = {"forward": 3, "backward": 5, "statistics": 1, "pulled_sums": 2}
+LEAST = {"statistics": 1, "pulled_sums": 2, "rows": 2, "pulled_rows": 3}
 # The loads of vectors, in a kernel that has six arguments.
 VECTORS = 4
 
@@ -104,7 +105,7 @@ TARGETS = {
 }
 
 # (*ensemble, examples, channels, values). In columns, as convolutions have them on a GPU: of
-# layers of a ResNet-50, and of 256, 200 and 33 channels. In rows: LayerNorm; and images.
+# layers of a ResNet-50, and of 256, 200 and 33 channels. In rows: long ones; and images.
 SHAPES = [
     (65536, 256, 1),
     (802816, 64, 1),
@@ -112,13 +113,13 @@ SHAPES = [
     (1568, 2048, 1),
     (65521, 200, 1),
     (65521, 33, 1),
-    (8192, 1, 1, 768),
-    (8192, 1, 1, 1000),
     (8192, 1, 1, 16384),
     (64, 1, 1, 1000000),
     (32, 3, 50176),
 ]
 QUICK = [SHAPES[0], SHAPES[5]]
+# (examples, 1, values): of LayerNorm, where a program holds a row.
+ROWS = [(8192, 1, values) for values in (768, 1000, 4096)]
 IMAGES = (64, 64, 32, 32)
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -200,6 +201,35 @@ def measure(
     else:
         f = functools.partial(gpu_kernels_programs.backward, passes, activation)
         text, codes = compile_(f, x, x, vector, (vector,) * 4)
+    return _measured(device, x, text, codes, direction, implementation)
+
+
+def measure_rows(
+    compile_: Compile, device: str, shape: tuple[int, ...], dtype: str, direction: str
+) -> tuple[list[Kernel], Program]:
+    """LayerNorm with GELU, whose kernels read a row once."""
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    affine = [jax.ShapeDtypeStruct((1, 1, shape[-1]), "float32")] * 2
+    if direction == "forward":
+        f = functools.partial(pallas_triton_rows.rows, jax.nn.gelu, gpu_kernels_programs.EPS)
+        text, codes = compile_(f, x, *affine)
+    else:
+        f = functools.partial(
+            pallas_triton_rows.pulled_rows, jax.nn.gelu, gpu_kernels_programs.EPS, True
+        )
+        vectors = [jax.ShapeDtypeStruct((*shape[:-1], 1), "float32")] * 3
+        text, codes = compile_(f, x, x, *affine, *vectors)
+    return _measured(device, x, text, codes, direction, KERNELS)
+
+
+def _measured(
+    device: str,
+    x: jax.ShapeDtypeStruct,
+    text: str,
+    codes: Sequence[gpu_kernels_code.Code],
+    direction: str,
+    implementation: str,
+) -> tuple[list[Kernel], Program]:
     x_bytes = x.size * x.dtype.itemsize
     moved = _moved(text, x_bytes)
     rows = [_kernel(device, x, code, moved[code.name]) for code in codes]
@@ -210,8 +240,8 @@ def measure(
     changes = len(hlo_traffic.layout_changes(text, x.size))
     return rows, Program(
         device,
-        _text(shape),
-        dtype,
+        _text(x.shape),
+        x.dtype.name,
         direction,
         implementation,
         units,
@@ -255,19 +285,20 @@ def _kernel(
     device: str, x: jax.ShapeDtypeStruct, code: gpu_kernels_code.Code, units: float
 ) -> Kernel:
     name = code.name.removeprefix(PREFIX)
-    inputs = 2 if name == "pulled_sums" else 1
-    geometry = pallas_triton.geometry(x, inputs)
+    inputs = 2 if name.startswith("pulled") else 1
+    geometry, partials = _geometry(x, name)
     cut, down = geometry.tiling, geometry.axis == 0
     problems = []
     if name.startswith("merge"):
         down = True
-        _, partials, channels = geometry.partials
-        cut = tiling.merge(partials, channels)
+        cut = tiling.merge(*partials)
     elif x.shape[-2 if down else -1] * x.dtype.itemsize % LOAD == 0:
         # Every thread loads each tile at once.
         if code.loads.get(LOAD, 0) < inputs * cut.unroll:
             problems.append("no 16-byte loads")
-        if sum(code.loads.values()) - code.loads.get(LOAD, 0) > VECTORS:
+        # Weight and bias of each tile are vectors, too.
+        vectors = VECTORS + 2 * cut.unroll * name.endswith("rows")
+        if sum(code.loads.values()) - code.loads.get(LOAD, 0) > vectors:
             problems.append("narrow loads")
     problems += ["spills"] * (code.spilled_bytes > 0) + ["atomics"] * (code.atomics > 0)
     least = LEAST.get(name)
@@ -292,6 +323,18 @@ def _kernel(
         None if least is None else least / units,
         ", ".join(problems),
     )
+
+
+def _geometry(x: jax.ShapeDtypeStruct, name: str) -> tuple[Geometry, tuple[int, int]]:
+    """How a kernel reads x; and how many partial results a merge has to read, of how much."""
+    if x.ndim > 3 or x.shape[-2] > 1 or x.shape[-1] == 1:
+        geometry = pallas_triton.geometry(x, 2 if name.endswith("sums") else 1)
+        return geometry, geometry.partials[1:]
+    geometry = pallas_triton_rows.geometry_of(
+        x, pallas_triton_rows.FORWARD if name == "rows" else pallas_triton_rows.LEARNING
+    )
+    programs = tiling.blocks(geometry.programs, tiling.repeated(geometry.programs))
+    return geometry, (programs, x.shape[-1])
 
 
 def _moved(text: str, x_bytes: int) -> dict[str, float]:
@@ -325,6 +368,11 @@ def run(compiled: Callable[[str], Compile], quick: bool) -> tuple[list[Kernel], 
                 found, program = measure(compilers[device], device, shape, dtype, name)
                 rows += found
                 programs.append(program)
+    jobs = list(itertools.product(devices, ROWS[:1] if quick else ROWS, dtypes, MOST))
+    for device, shape, dtype, direction in tqdm(jobs, disable=None, desc="compiling rows"):
+        found, program = measure_rows(compilers[device], device, shape, dtype, direction)
+        rows += found
+        programs.append(program)
     for device, dtype in itertools.product(devices, dtypes[:2]):
         programs += measure_between(compilers[device], device, dtype)
     return rows, programs

@@ -20,6 +20,7 @@ from .helpers import over_batch
 
 DEVICES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
 FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_pulled_sums"
+ROWS, PULLED_ROWS = "eqx_norm_rows", "eqx_norm_pulled_rows"
 # 8 MiB of float32, and 4 values.
 DENSE, SMALL = (2048, 1024), (2, 2)
 
@@ -45,7 +46,8 @@ def kernels(text):
     """The kernels in it, but for those that merge the results of others."""
     if "__gpu$xla.gpu.triton" not in text:
         return set()
-    return {name for name in (FORWARD, BACKWARD) if re.search(rf"\b{name}\b", text)}
+    names = (FORWARD, BACKWARD, ROWS, PULLED_ROWS)
+    return {name for name in names if re.search(rf"\b{name}\b", text)}
 
 
 def forward(shape, dtype=jnp.float32, axis_name="batch", **arguments):
@@ -154,9 +156,72 @@ def test_a_mask():
     assert kernels(lowered(f, x, mask)) == {FORWARD}
 
 
-def test_layer_norm_reads_rows():
-    x = jax.ShapeDtypeStruct((4096, 768), jnp.float32)
-    assert kernels(lowered(jax.vmap(LayerNorm(768)), x)) == {FORWARD}
+def layer_norm(*shape, dtype=jnp.float32, **arguments):
+    """Forward and backward over (examples, values); and its arguments."""
+    layer = LayerNorm(shape[-1], **arguments)
+
+    def f(layer, x, dy):
+        y, pull_back = jax.vjp(lambda layer, x: jax.vmap(layer)(x), layer, x)
+        return y, pull_back(dy)
+
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return f, layer, x, x
+
+
+@each_device
+@each_dtype
+def test_layer_norm_reads_a_row_once_each_way(dtype, device):
+    text = lowered(*layer_norm(4096, 768, dtype=dtype, activation=jax.nn.gelu), device=device)
+    assert kernels(text) == {ROWS, PULLED_ROWS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"implementation": "xla"}, set()),
+        ({"use_weight": False, "use_bias": False}, {ROWS, PULLED_ROWS}),
+        ({"use_bias": False}, {ROWS, PULLED_ROWS}),
+        # What has arrays of its own is composed of the passes.
+        ({"activation": eqx.nn.PReLU(0.25)}, {FORWARD}),
+    ],
+    ids=["xla", "plain", "weight", "prelu"],
+)
+def test_layer_norm_with(arguments, found):
+    assert kernels(lowered(*layer_norm(4096, 768, **arguments))) == found
+
+
+def test_layer_norm_of_rows_that_no_program_holds_or_of_few():
+    assert kernels(lowered(*layer_norm(64, 20000))) == {FORWARD}
+    assert kernels(lowered(*layer_norm(64, 64))) == set()
+    text = lowered(*layer_norm(64, 64, implementation="pallas_triton"))
+    assert kernels(text) == {ROWS, PULLED_ROWS}
+
+
+def test_layer_norm_under_transformations():
+    f, layer, x, dy = layer_norm(2048, 768, activation=jax.nn.silu)
+    one_each = jax.tree.map(lambda v: jnp.stack([v, v]) if eqx.is_array(v) else v, layer)
+    stacked = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+    # Weights of its own for each member of an ensemble: composed of the passes.
+    assert kernels(lowered(jax.vmap(f), one_each, stacked, stacked)) <= {FORWARD, BACKWARD}
+    assert kernels(lowered(jax.checkpoint(f), layer, x, dy)) == {ROWS, PULLED_ROWS}
+
+    def in_turn(layer, x, dy):
+        return jax.lax.map(lambda pair: f(layer, *pair), (x, dy))
+
+    assert kernels(lowered(in_turn, layer, stacked, stacked)) == {ROWS, PULLED_ROWS}
+
+    def penalty(x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jax.vmap(layer)(x) ** 2))(x) ** 2)
+
+    assert kernels(lowered(jax.grad(penalty), x)) == {ROWS, PULLED_ROWS}
+    g = jax.vmap(layer)
+    assert kernels(lowered(lambda x, dx: jax.jvp(g, (x,), (dx,)), x, x)) == {ROWS}
+
+
+def test_layer_norm_asked_for_a_kernel_elsewhere():
+    f, *arguments = layer_norm(64, 64, implementation="pallas_triton")
+    with pytest.raises(ValueError, match="implementation='pallas_triton' is for CUDA devices"):
+        jax.jit(f).lower(*arguments)
 
 
 def test_what_is_exported_has_none():

@@ -5,7 +5,7 @@ A layer takes the `moments` of its input, has a strategy decide which moments to
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, rule
+from . import elementwise, rows, rule
 from .elementwise import as_tree as as_tree
 from .reference import Activation as Activation
 from .reference import compute_dtype
@@ -148,6 +148,33 @@ def normalise(
     else:
         y = rule.normalise_and(activation, x.shape, *operands)
     return y.astype(x.dtype).reshape(x.shape)
+
+
+def normalise_row(
+    x: Inexact[Array, "*shape"],
+    weight: Inexact[Array, "*shape"] | None,
+    bias: Inexact[Array, "*shape"] | None,
+    *,
+    eps: float,
+    activation: Activation | None = None,
+    implementation: Implementation = "auto",
+) -> Inexact[Array, "*shape"]:
+    """`normalise` by the `moments` of the same x, all of it one channel."""
+    dtype = compute_dtype(x.dtype)
+    plain = elementwise.function(activation)
+    pure = plain is None or elementwise.is_pure(plain, x.shape, dtype)
+    if pure and not jnp.iscomplexobj(x):
+        weight, bias = (
+            None if v is None else v.reshape(1, -1).astype(dtype) for v in (weight, bias)
+        )
+        how = rows.How(eps, plain, implementation)
+        return rows.normalise_row(x.reshape(1, -1), weight, bias, how).reshape(x.shape)
+    weight, bias = (None if v is None else v[None] for v in (weight, bias))
+    x = x[None]
+    wide = widened(x)
+    used = moments(x, (), wide=wide, implementation=implementation)
+    how: Any = {"eps": eps, "activation": activation, "implementation": implementation}
+    return normalise(x, used, weight, bias, wide=wide, **how)[0]
 
 
 def _complex_affine(

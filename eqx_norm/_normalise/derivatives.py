@@ -30,9 +30,9 @@ def tangent(
 def _sums_jvp(primals: Any, tangents: Any, *, shape: tuple[int, ...]) -> Any:
     g, x, mean, rest, *mask = primals
     dg, dx, dmean, drest, *_ = tangents
-    d_sum, d_sum_d = SUMS.bind(_dense(dg, g), x, mean, rest, *mask, shape=shape)
-    if not _all_zero(dx, dmean, drest):
-        dd = reference.centred(_dense(dx, x), _dense(dmean, mean), _dense(drest, rest))
+    d_sum, d_sum_d = SUMS.bind(dense(dg, g), x, mean, rest, *mask, shape=shape)
+    if not all_zero(dx, dmean, drest):
+        dd = reference.centred(dense(dx, x), dense(dmean, mean), dense(drest, rest))
         axes = tuple(i for i, size in enumerate(shape) if size != g.shape[i])
         d_sum_d = d_sum_d + reference.counted(g * dd, *mask).sum(axes, keepdims=True)
     return SUMS.bind(*primals, shape=shape), [d_sum, d_sum_d]
@@ -57,12 +57,12 @@ def _linear_parts(primals: Any, tangents: Any) -> tuple[Array, Array, Array | No
     """The tangent of `affine` is `affine(da, db) + du`."""
     a, b, _, mean, rest, *_ = primals
     da, db, dx, dmean, drest, *_ = tangents
-    da, db = _dense(da, a), _dense(db, b)
-    if not _all_zero(dmean, drest):
+    da, db = dense(da, a), dense(db, b)
+    if not all_zero(dmean, drest):
         # Part of the shift, so that its transpose is part of the same sums.
-        da = da - b * (_dense(dmean, mean) + _dense(drest, rest))
+        da = da - b * (dense(dmean, mean) + dense(drest, rest))
     da, db = jnp.broadcast_arrays(da, db)
-    return da, db, None if _all_zero(dx) else b * dx.astype(b.dtype)
+    return da, db, None if all_zero(dx) else b * dx.astype(b.dtype)
 
 
 def _activated_jvp(
@@ -90,7 +90,7 @@ def _pushed_jvp(primals: Any, tangents: Any, *, activation: Any, dtype: Any, **h
         return [tangent.astype(dtype)]
 
     linear, inner = primals[:3], primals[3:]
-    d_linear = [_dense(t, p) for t, p in zip(tangents[:3], linear, strict=True)]
+    d_linear = [dense(t, p) for t, p in zip(tangents[:3], linear, strict=True)]
     tangent = PUSHED.bind(*d_linear, *inner, activation=activation, dtype=dtype, **how)
     tangent = _with_inner(composed, primals, tangents, 3, tangent)
     return PUSHED.bind(*primals, activation=activation, dtype=dtype, **how), tangent
@@ -105,7 +105,7 @@ def _pulled_jvp(primals: Any, tangents: Any, *, activation: Any, shape: Any, **h
         return [*SUMS.bind(g, *inner[2:], shape=shape), g]
 
     parameters: Any = {"activation": activation, "shape": shape, **how}
-    tangent = PULLED.bind(_dense(tangents[0], primals[0]), *primals[1:], **parameters)
+    tangent = PULLED.bind(dense(tangents[0], primals[0]), *primals[1:], **parameters)
     tangent = _with_inner(composed, primals, tangents, 1, tangent)
     return PULLED.bind(*primals, **parameters), tangent
 
@@ -114,18 +114,18 @@ def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) 
     """`tangent`, and what the operands after the first `linear` of `f` add to it."""
     moving = tuple(primals[linear : linear + 5])
     d_moving = tangents[linear : linear + 5]
-    if _all_zero(*d_moving):
+    if all_zero(*d_moving):
         return tangent
-    dense = tuple(_dense(t, p) for t, p in zip(d_moving, moving, strict=True))
+    d_moving = tuple(dense(t, p) for t, p in zip(d_moving, moving, strict=True))
     fixed, mask = primals[:linear], primals[linear + 5 :]
-    _, more = jax.jvp(lambda *inner: f(*fixed, *inner, *mask), moving, dense)
+    _, more = jax.jvp(lambda *inner: f(*fixed, *inner, *mask), moving, d_moving)
     return list(map(jnp.add, tangent, more))
 
 
 def _slope_jvp(primals: Any, tangents: Any, *, activation: Any) -> Any:
     (g, *inner), (dg, *d_inner) = primals, tangents
-    (tangent,) = SLOPE.bind(_dense(dg, g), *inner, activation=activation)
-    if activation is not None and not _all_zero(*d_inner[:5]):
+    (tangent,) = SLOPE.bind(dense(dg, g), *inner, activation=activation)
+    if activation is not None and not all_zero(*d_inner[:5]):
         (u,), du = AFFINE.bind(*inner), _affine_tangent(inner, d_inner)
         _, second = jax.jvp(lambda u: jax.jvp(activation, (u,), (g,))[1], (u,), (du,))
         tangent = tangent + reference.counted(second, *inner[5:])
@@ -133,13 +133,13 @@ def _slope_jvp(primals: Any, tangents: Any, *, activation: Any) -> Any:
 
 
 def _sums_transpose(cotangents: Any, g: Any, *centre: Array, shape: tuple[int, ...]) -> Any:
-    a, b = (jnp.zeros(shape, g.aval.dtype) if _all_zero(ct) else ct for ct in cotangents)
+    a, b = (jnp.zeros(shape, g.aval.dtype) if all_zero(ct) else ct for ct in cotangents)
     return [*AFFINE.bind(a, b, *centre), *[None] * len(centre)]
 
 
 def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array) -> Any:
     linear = [ad.is_undefined_primal(array) for array in (a, b)]
-    if _all_zero(*cotangents):
+    if all_zero(*cotangents):
         return [None, None, *[None] * len(centre)]
     shape = (a if linear[0] else b).aval.shape
     pair = SUMS.bind(*cotangents, *centre, shape=shape)
@@ -148,7 +148,7 @@ def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array) -> Any:
 
 
 def _slope_transpose(cotangents: Any, g: Any, *inner: Array, activation: Any) -> Any:
-    if _all_zero(*cotangents):
+    if all_zero(*cotangents):
         return [None, *[None] * len(inner)]
     return [
         *SLOPE.bind(*cotangents, *inner, activation=activation),
@@ -159,7 +159,7 @@ def _slope_transpose(cotangents: Any, g: Any, *inner: Array, activation: Any) ->
 def _pushed_transpose(
     cotangents: Any, da: Any, db: Any, du: Any, *inner: Array, dtype: Any, **how: Any
 ) -> Any:
-    if _all_zero(*cotangents):
+    if all_zero(*cotangents):
         return [None] * (3 + len(inner))
     pulled = PULLED.bind(*cotangents, *inner, shape=da.aval.shape, **how)
     return [*pulled, *[None] * len(inner)]
@@ -168,21 +168,21 @@ def _pushed_transpose(
 def _pulled_transpose(
     cotangents: Any, g: Any, *inner: Array, shape: tuple[int, ...], **how: Any
 ) -> Any:
-    if _all_zero(*cotangents):
+    if all_zero(*cotangents):
         return [None] * (1 + len(inner))
     linear = [
-        jnp.zeros(size, inner[0].dtype) if _all_zero(ct) else ct
+        jnp.zeros(size, inner[0].dtype) if all_zero(ct) else ct
         for ct, size in zip(cotangents, (shape, shape, g.aval.shape), strict=True)
     ]
     pushed = PUSHED.bind(*linear, *inner, dtype=g.aval.dtype, **how)
     return [*pushed, *[None] * len(inner)]
 
 
-def _dense(tangent: Any, primal: Array) -> Array:
+def dense(tangent: Any, primal: Array) -> Array:
     return jnp.zeros_like(primal) if isinstance(tangent, ad.Zero) else tangent
 
 
-def _all_zero(*tangents: Any) -> bool:
+def all_zero(*tangents: Any) -> bool:
     return all(isinstance(tangent, ad.Zero) for tangent in tangents)
 
 

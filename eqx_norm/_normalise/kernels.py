@@ -10,12 +10,14 @@ pass reads what the user gave: x, and the gradient of the layer's output.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jaxtyping import Array
 
-from . import pallas_triton, reference, tiling
+from . import pallas_triton, pallas_triton_rows, reference, tiling
 
 Pass = Callable[..., Sequence[Array]]
 
@@ -60,6 +62,33 @@ def of_pulled(
     return None
 
 
+def of_rows(
+    implementation: str, partitioned: bool, x: Any, *affine: Any, how: Any
+) -> Pass | None:
+    """The kernel for `rows.ROWS`, or `None` for the passes that it is composed of."""
+    held = pallas_triton_rows.FORWARD
+    wanted = _row_wanted(implementation, partitioned, x, affine, how, held)
+    return _rows if wanted else None
+
+
+def of_pulled_rows(
+    implementation: str,
+    partitioned: bool,
+    g: Any,
+    *inner: Any,
+    how: Any,
+    learns: bool,
+    shape: tuple[int, ...],
+) -> Pass | None:
+    """The same for `rows.PULLED_ROWS`."""
+    x, *affine = inner[:-3]
+    if g.shape != x.shape or math.prod(shape[:-1]) != 1:
+        return None
+    held = pallas_triton_rows.LEARNING if learns else pallas_triton_rows.BACKWARD
+    wanted = _row_wanted(implementation, partitioned, x, affine, how, held)
+    return _pulled_rows if wanted else None
+
+
 def quiet() -> contextlib.AbstractContextManager[None]:
     """What is lowered in here does not warn of what the user did not write."""
     return pallas_triton.quiet()
@@ -68,6 +97,30 @@ def quiet() -> contextlib.AbstractContextManager[None]:
 def _pulled(g: Array, a: Array, *inner: Array, activation: Any, shape: Any) -> Sequence[Array]:
     sums = pallas_triton.pulled_sums(activation, g, a, *inner)
     return [*sums, reference.slope(activation, g.astype(a.dtype), a, *inner)]
+
+
+def _rows(*arrays: Array, how: Any) -> Sequence[Array]:
+    return pallas_triton_rows.rows(how.activation, how.eps, *arrays)
+
+
+def _pulled_rows(*arrays: Array, how: Any, learns: bool, shape: Any) -> Sequence[Array]:
+    del shape
+    return pallas_triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
+
+
+def _row_wanted(
+    implementation: str, partitioned: bool, x: Any, affine: Sequence[Any], how: Any, held: int
+) -> bool:
+    """No error here: the passes that it is composed of say what cannot be served."""
+    count, values = math.prod(x.shape[:-1]), x.shape[-1]
+    rows = jax.ShapeDtypeStruct((count, 1, 1, values), x.dtype)
+    return (
+        # A single row is for many programs.
+        count > 1
+        and not partitioned
+        and pallas_triton_rows.serves(x, *affine, held=held)
+        and _wanted(implementation, partitioned, rows, None, how.activation)
+    )
 
 
 def _wanted(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> bool:

@@ -78,10 +78,10 @@ def statistics(
     reading = geometry(x, 1)
     arrays = [reading.view(x), *_mask_view(reading, x, mask)]
     shape = reading.partials
-    partial = _call(
+    partial = call(
         functools.partial(kernels.statistics_kernel, reading, mask is not None),
         arrays,
-        [shape] * (3 if mask is None else 4),
+        [(shape, jnp.float32)] * (3 if mask is None else 4),
         reading.programs,
         reading.tiling,
         "eqx_norm_statistics",
@@ -90,7 +90,7 @@ def statistics(
     counts = reading.counts if mask is None else None
     while partial[0].shape[1] > 1:
         merge = functools.partial(kernels.merged_moments, counts)
-        partial = _merge(merge, partial, 4, "eqx_norm_merge_statistics", interpret)
+        partial = merged(merge, partial, 4, "eqx_norm_merge_statistics", interpret)
         counts = None
     if mask is None:
         # Known, and so not read.
@@ -125,17 +125,17 @@ def pulled_sums(
         jnp.broadcast_to(jnp.asarray(vector, jnp.float32), shape).reshape(-1, channels)
         for vector in vectors
     ]
-    partial = _call(
+    partial = call(
         functools.partial(kernels.sums_kernel, reading, activation, mask is not None),
         [reading.view(x), reading.view(g), *vectors, *_mask_view(reading, x, mask)],
-        [reading.partials] * 2,
+        [(reading.partials, jnp.float32)] * 2,
         reading.programs,
         reading.tiling,
         "eqx_norm_pulled_sums",
         interpret,
     )
     while partial[0].shape[1] > 1:
-        partial = _merge(kernels.merged_sums, partial, 2, "eqx_norm_merge_sums", interpret)
+        partial = merged(kernels.merged_sums, partial, 2, "eqx_norm_merge_sums", interpret)
     sum_g, sum_gd = (array.reshape(shape) for array in partial)
     return sum_g, sum_gd
 
@@ -165,7 +165,7 @@ def _mask_view(geometry: Geometry, x: Array, mask: Array | None) -> list[Array]:
     return [geometry.view(jnp.broadcast_to(mask, shape))]
 
 
-def _merge(
+def merged(
     merge: Callable[..., Sequence[Array]],
     partial: list[Array],
     results: int,
@@ -176,14 +176,14 @@ def _merge(
     tiles = tiling.merge(partials, channels)
     columns = Columns(ensemble, partials, channels, tiles)
     kernel = functools.partial(kernels.merge_kernel, columns, len(partial), merge)
-    shapes = [columns.partials] * results
-    return _call(kernel, partial, shapes, columns.programs, tiles, name, interpret)
+    shapes = [(columns.partials, jnp.float32)] * results
+    return call(kernel, partial, shapes, columns.programs, tiles, name, interpret)
 
 
-def _call(
+def call(
     kernel: Callable[..., None],
     arrays: Sequence[Array],
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Sequence[tuple[tuple[int, ...], Any]],
     programs: int,
     tiles: Tiling,
     name: str,
@@ -191,7 +191,7 @@ def _call(
 ) -> list[Array]:
     # As the operands do, results vary over the axes of a mesh.
     varies = jax.typeof(arrays[-1]).manual_axis_type
-    outs = [jax.ShapeDtypeStruct(s, jnp.float32, manual_axis_type=varies) for s in shapes]
+    outs = [jax.ShapeDtypeStruct(*s, manual_axis_type=varies) for s in shapes]
     # Nothing is copied ahead in shared memory: a chunk has its loads side by side.
     parameters = triton.CompilerParams(num_warps=tiles.warps, num_stages=1)
     return list(

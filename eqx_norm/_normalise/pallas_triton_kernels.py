@@ -28,17 +28,17 @@ def statistics_kernel(geometry: Geometry, masked: bool, *refs: Any) -> None:
     x_ref, *mask_ref = refs[: 1 + masked]
     here = geometry.here(pl.program_id(0))
 
-    def read(start: Array, places: Places) -> list[Array]:
-        return _read(geometry, here, x_ref, start, places)
+    def tiles_from(start: Array, places: Places) -> list[Array]:
+        return read(geometry, here, x_ref, start, places)
 
     lanes = _no_lanes(geometry, masked)
     if not masked and geometry.tiling.chunks > 1:
         # A lane that has no first value has no other.
-        (first,) = read(here.start, [_within(geometry, here, here.start)])
+        (first,) = tiles_from(here.start, [_within(geometry, here, here.start)])
         lanes = lanes._replace(shift=first)
 
     def step(lanes: Lanes, start: Array, places: Places) -> Lanes:
-        tiles = read(start, places)
+        tiles = tiles_from(start, places)
         if masked:
             places = _read_mask(geometry, here, mask_ref[0], start, places)
             lanes = lanes_of.started(lanes, tiles, places)
@@ -57,11 +57,11 @@ def sums_kernel(
     x_ref, g_ref, *vector_refs = refs[: 4 if activation is None else 6]
     mask_ref = refs[2 + len(vector_refs)] if masked else None
     here = geometry.here(pl.program_id(0))
-    mean, rest, *affine = (_load(ref, here.vector, here.exists) for ref in vector_refs)
+    mean, rest, *affine = (load(ref, here.vector, here.exists) for ref in vector_refs)
 
     def step(totals: Totals, start: Array, places: Places) -> Totals:
-        xs = _read(geometry, here, x_ref, start, places)
-        gs = _read(geometry, here, g_ref, start, places)
+        xs = read(geometry, here, x_ref, start, places)
+        gs = read(geometry, here, g_ref, start, places)
         if mask_ref is not None:
             places = _read_mask(geometry, here, mask_ref, start, places)
         if activation is not None:
@@ -85,8 +85,8 @@ def merge_kernel(
     here = columns.here(pl.program_id(0))
     partial = here.start + here.lane
     within = _within(columns, here, here.start)
-    index, exists = columns.values(here, partial), _both(within, here.exists)
-    results = merge(partial, within, *(_load(ref, index, exists) for ref in refs[:inputs]))
+    index, exists = columns.values(here, partial), both(within, here.exists)
+    results = merge(partial, within, *(load(ref, index, exists) for ref in refs[:inputs]))
     _write(here, refs[inputs:], results)
 
 
@@ -146,15 +146,13 @@ def _within(geometry: Geometry, here: Here, start: Array) -> Array:
     return start + here.lane < geometry.length
 
 
-def _read(
-    geometry: Geometry, here: Here, ref: Any, start: Array, places: Places
-) -> list[Array]:
+def read(geometry: Geometry, here: Here, ref: Any, start: Array, places: Places) -> list[Array]:
     """Tiles from `start` on, in float32; 0 where they have no place."""
     return [
-        _load(
+        load(
             ref,
             geometry.values(here, start + u * geometry.tiling.lanes + here.lane),
-            _both(place, here.exists),
+            both(place, here.exists),
         )
         for u, place in enumerate(places)
     ]
@@ -166,16 +164,16 @@ def _read_mask(
     # In columns a mask has one value for all of them.
     exists = None if geometry.axis == 0 else here.exists
     return [
-        _load(
+        load(
             ref,
             geometry.mask(here, start + u * geometry.tiling.lanes + here.lane),
-            _both(place, exists),
+            both(place, exists),
         )
         for u, place in enumerate(places)
     ]
 
 
-def _load(ref: Any, index: Index, mask: Array | None) -> Array:
+def load(ref: Any, index: Index, mask: Array | None) -> Array:
     """A mask as it is, numbers in float32; 0 where `mask` is false."""
     if ref.dtype == jnp.bool_:
         other = None if mask is None else False
@@ -190,7 +188,7 @@ def _write(here: Here, refs: Sequence[Any], results: Sequence[Array]) -> None:
         triton.store(ref.at[here.partial], result, mask=exists)
 
 
-def _both(first: Array | None, second: Array | None) -> Array | None:
+def both(first: Array | None, second: Array | None) -> Array | None:
     if first is None or second is None:
         return first if second is None else second
     return first & second

@@ -19,7 +19,7 @@ computed again (`primitives.slope`; for one that has arrays of its own, `_applie
 
 import functools
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,13 +39,21 @@ Mask = Bool[Array, "1 values"] | None
 
 
 def moments(
-    x: Example, wide: Example, mask: Mask, axis_name: AxisName, implementation: str
+    x: Example,
+    wide: Example,
+    mask: Mask,
+    axis_name: AxisName,
+    implementation: str,
+    given: Sequence[Vector] | None = None,
 ) -> tuple[Vector, Vector, Vector, Vector]:
     """Count, mean, rest and m2 of each channel, over its values and the named axes.
 
-    `wide` is x in the precision to calculate in. See `normalise`.
+    `wide` is x in the precision to calculate in. See `normalise`. `given` are the four, where
+    they are known and their derivatives are not.
     """
-    count, mean, rest, m2 = _gathered(lax.stop_gradient(x), mask, axis_name, implementation)
+    if given is None:
+        given = _gathered(lax.stop_gradient(x), mask, axis_name, implementation)
+    count, mean, rest, m2 = given
     # Both are 0, and so is what they add below; their derivatives are not.
     sum_d, sum_d2 = lax.psum(_deviations(wide, x, mask, mean, rest), axis_name)
     n = jnp.maximum(count, 1)

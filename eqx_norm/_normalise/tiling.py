@@ -24,6 +24,7 @@ _WARP = 32
 _HELD = 32
 # A row of so many values is held whole: more, and 16 warps would not have registers for it.
 _MOST_HELD = 16384
+_MOST_WARPS = 16
 # Programs in all: about 4 for each of the 132 cores of an H200, the 108 of an A100 and the 148
 # of a B200, so that none runs out of loads while another one sums up. And no more results for
 # a channel than one program can merge.
@@ -89,16 +90,16 @@ def columns(ensemble: int, rows: int, channels: int, itemsize: int, inputs: int)
     # Every thread loads once for a tile.
     lanes = warps * _WARP * wide // across
     # As many loads under way as registers allow, but no tiles beyond the last row.
-    unroll = min(max(1, _HELD // wide // inputs), _blocks(rows, lanes))
+    unroll = min(max(1, _HELD // wide // inputs), blocks(rows, lanes))
     chunk = lanes * unroll
-    blocks = ensemble * _blocks(channels, across)
+    programs = ensemble * blocks(channels, across)
     # No more slices than make enough programs, ...
-    chunks = _blocks(rows, chunk * max(1, _PROGRAMS // blocks))
+    chunks = blocks(rows, chunk * max(1, _PROGRAMS // programs))
     # ... none so short that its results are much to write, ...
-    chunks = max(chunks, _blocks(_SLICE // itemsize, chunk))
+    chunks = max(chunks, blocks(_SLICE // itemsize, chunk))
     # ... and none so long that its rounding shows.
-    chunks = min(chunks, _CHUNKS, _blocks(rows, chunk))
-    return Tiling(lanes, across, unroll, chunks, _blocks(rows, chunk * chunks), warps)
+    chunks = min(chunks, _CHUNKS, blocks(rows, chunk))
+    return Tiling(lanes, across, unroll, chunks, blocks(rows, chunk * chunks), warps)
 
 
 def rows(rows: int, values: int, itemsize: int, inputs: int) -> Tiling:
@@ -108,21 +109,54 @@ def rows(rows: int, values: int, itemsize: int, inputs: int) -> Tiling:
     # A row that one warp can hold has a warp of its own, whose sums need no barrier; a longer
     # one has as many warps as hold it, or a chunk of it.
     alone = values <= _WARP * 2 * _HELD
-    warps = 4 if alone else min(16, _power_of_two(_blocks(held, _WARP * _HELD)))
+    warps = 4 if alone else min(_MOST_WARPS, _power_of_two(blocks(held, _WARP * _HELD)))
     threads = _WARP if alone else _WARP * warps
     # A short row is held by a part of a warp.
     lanes = min(threads * wide, _power_of_two(values))
     across = warps * _WARP * wide // lanes if alone else 1
     # All of a row at once where it can be held; else in chunks of one length, so that only the
     # last tile of a row has to look where the row ends.
-    most = _blocks(held, lanes) if inputs == 1 else max(1, _HELD // wide // inputs)
-    tiles = _blocks(values, lanes)
-    unroll = _blocks(tiles, _blocks(tiles, most))
+    most = blocks(held, lanes) if inputs == 1 else max(1, _HELD // wide // inputs)
+    tiles = blocks(values, lanes)
+    unroll = blocks(tiles, blocks(tiles, most))
     chunk = lanes * unroll
     # Slices of a row only where it is long, and there are too few rows for all programs.
-    slices = max(1, _PROGRAMS // _blocks(rows, across)) if values > _MOST_HELD else 1
-    chunks = min(_blocks(values, chunk * slices), _CHUNKS)
-    return Tiling(lanes, across, unroll, chunks, _blocks(values, chunk * chunks), warps)
+    slices = max(1, _PROGRAMS // blocks(rows, across)) if values > _MOST_HELD else 1
+    chunks = min(blocks(values, chunk * slices), _CHUNKS)
+    return Tiling(lanes, across, unroll, chunks, blocks(values, chunk * chunks), warps)
+
+
+def holds_rows(values: int, held: int) -> bool:
+    """Whether the registers of one program hold a row, and `held` numbers for each value."""
+    return values <= _MOST_WARPS * _WARP * _each(held)
+
+
+def whole_rows(values: int, itemsize: int, held: int) -> Tiling:
+    """For rows of so many values, each of them whole: `held` numbers are kept of each."""
+    wide, each = _LOAD // itemsize, _each(held)
+    # As in `rows`: a warp to itself, or as many warps as hold it.
+    alone = values <= _WARP * each
+    warps = 4 if alone else max(4, _power_of_two(blocks(values, _WARP * each)))
+    threads = _WARP if alone else _WARP * warps
+    lanes = min(threads * wide, _power_of_two(values))
+    across = warps * _WARP * wide // lanes if alone else 1
+    return Tiling(lanes, across, blocks(values, lanes), 1, 1, warps)
+
+
+def _each(held: int) -> int:
+    """How many values of a row a thread takes."""
+    # 16 warps leave each thread 128 registers: 48 for these, the others for addresses, and for
+    # what is worked on. With twice as many values, or more numbers of each, ptxas spills some.
+    return min(16, 48 // held)
+
+
+def repeated(programs: int) -> int:
+    """How many such programs become one, which adds up over their rows.
+
+    What it writes is 16 bytes for each value of a row, read and written: beside 8 rows or more.
+    Beyond 32 rounding would show; and there should be programs enough.
+    """
+    return min(32, max(8, blocks(programs, _PROGRAMS)))
 
 
 def merge(partials: int, channels: int) -> Tiling:
@@ -133,7 +167,7 @@ def merge(partials: int, channels: int) -> Tiling:
     lanes = min(_power_of_two(partials), 8 * _WARP * 16 // across)
     # No more threads than there are places, 4 to each.
     warps = max(1, min(8, lanes * across // (_WARP * 4)))
-    return Tiling(lanes, across, 1, 1, _blocks(partials, lanes), warps)
+    return Tiling(lanes, across, 1, 1, blocks(partials, lanes), warps)
 
 
 def worthwhile(x: Any) -> bool:
@@ -150,7 +184,8 @@ def worthwhile(x: Any) -> bool:
     return x.shape[-3] * x.shape[-1] * jnp.dtype(x.dtype).itemsize >= _LINE
 
 
-def _blocks(length: int, size: int) -> int:
+def blocks(length: int, size: int) -> int:
+    """How many of this size cover the length."""
     return -(-length // size)
 
 

@@ -1,0 +1,230 @@
+"""A row normalised by its own moments, as kernels for GPUs: each of them reads a row once.
+
+`rows` and `pulled_rows` are what `rows.ROWS` and `rows.PULLED_ROWS` are, for rows that the
+registers of one program hold. Forward, a program reads some rows, finds their moments as
+`reference.statistics` does, and writes them normalised. Backward, it goes through more of them,
+one after the other, and adds up what weight and bias get; another kernel merges those sums, in
+a fixed order.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from . import pallas_triton, reference, tiling
+from .pallas_triton_kernels import both, load, merged_sums, pl, read, triton
+from .pallas_triton_lanes import Places, counted, total, tree_sum
+from .pallas_triton_tiles import Here, Rows
+from .reference import Activation
+
+# What a program keeps for each value: x; or g, x, weight and bias; and the sums of those two.
+FORWARD, BACKWARD, LEARNING = 1, 4, 6
+
+
+def serves(x: Any, *affine: Any, held: int) -> bool:
+    """Whether a program can hold a row, and weight and bias are the same for all of them."""
+    shared = all(math.prod(array.shape[:-1]) == 1 for array in affine)
+    return shared and tiling.holds_rows(x.shape[-1], held)
+
+
+def rows(
+    activation: Activation | None, eps: float, x: Array, *affine: Array, interpret: bool = False
+) -> list[Array]:
+    """y; and mean, rest and m2 of each row, in float32. `affine` is weight and bias, or not."""
+    geometry = geometry_of(x, FORWARD)
+    vector = (*x.shape[:-1], 1)
+    shapes = [(geometry.view(x).shape, x.dtype), *[(geometry.partials, jnp.float32)] * 3]
+    y, *vectors = pallas_triton.call(
+        functools.partial(_rows_kernel, geometry, activation, eps),
+        [geometry.view(x), *(array.reshape(-1) for array in affine)],
+        shapes,
+        geometry.programs,
+        geometry.tiling,
+        "eqx_norm_rows",
+        interpret,
+    )
+    return [y.reshape(x.shape), *(array.reshape(vector) for array in vectors)]
+
+
+def pulled_rows(
+    activation: Activation | None,
+    eps: float,
+    learns: bool,
+    g: Array,
+    x: Array,
+    *rest: Array,
+    interpret: bool = False,
+) -> list[Array]:
+    """Of x, in its dtype; and if it `learns`, of weight and bias in float32.
+
+    `rest` is weight and bias, or neither; then mean, rest and m2.
+    """
+    *affine, mean, low, m2 = rest
+    geometry = geometry_of(x, LEARNING if learns else BACKWARD)
+    repeats = tiling.repeated(geometry.programs) if learns else 1
+    programs = tiling.blocks(geometry.programs, repeats)
+    shapes = [(geometry.view(x).shape, x.dtype)]
+    if learns:
+        shapes += [((1, programs, x.shape[-1]), jnp.float32)] * 2
+    dx, *sums = pallas_triton.call(
+        functools.partial(_pulled_kernel, geometry, activation, eps, repeats, learns),
+        [
+            *(geometry.view(array) for array in (x, g)),
+            *(array.reshape(-1) for array in affine),
+            *(array.reshape(-1, 1) for array in (mean, low, m2)),
+        ],
+        shapes,
+        programs,
+        geometry.tiling,
+        "eqx_norm_pulled_rows",
+        interpret,
+    )
+    while sums and sums[0].shape[1] > 1:
+        sums = pallas_triton.merged(merged_sums, sums, 2, "eqx_norm_merge_sums", interpret)
+    return [dx.reshape(x.shape), *(array.reshape(affine[0].shape) for array in sums)]
+
+
+def geometry_of(x: Any, held: int) -> Rows:
+    """How rows are read, of whose values `held` numbers are kept each."""
+    count, values = math.prod(x.shape[:-1]), x.shape[-1]
+    return Rows(count, 1, 1, values, tiling.whole_rows(values, x.dtype.itemsize, held))
+
+
+# --- What a program does.
+
+
+def _rows_kernel(
+    geometry: Rows, activation: Activation | None, eps: float, x_ref: Any, *refs: Any
+) -> None:
+    *affine_refs, y_ref, mean_ref, rest_ref, m2_ref = refs
+    here = geometry.here(pl.program_id(0))
+    places, n = _places(geometry, here), geometry.length
+    x = read(geometry, here, x_ref, here.start, places)
+
+    def over_row(tiles: Sequence[Array]) -> Array:
+        return total(tree_sum(counted(tiles, places)), 1)[:, None]
+
+    # As `reference.statistics`, step by step.
+    k = load(x_ref, (here.own, np.int32(0)), here.exists)
+    m = k + over_row([tile - k for tile in x]) / n
+    d = [tile - m for tile in x]
+    sum_d, sum_d2 = over_row(d), over_row([tile * tile for tile in d])
+    c = sum_d / n
+    mean = m + c
+    rest = c - (mean - m)
+    m2 = sum_d2 - sum_d * c
+    m2 = jnp.where(m2 < 0, 0, m2)
+    for ref, vector in zip((mean_ref, rest_ref, m2_ref), (mean, rest, m2), strict=True):
+        triton.store(ref.at[here.partial], vector.reshape(-1), mask=_flat(here.exists))
+
+    rstd = lax.rsqrt(m2 / n + eps)
+    for u, (tile, (weight, bias)) in enumerate(
+        zip(x, _affine(geometry, here, affine_refs, places), strict=True)
+    ):
+        y = reference.activated(activation, bias, rstd * weight, tile, mean, rest)
+        _store(geometry, here, y_ref, u, y, places)
+
+
+def _pulled_kernel(
+    geometry: Rows,
+    activation: Activation | None,
+    eps: float,
+    repeats: int,
+    learns: bool,
+    x_ref: Any,
+    g_ref: Any,
+    *refs: Any,
+) -> None:
+    affine_refs, refs = (refs[:2], refs[2:]) if len(refs) > 4 + 2 * learns else ((), refs)
+    mean_ref, rest_ref, m2_ref, dx_ref, *sum_refs = refs
+    program, n = pl.program_id(0), geometry.length
+    first = geometry.here(program * repeats)
+    places = _places(geometry, first)
+    # The same for all rows, and so read once.
+    affine = _affine(geometry, first, affine_refs, places)
+
+    def step(i: Any, sums: list[list[Array]]) -> list[list[Array]]:
+        here = geometry.here(program * repeats + i)
+        x = read(geometry, here, x_ref, here.start, places)
+        g = read(geometry, here, g_ref, here.start, places)
+        mean, rest, m2 = (
+            load(ref, (here.own, np.int32(0)), here.exists)
+            for ref in (mean_ref, rest_ref, m2_ref)
+        )
+        rstd = lax.rsqrt(m2 / n + eps)
+        if activation is not None:
+            g = [
+                reference.slope(activation, g, bias, rstd * weight, x, mean, rest)
+                for g, x, (weight, bias) in zip(g, x, affine, strict=True)
+            ]
+        # An activation may have no slope where there is nothing.
+        g = counted(g, [both(place, here.exists) for place in places])
+        x_hat = [reference.centred(tile, mean, rest) * rstd for tile in x]
+        h = [weight * tile for (weight, _), tile in zip(affine, g, strict=True)]
+        products = counted([a * b for a, b in zip(h, x_hat, strict=True)], places)
+        mean_h, mean_hx = (total(tree_sum(v), 1)[:, None] / n for v in (h, products))
+        for u, (tile, along) in enumerate(zip(h, x_hat, strict=True)):
+            dx = rstd * ((tile - mean_h) - along * mean_hx)
+            _store(geometry, here, dx_ref, u, dx, places)
+        if not learns:
+            return sums
+        by_weight = [a * b for a, b in zip(g, x_hat, strict=True)]
+        return [
+            [a + b for a, b in zip(old, new, strict=True)]
+            for old, new in zip(sums, (by_weight, g), strict=True)
+        ]
+
+    zero = jnp.zeros((geometry.tiling.across, geometry.tiling.lanes), jnp.float32)
+    sums = [[zero] * len(places) for _ in sum_refs]
+    if repeats == 1:
+        sums = step(np.int32(0), sums)
+    else:
+        left = jnp.minimum(geometry.programs - program * repeats, repeats)
+        sums = lax.fori_loop(np.int32(0), left, step, sums)
+    for ref, tiles in zip(sum_refs, sums, strict=True):
+        for u, tile in enumerate(tiles):
+            along = _along(geometry, first, u).reshape(-1)
+            index = (np.int32(0), program, along)
+            triton.store(ref.at[index], total(tile, 0), mask=_flat(places[u]))
+
+
+def _places(geometry: Rows, here: Here) -> Places:
+    lanes, length = geometry.tiling.lanes, geometry.length
+    return [
+        None if (u + 1) * lanes <= length else _along(geometry, here, u) < length
+        for u in range(geometry.tiling.unroll)
+    ]
+
+
+def _along(geometry: Rows, here: Here, u: int) -> Array:
+    return here.lane + u * geometry.tiling.lanes
+
+
+def _affine(
+    geometry: Rows, here: Here, refs: Sequence[Any], places: Places
+) -> list[tuple[Array, Array]]:
+    """Weight and bias of each tile."""
+    if not refs:
+        zero = jnp.zeros(here.lane.shape, jnp.float32)
+        return [(zero + 1, zero)] * len(places)
+    weight, bias = (
+        [load(ref, (_along(geometry, here, u),), place) for u, place in enumerate(places)]
+        for ref in refs
+    )
+    return list(zip(weight, bias, strict=True))
+
+
+def _store(geometry: Rows, here: Here, ref: Any, u: int, tile: Array, places: Places) -> None:
+    index = geometry.values(here, _along(geometry, here, u))
+    mask = both(places[u], here.exists)
+    triton.store(ref.at[index], tile.astype(ref.dtype), mask=mask)
+
+
+def _flat(mask: Array | None) -> Array | None:
+    return None if mask is None else mask.reshape(-1)

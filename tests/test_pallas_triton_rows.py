@@ -1,0 +1,151 @@
+"""The kernels for whole rows, interpreted on a CPU, against what they are composed of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm._normalise import pallas_triton_rows, rows, tiling
+
+EPS = 1e-5
+# Ragged in every direction: rows that share a program, a warp each, and all the warps of one.
+SHAPES = [(5, 1), (300, 3), (37, 64), (9, 100), (70, 513), (3, 1500), (2, 4096)]
+ACTIVATIONS = {"none": None, "relu": jax.nn.relu, "silu": jax.nn.silu}
+
+
+def arrays(shape, dtype="float32", mean=0.0, seed=0):
+    """x, g, weight and bias, as `rows` has them."""
+    rng = np.random.default_rng(seed)
+    count, values = shape
+    x, g = rng.normal(size=(2, count, 1, values))
+    weight, bias = rng.normal(1, 0.3, (2, 1, 1, values)).astype("float32")
+    return *(jnp.asarray(v, dtype) for v in (x + mean, g)), *map(jnp.asarray, (weight, bias))
+
+
+def composed(activation, x, *affine):
+    how = rows.How(EPS, activation, "xla")
+    return rows._rows_of(x, *affine, how=how)
+
+
+def exactly(f, *inputs):
+    """In float64."""
+    with jax.enable_x64(True):
+        return f(*(jnp.asarray(np.asarray(v, "float64")) for v in inputs))
+
+
+def reference(x, g, *affine, activation):
+    """y; the gradients of x, weight and bias."""
+
+    def normalised(x, *affine):
+        d = x - x.mean(-1, keepdims=True)
+        u = d / jnp.sqrt((d * d).mean(-1, keepdims=True) + EPS)
+        u = affine[0] * u + affine[1] if affine else u
+        return u if activation is None else activation(u)
+
+    y, pull = jax.vjp(normalised, x, *affine)
+    return [np.asarray(v) for v in (y, *pull(g))]
+
+
+def by_kernels(x, g, *affine, activation=None, learns=True):
+    y, *given = pallas_triton_rows.rows(activation, EPS, x, *affine, interpret=True)
+    pulled = pallas_triton_rows.pulled_rows(
+        activation, EPS, learns and bool(affine), g, x, *affine, *given, interpret=True
+    )
+    return y, *pulled
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*(("none", shape) for shape in SHAPES), ("relu", (70, 513)), ("silu", (37, 64))],
+    ids=str,
+)
+def test_values_and_gradients(shape, name):
+    given = arrays(shape, mean=3.0)
+    right = exactly(functools.partial(reference, activation=ACTIVATIONS[name]), *given)
+    found = by_kernels(*given, activation=ACTIVATIONS[name])
+    assert [v.shape for v in found] == [v.shape for v in right]
+    for a, b in zip(found, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    """As float32, rounded once."""
+    given = arrays((37, 200), dtype, mean=2.0)
+    right = by_kernels(*(v.astype("float32") for v in given))
+    found = by_kernels(*given)
+    assert [v.dtype.name for v in found] == [dtype, dtype, "float32", "float32"]
+    half_ulp = float(jnp.finfo(dtype).eps) / 2
+    for a, b in zip(found[:2], right[:2], strict=True):
+        np.testing.assert_allclose(a.astype("float32"), b, rtol=half_ulp, atol=1e-6)
+    for a, b in zip(found[2:], right[2:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)
+
+
+def test_without_weight_and_bias_and_where_they_do_not_learn():
+    x, g, *affine = arrays((37, 200))
+    right = exactly(functools.partial(reference, activation=None), x, g)
+    y, dx = by_kernels(x, g)
+    np.testing.assert_allclose(y, right[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, right[1], rtol=1e-5, atol=1e-5)
+    alone, both = by_kernels(x, g, *affine, learns=False), by_kernels(x, g, *affine)
+    assert len(alone) == 2
+    np.testing.assert_allclose(alone[1], both[1], rtol=1e-6, atol=1e-6)
+
+
+def test_the_moments_are_those_of_the_composed_passes():
+    x, _, *affine = arrays((37, 200), mean=1e4)
+    found = pallas_triton_rows.rows(None, EPS, x, *affine, interpret=True)
+    right = composed(None, x, *affine)
+    for a, b in zip(found[1:], right[1:], strict=True):
+        assert a.shape == b.shape == (37, 1, 1)
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("values", [7, 121, 1000])
+def test_a_constant_row_gives_exactly_the_bias(values):
+    constants = jnp.asarray([1e-3, 0.1, 1 / 3, 7.7, 1000.1, 65504.0])
+    x = jnp.broadcast_to(constants[:, None, None], (6, 1, values))
+    _, _, weight, bias = arrays((6, values))
+    y, _, _, m2 = pallas_triton_rows.rows(None, EPS, x, weight, bias, interpret=True)
+    assert np.array_equal(m2, np.zeros((6, 1, 1)))
+    assert np.array_equal(y, np.broadcast_to(bias, y.shape))
+
+
+def test_the_variance_far_from_zero():
+    """The bounds of float32: see tests/test_layer_norm_accuracy.py."""
+    x, *_ = arrays((20, 1000), mean=1e6)
+    _, _, _, m2 = pallas_triton_rows.rows(None, EPS, x, interpret=True)
+    wide = np.asarray(x, "float64")
+    variance = wide.var(-1, keepdims=True)
+    assert (np.abs(m2 / 1000 - variance) <= 5e-7 * (variance + EPS)).all()
+
+
+def test_the_sums_are_exact_enough_over_many_rows():
+    """Within 2e-7 of the sum of what is added, as all sums are."""
+    x, g, *affine = arrays((20000, 8), seed=3)
+    g = jnp.abs(g)
+    *_, dbias = by_kernels(x, g, *affine)
+    right = np.asarray(g, "float64").sum(0, keepdims=True)
+    assert (np.abs(dbias - right) <= 2e-7 * right).all()
+
+
+def test_every_row_is_read_by_one_program():
+    for values in (1, 3, 64, 768, 1000, 4096, 8192):
+        for itemsize in (2, 4):
+            for held in (1, 4, 6):
+                if not tiling.holds_rows(values, held):
+                    continue
+                cut = tiling.whole_rows(values, itemsize, held)
+                assert cut.slices == cut.chunks == 1
+                assert cut.lanes * cut.unroll >= values > cut.lanes * (cut.unroll - 1)
+                # What a thread keeps fits into its registers.
+                each = cut.lanes * cut.unroll * cut.across // (cut.warps * 32)
+                assert each * held <= 64
+    assert tiling.holds_rows(8192, 1)
+    assert not tiling.holds_rows(8193, 1)
+    assert not tiling.holds_rows(4097, 6)
+    assert tiling.repeated(1) == 8
+    assert tiling.repeated(10**6) == 32
