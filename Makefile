@@ -39,10 +39,11 @@ experiments: $(PEERS)/ready ## all of them: every committed table and figure ane
 	$(PEERS)/bin/python -m tests.test_readme
 
 # Like the newest jax, jax's CUDA plugin needs a newer Python.
-gpu-compile-check: ## compile for an H200, no GPU needed, and count what it moves (1.3 GB)
+gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (1.3 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
-		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile; \
+		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile && \
+		$(GPU_COMPILE)/bin/python -m experiments.gpu_kernels; \
 	else \
 		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
 	fi

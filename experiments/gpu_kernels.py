@@ -22,6 +22,7 @@ It exits with 1 where a claim does not hold. Nothing runs, so nothing is timed.
 """
 
 import argparse
+import csv
 import dataclasses
 import functools
 import importlib.util
@@ -120,6 +121,7 @@ SHAPES = [
 QUICK = [SHAPES[0], SHAPES[5]]
 # (examples, 1, values): of LayerNorm, where a program holds a row.
 ROWS = [(8192, 1, values) for values in (768, 1000, 4096)]
+SHOWN = ("H200", "bfloat16")
 IMAGES = (64, 64, 32, 32)
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -424,6 +426,38 @@ def report(rows: Sequence[Kernel], programs: Sequence[Program]) -> str:
         ],
     )
     return f"{kernels}\n\n{moved}"
+
+
+def summary(path: Path) -> str:
+    """For the README: the kernels in bfloat16 on an H200, as `save` has written them."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["device"], row["dtype"]) == SHOWN]
+    return results.table(
+        (
+            "kernel",
+            "x",
+            "tiles",
+            "registers",
+            "shared memory",
+            "occupancy",
+            "units of x",
+            "least",
+        ),
+        [
+            (
+                row["kernel"],
+                row["shape"],
+                f"{row['chunk']} x {row['tile']}",
+                row["registers"],
+                f"{row['shared_bytes']} B",
+                f"{float(row['occupancy']):.0%}",
+                f"{float(row['units']):.2f}",
+                f"{float(row['least_share']):.0%}",
+            )
+            for row in rows
+            if row["least_share"]
+        ],
+    )
 
 
 def claims(rows: Sequence[Kernel], programs: Sequence[Program]) -> dict[str, list[str]]:
