@@ -124,8 +124,9 @@ class BatchNorm(eqx.nn.BatchNorm):
             not, as in Equinox, Flax and Haiku. Training batches are normalised by the biased
             variance either way.
         - `implementation`: `"auto"` takes, on a CUDA device, a kernel for the sums over x where
-            it serves and is worth its launch, and XLA elsewhere; `"xla"` and
-            `"pallas_triton"` take no other, and the latter is an error where it cannot serve.
+            it serves and is worth its launch, and XLA elsewhere; `"xla"`, `"pallas_triton"`
+            and `"pallas_mosaic"` (whole lines of channels, from an H100 and jax 0.12 on) take
+            no other, and the latter two are an error where they cannot serve.
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """

@@ -99,6 +99,38 @@ def test_what_is_small_is_left_to_xla_unless_asked_for():
     assert kernels(text) == {FORWARD, BACKWARD}
 
 
+has_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.12's Mosaic")
+
+
+@has_mosaic
+def test_mosaic_if_asked_for():
+    text = lowered(*both((8192, 1024), jnp.bfloat16, implementation="pallas_mosaic"))
+    assert text.count("mosaic_gpu") >= 2
+    assert "xla.gpu.triton" not in text
+
+
+@has_mosaic
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((8192, 100), "tiles of 64 channels of bfloat16, and x has 100"),
+        (None, r"and x has 1\."),
+    ],
+    ids=["channels", "rows"],
+)
+def test_what_mosaic_cannot_serve(shape, reason):
+    arguments = {"dtype": jnp.bfloat16, "implementation": "pallas_mosaic"}
+    program = both(shape, **arguments) if shape else layer_norm(4096, 768, **arguments)
+    with pytest.raises(ValueError, match=f"'pallas_mosaic' cannot serve x .*{reason}"):
+        lowered(*program)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="before jax 0.12")
+def test_mosaic_with_a_jax_that_has_no_such_thing():
+    with pytest.raises(ValueError, match=r"the Mosaic kernels take jax 0\.12, and this is jax"):
+        lowered(*both((8192, 1024), jnp.bfloat16, implementation="pallas_mosaic"))
+
+
 def test_images_of_float32_if_asked_for():
     text = lowered(*both((64, 64, 32, 32), implementation="pallas_triton"))
     assert kernels(text) == {FORWARD, BACKWARD}

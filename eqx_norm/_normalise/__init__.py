@@ -19,7 +19,7 @@ from .reference import Activation as Activation
 from .reference import compute_dtype
 from .rule import AxisName as AxisName
 
-Implementation = Literal["auto", "xla", "pallas_triton"]
+Implementation = Literal["auto", "xla", "pallas_triton", "pallas_mosaic"]
 
 
 def check(implementation: str) -> None:

@@ -10,6 +10,7 @@ pass reads what the user gave: x, and the gradient of the layer's output.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from . import pallas_triton, pallas_triton_rows, reference, tiling
+from . import pallas_mosaic, pallas_triton, pallas_triton_rows, reference, tiling
 
 Pass = Callable[..., Sequence[Array]]
 
@@ -34,9 +35,8 @@ def of_statistics(
 
     **Raises:** `ValueError` where a kernel was asked for by name that cannot serve.
     """
-    if _wanted(implementation, partitioned, x, mask, None):
-        return pallas_triton.statistics
-    return None
+    backend = _chosen(implementation, partitioned, x, mask, None)
+    return backend and backend.statistics
 
 
 def of_pulled(
@@ -57,9 +57,8 @@ def of_pulled(
     del g, a, b, mean, rest
     if shape != tuple(1 if i in (x.ndim - 3, x.ndim - 1) else n for i, n in enumerate(x.shape)):
         return None  # an ensemble that shares what is summed
-    if _wanted(implementation, partitioned, x, mask, activation):
-        return _pulled
-    return None
+    backend = _chosen(implementation, partitioned, x, mask, activation)
+    return backend and functools.partial(_pulled, backend)
 
 
 def of_rows(
@@ -94,8 +93,10 @@ def quiet() -> contextlib.AbstractContextManager[None]:
     return pallas_triton.quiet()
 
 
-def _pulled(g: Array, a: Array, *inner: Array, activation: Any, shape: Any) -> Sequence[Array]:
-    sums = pallas_triton.pulled_sums(activation, g, a, *inner)
+def _pulled(
+    backend: Any, g: Array, a: Array, *inner: Array, activation: Any, shape: Any
+) -> Sequence[Array]:
+    sums = backend.pulled_sums(activation, g, a, *inner)
     return [*sums, reference.slope(activation, g.astype(a.dtype), a, *inner)]
 
 
@@ -118,19 +119,30 @@ def _row_wanted(
         # A single row is for many programs.
         count > 1
         and not partitioned
+        and implementation != "pallas_mosaic"
         and pallas_triton_rows.serves(x, *affine, held=held)
-        and _wanted(implementation, partitioned, rows, None, how.activation)
+        and _chosen(implementation, partitioned, rows, None, how.activation) is not None
     )
 
 
-def _wanted(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> bool:
-    if implementation == "xla":
-        return False
-    why_not = PARTITIONED if partitioned else pallas_triton.serves(x, mask, activation)
-    if implementation != "auto" and why_not is not None:
+# In the order of preference: the second is to replace the first, which jax will remove.
+_BACKENDS: dict[str, Any] = {"pallas_triton": pallas_triton, "pallas_mosaic": pallas_mosaic}
+
+
+def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> Any:
+    """The module whose kernels to take, or `None`."""
+    if implementation == "xla" or (implementation == "auto" and not tiling.worthwhile(x)):
+        return None
+    why_not = PARTITIONED
+    for name, backend in _BACKENDS.items():
+        if implementation in ("auto", name) and not partitioned:
+            why_not = backend.serves(x, mask, activation)
+            if why_not is None:
+                return backend
+    if implementation != "auto":
         raise ValueError(
             f"implementation={implementation!r} cannot serve x of shape {x.shape} and dtype "
             f"{x.dtype} (ensemble, examples, channels, values): {why_not}. "
             "implementation='auto' takes XLA where a kernel cannot serve."
         )
-    return why_not is None and (implementation != "auto" or tiling.worthwhile(x))
+    return None
