@@ -24,8 +24,8 @@ except ImportError:
 # Of one version there is not what there is of another.
 plgpu: Any = mosaic_gpu
 
-# While one chunk is read three are under way, of 8 kB or more. To keep an H200's memory busy, of
-# 4.8 TB/s and with an answer after about 1 us, it takes 36 kB on each core: two programs.
+# While one chunk is read three are under way, of 8 kB or more. An H200's memory gives 4.8 TB/s
+# about 1 us after it was asked: that takes 36 kB under way on each core, of two programs.
 STAGES = 4
 # Names of the axes along which there are programs. Those of the last are side by side, and so
 # is what they read.
