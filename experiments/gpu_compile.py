@@ -27,17 +27,14 @@ layout, with no convolution before it, XLA first writes out in theirs.
 It exits with 1 where an answer is not as stated. Nothing runs, so nothing is timed.
 """
 
-import argparse
 import csv
 import dataclasses
-import importlib.util
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import gpu_compiler, gpu_targets, results
+from . import command, gpu_compiler, gpu_targets, results
 from .gpu_measure import HOLDS, MOST_UNITS, Row, run
 from .gpu_programs import BOTH, KERNEL, NO_NORM, OURS
 
@@ -115,21 +112,17 @@ def save(folder: Path, rows: Sequence[Row], seconds: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = command.parser(
+        "gpu_compile",
+        __doc__,
+        quick="only this layer, forward and backward",
+        whole="the whole job",
+        writes="DIR/results",
+    )
     options = parser.parse_args(arguments)
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        parser.exit(
-            2,
-            "To compile for a GPU takes jax's CUDA plugin, which is not installed here: "
-            "make gpu-compile-check sets up an environment that has it (no GPU needed).\n",
-        )
-    whole = Path(os.path.relpath(results.FOLDER.parent))
-    out: Path = options.out or (Path("build/gpu_compile") if options.quick else whole)
-    folder = out / "results"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
+    gpu_compiler.require_plugin(parser)
+    out = options.out or command.default_out("gpu_compile", whole=not options.quick)
+    folder = command.results_folder(parser, out)
     started = time.perf_counter()
     rows = run(gpu_compiler.compiler(gpu_targets.H200), options.quick)
     seconds = round(time.perf_counter() - started, 1)
@@ -138,25 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report(rows))
     print(f"\n{TARGET}; {problems} not {HOLDS}; in {seconds} s; results in {folder}")
     return int(problems > 0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_compile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="only this layer, forward and backward"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results (default: experiments for the whole job, build/gpu_compile "
-        "for --quick)",
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """XLA's compiler for a GPU that is not there."""
 
+import argparse
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,16 @@ import jax
 from jax.experimental import topologies
 
 Compile = Callable[..., str]
+
+
+def require_plugin(parser: argparse.ArgumentParser) -> None:
+    """Ends the program where there is no such compiler."""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        parser.exit(
+            2,
+            "To compile for a GPU takes jax's CUDA plugin, which is not installed here: "
+            "make gpu-compile-check sets up an environment that has it (no GPU needed).\n",
+        )
 
 
 def compiler(target: str) -> Compile:

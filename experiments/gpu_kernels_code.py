@@ -21,8 +21,25 @@ _REGISTERS, _WARPS, _PROGRAMS, _WARP = 65536, 64, 32, 32
 # Registers are given to a warp in so many.
 _GRANULE = 256
 
-# So that XLA writes the PTX, and nothing that would take long.
-FLAGS = "--xla_dump_to={folder} --xla_dump_hlo_as_text=true --xla_dump_emitter_re=ptx"
+# What the names of this package's kernels start with.
+PREFIX = "eqx_norm_"
+# Where XLA and jaxlib write what they make.
+XLA, MOSAIC = "xla", "mosaic"
+
+
+def settings(folder: Path) -> dict[str, str]:
+    """The environment in which XLA writes the PTX that it makes to a folder in `folder`, and
+    jaxlib that of Mosaic's kernels to another. Read when jax compiles for the first time."""
+    for name in (XLA, MOSAIC):
+        (folder / name).mkdir()
+    return {
+        # And nothing that would take long.
+        "XLA_FLAGS": f"--xla_dump_to={folder / XLA} --xla_dump_hlo_as_text=true "
+        "--xla_dump_emitter_re=ptx",
+        "MOSAIC_GPU_DUMP_TO": str(folder / MOSAIC),
+        "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
 
 
 class Code(NamedTuple):
@@ -35,6 +52,8 @@ class Code(NamedTuple):
     shared_bytes: int
     atomics: int
     loads: dict[int, int]  # how many of so many bytes
+    copies: int = 0  # instructions that have a chunk copied ahead to shared memory
+    unfenced: bool = False  # where it is copied to may be written before all have read it
 
     def occupancy(self, shared_memory: int) -> float:
         """The share of a core's warps that fit, if it has so many bytes of shared memory."""
@@ -45,8 +64,9 @@ class Code(NamedTuple):
         return min(fit) * self.warps / _WARPS
 
 
-def read(folder: Path, prefix: str) -> list[Code]:
-    """The kernels in what XLA has written whose names start so, one of each name."""
+def read(folder: Path) -> list[Code]:
+    """This package's kernels in what XLA has written, one of each name."""
+    folder = folder / XLA
     shared = {}
     for path in folder.glob("*thunk_sequence.txt"):
         text = path.read_text(encoding="utf-8")
@@ -54,8 +74,8 @@ def read(folder: Path, prefix: str) -> list[Code]:
     codes = {}
     for path in sorted(folder.glob("*.ptx")):
         text = path.read_text(encoding="utf-8")
-        name = _only(r"\.entry (\w+)", text)
-        if name.startswith(prefix):
+        name = only(r"\.entry (\w+)", text)
+        if name.startswith(PREFIX):
             # Several kernels of a name are numbered: they are the same but for their sizes.
             base = re.sub(r"__\d+$", "", name)
             codes.setdefault(base, _code(path, text, base, int(shared[name])))
@@ -64,16 +84,16 @@ def read(folder: Path, prefix: str) -> list[Code]:
 
 def _code(path: Path, text: str, name: str, shared: int) -> Code:
     assembled = subprocess.run(
-        [_ptxas(), "-v", "-arch", _only(r"\.target (\w+)", text), "-o", "/dev/null", path],
+        [_ptxas(), "-v", "-arch", only(r"\.target (\w+)", text), "-o", "/dev/null", path],
         capture_output=True,
         text=True,
         check=True,
     ).stderr
     return Code(
         name,
-        int(_only(r"\.reqntid (\d+)", text)) // _WARP,
-        int(_only(r"Used (\d+) registers", assembled)),
-        int(_only(r"(\d+) bytes spill stores", assembled)),
+        int(only(r"\.reqntid (\d+)", text)) // _WARP,
+        int(only(r"Used (\d+) registers", assembled)),
+        int(only(r"(\d+) bytes spill stores", assembled)),
         shared,
         len(re.findall(r"\b(?:atom|red)\.", text)),
         loads(text),
@@ -86,7 +106,7 @@ def loads(text: str) -> dict[int, int]:
     return dict(collections.Counter(int(n or 1) * int(bits) // 8 for n, bits in found))
 
 
-def _only(pattern: str, text: str) -> str:
+def only(pattern: str, text: str) -> str:
     (found,) = set(re.findall(pattern, text))
     return found
 

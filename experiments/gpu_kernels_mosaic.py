@@ -1,115 +1,78 @@
-"""The Mosaic kernels, compiled for an H200 and a B200: their code and what they move.
+"""What jaxlib makes of a Mosaic kernel: registers, spills, copies ahead, fences.
 
-jaxlib compiles them itself and writes what it makes where it is told to:
+It compiles such kernels itself, and writes what it makes where it is told to:
 
-    eqx_norm_statistics_0.ptx      the assembly
-    eqx_norm_statistics_0.ptxas    what the assembler says of it
-    eqx_norm_statistics_0.resources.txt
+    eqx_norm_statistics_0.ptx             the assembly
+    eqx_norm_statistics_0.ptxas           what the assembler says of it
+    eqx_norm_statistics_0.resources.txt   the shared memory
 
-Numbers count the kernels of a name. `measure` gives a row for each kernel of a program, except
-for those that the process has compiled before: these are not written again, which happens to
-merges, since they are the same in programs of several dtypes.
+Numbers count what is compiled, and what is lowered.
 """
 
-import functools
+import contextlib
 import os
 import re
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-
-from eqx_norm._normalise import pallas_mosaic
-
-from . import gpu_kernels_code, gpu_kernels_programs, hlo_traffic
-from .gpu_kernels_code import Code
-from .gpu_kernels_programs import Passes
-
-PASSES = Passes(pallas_mosaic.statistics, pallas_mosaic.pulled_sums)
-PREFIX = "eqx_norm_"
-# The names under which jaxlib looks for these in the environment when it compiles.
-_FOLDER, _PTX, _PTXAS = "MOSAIC_GPU_DUMP_TO", "MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS"
+from . import gpu_kernels_code
+from .gpu_kernels_code import PREFIX, Code
 
 
-class Row(NamedTuple):
-    """One kernel of a program, the program's bytes in units of x, and what does not hold."""
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """jaxlib also calls a disassembler, and complains at length that there is none: what is
+    written to stderr is shown only if there is an exception."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            written.seek(0)
+            os.write(kept, written.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
-    shape: tuple[int, ...]
-    dtype: str
-    program: str
-    code: Code
-    copies: int  # instructions that have a chunk copied to shared memory
-    unfenced: bool  # a slot may be written again before all threads have read it
-    program_units: float
-    problem: str
 
+def read(folder: Path) -> list[Code]:
+    """The kernels in what jaxlib has written. A kernel that the process has compiled before is
+    not written again: merges, for example, that are the same for several dtypes."""
+    folder = folder / gpu_kernels_code.MOSAIC
 
-def measure(
-    compile_: Callable[..., str],
-    folder: Path,
-    shape: tuple[int, ...],
-    dtype: str,
-    direction: str,
-    most_units: float,
-) -> list[Row]:
-    """Forward or backward with ReLU; `compile_` is of `gpu_compiler.compiler(target)`.
+    def texts(suffix: str) -> dict[str, str]:
+        """By name; of several kernels of one name that of the first."""
+        paths = sorted(folder.glob(f"{PREFIX}*{suffix}"), reverse=True)
+        # What is not compiled again is counted again all the same: the numbers of a kernel's
+        # assembly and of its resources may be two.
+        names = (re.sub(rf"_\d+{re.escape(suffix)}$", "", path.name) for path in paths)
+        return {
+            name: path.read_text(encoding="utf-8")
+            for name, path in zip(names, paths, strict=True)
+        }
 
-    `folder` is emptied.
-    """
-    for path in folder.iterdir():
-        path.unlink()
-    os.environ |= {_FOLDER: str(folder), _PTX: "1", _PTXAS: "1"}
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    vector = jax.ShapeDtypeStruct((*shape[:-3], 1, shape[-2], 1), "float32")
-    program = getattr(gpu_kernels_programs, direction)
-    f = functools.partial(program, PASSES, jax.nn.relu)
-    arrays: Any = (
-        (x, vector, vector) if direction == "forward" else (x, x, vector, [vector] * 4)
-    )
-    units = hlo_traffic.units(compile_(f, *arrays), x.size * x.dtype.itemsize)
+    assembled, resources = texts(".ptxas"), texts(".resources.txt")
     return [
-        _row(shape, dtype, direction, path, units, most_units)
-        for path in sorted(folder.glob(f"{PREFIX}*.ptx"))
+        _code(text, assembled[name], resources[name]) for name, text in texts(".ptx").items()
     ]
 
 
-def _row(
-    shape: tuple[int, ...],
-    dtype: str,
-    direction: str,
-    path: Path,
-    units: float,
-    most_units: float,
-) -> Row:
-    text = path.read_text(encoding="utf-8")
-    assembled, resources = (
-        path.with_suffix(suffix).read_text(encoding="utf-8")
-        for suffix in (".ptxas", ".resources.txt")
-    )
-    code = read(text, assembled, resources)
-    copies = len(re.findall(r"\bcp\.async\.bulk\.tensor\S*\.global\.", text))
-    problems = {
-        "spills": code.spilled_bytes > 0,
-        "atomics": code.atomics > 0,
-        "no copies ahead": copies == 0,
-        "unfenced": unfenced(text),
-        f"more than {most_units} units": units > most_units,
-    }
-    problem = ", ".join(name for name, there in problems.items() if there)
-    return Row(shape, dtype, direction, code, copies, unfenced(text), units, problem)
-
-
-def read(ptx: str, assembled: str, resources: str) -> Code:
-    """What jaxlib has written of one kernel."""
+def _code(ptx: str, assembled: str, resources: str) -> Code:
     return Code(
-        _only(r"\.entry (\w+)_mosaic_gpu_kernel", ptx),
-        int(_only(r"\.maxntid (\d+)", ptx)) // 32,
-        int(_only(r"Used (\d+) registers", assembled)),
-        int(_only(r"(\d+) bytes spill stores", assembled)),
-        int(_only(r"smem_scratch_bytes=(\d+)", resources)),
+        gpu_kernels_code.only(r"\.entry (\w+)_mosaic_gpu_kernel", ptx),
+        int(gpu_kernels_code.only(r"\.maxntid (\d+)", ptx)) // 32,
+        int(gpu_kernels_code.only(r"Used (\d+) registers", assembled)),
+        int(gpu_kernels_code.only(r"(\d+) bytes spill stores", assembled)),
+        int(gpu_kernels_code.only(r"smem_scratch_bytes=(\d+)", resources)),
         len(re.findall(r"\b(?:atom|red)\.", ptx)),
         gpu_kernels_code.loads(ptx),
+        len(re.findall(r"\bcp\.async\.bulk\.tensor\S*\.global\.", ptx)),
+        unfenced(ptx),
     )
 
 
@@ -131,8 +94,3 @@ def unfenced(ptx: str) -> bool:
             case _ if loaded and not barrier:
                 return True
     return False
-
-
-def _only(pattern: str, text: str) -> str:
-    (found,) = set(re.findall(pattern, text))
-    return found

@@ -1,7 +1,7 @@
 """Programs around the kernels: a normalisation forward and backward, and between convolutions.
 
 They are the layer's arithmetic without its state, on `x` of (*ensemble, examples, channels,
-values); once by the kernels, and once by XLA alone.
+values); by the kernels of either backend, and by XLA alone.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._normalise import pallas_triton, reference
+from eqx_norm._normalise import pallas_mosaic, pallas_triton, reference
 
 EPS = 1e-5
 
@@ -32,9 +32,10 @@ def _xla_pulled_sums(activation: Any, g: Array, *inner: Array) -> tuple[Array, A
     return reference.sums(g, x, mean, rest, shape=mean.shape)
 
 
-KERNELS, XLA = "kernels", "xla"
+TRITON, MOSAIC, XLA = "pallas_triton", "pallas_mosaic", "xla"
 PASSES = {
-    KERNELS: Passes(pallas_triton.statistics, pallas_triton.pulled_sums),
+    TRITON: Passes(pallas_triton.statistics, pallas_triton.pulled_sums),
+    MOSAIC: Passes(pallas_mosaic.statistics, pallas_mosaic.pulled_sums),
     XLA: Passes(reference.statistics, _xla_pulled_sums),
 }
 

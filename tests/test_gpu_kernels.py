@@ -4,7 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments import gpu_kernels, gpu_kernels_code
+import jax
+
+from experiments import gpu_kernels, gpu_kernels_code, gpu_kernels_tables
 from experiments.gpu_kernels_code import Code
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +21,7 @@ PTX = """
 
 
 def code(**changes):
-    good = Code("eqx_norm_statistics", 4, 56, 0, 512, 0, {16: 4})
+    good = Code("eqx_norm_statistics", 4, 56, 0, 512, 0, {16: 4}, copies=1)
     return good._replace(**changes)
 
 
@@ -51,22 +53,28 @@ def fabricated(kernel, extra=0):
         )
         return text, [kernel]
 
-    return lambda target: compile_
+    return compile_
 
 
 def wrong(kernel, extra=0):
-    rows, programs = gpu_kernels.run(fabricated(kernel, extra), quick=True)
+    rows, programs = gpu_kernels.run(fabricated(kernel, extra), "H200", quick=True)
     assert all(row.units == 1 for row in rows)
-    return {claim for claim, where in gpu_kernels.claims(rows, programs).items() if where}
+    return {
+        claim for claim, where in gpu_kernels_tables.claims(rows, programs).items() if where
+    }
 
 
 def test_a_claim_follows_its_numbers():
     assert not wrong(code())
     assert wrong(code(spilled_bytes=8)) == {"nothing is spilled"}
     assert wrong(code(atomics=1)) == {"nothing is added atomically"}
-    wide = {"x and g are loaded 16 bytes at a time"}
+    wide = {"Triton's kernels load x and g 16 bytes at a time"}
     assert wrong(code(loads={16: 3})) == wide
     assert wrong(code(loads={16: 4, 2: 8})) == wide
+    assert wrong(code(unfenced=True)) == {"nothing is copied to where it is still read"}
+    has_mosaic = jax.__version_info__ >= (0, 12)
+    ahead = {"Mosaic's kernels have x and g copied ahead"}
+    assert wrong(code(copies=0)) == (ahead if has_mosaic else set())
     (much,) = wrong(code(), extra=5)
     assert much.startswith("at most 3.05 units forward")
 

@@ -11,7 +11,7 @@ from experiments import (
     benchmark,
     benchmark_runs,
     gpu_compile,
-    gpu_kernels,
+    gpu_kernels_tables,
     layer_norm,
     layer_norm_measured,
     results,
@@ -65,7 +65,7 @@ TABLES = {
     "benchmark": lambda path: benchmark.summary(benchmark_runs.load(path)),
     "benchmark_kept-memory": lambda path: benchmark.verdicts(benchmark_runs.load(path)),
     "gpu_compile": gpu_compile.summary,
-    "gpu_kernels": gpu_kernels.summary,
+    "gpu_kernels": gpu_kernels_tables.summary,
 }
 
 

@@ -86,7 +86,7 @@ def statistics(
     )
     length, each = columns.length, columns.tiling.slice
     while columns.tiling.slices > 1:
-        columns = _merging(columns)
+        columns = merging(columns)
         merge = functools.partial(kernels.merged_moments, length, each)
         kernel = functools.partial(kernels.merge_kernel, merge=merge)
         partial = call(kernel, columns, partial, name="eqx_norm_merge_statistics")
@@ -126,7 +126,7 @@ def pulled_sums(
     arrays = [columns.view(x), columns.view(g)]
     partial = call(kernel, columns, arrays, vectors, name="eqx_norm_pulled_sums")
     while columns.tiling.slices > 1:
-        columns = _merging(columns)
+        columns = merging(columns)
         kernel = functools.partial(kernels.merge_kernel, merge=kernels.merged_sums)
         partial = call(kernel, columns, partial, name="eqx_norm_merge_sums")
     sum_g, sum_gd = (array[:, 0].reshape(shape) for array in partial)
@@ -144,7 +144,7 @@ def geometry(x: Any, inputs: int) -> Columns:
     return Columns(ensemble, length, channels, tiles)
 
 
-def _merging(columns: Columns) -> Columns:
+def merging(columns: Columns) -> Columns:
     """How the partial results of these are merged."""
     ensemble, partials, channels = columns.partials
     tiles = tiling.merge(partials, channels)
