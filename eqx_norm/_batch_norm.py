@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Int, PRNGKeyArray
 
 from eqx_norm import _approach, _arguments, _memory, _normalise
-from eqx_norm._normalise import Activation, Implementation
+from eqx_norm._normalise import Activation, BatchImplementation
 from eqx_norm.strategies import AbstractStrategy, Moments
 
 
@@ -65,6 +65,16 @@ class BatchNorm(eqx.nn.BatchNorm):
     a constant channel gives exactly `bias`; the output has the dtype of the input; `axis_name`
     is static, so that a layer may be passed through `jax.jit`.
 
+    **The same bits on 1, 2, 4 and 8 devices** are what `implementation="device_invariant"` is
+    for: of outputs, statistics, memory, and the gradients of x, weight and bias in reverse
+    mode. The batch is split evenly and in its order, over a power of two of devices, by
+    `jax.shard_map(..., check_vma=False)` around the `vmap`, with
+    `axis_name=("batch", "devices")` (or by `jax.jit`, which is slower); the approach and the
+    activation are made of elementwise operations. Sums then have an order of their own, and
+    every operation is rounded by itself: at most twice the time. Inside `shard_map` the first
+    device has the gradients of weight and bias, and the others 0. Sum them over devices, or
+    take their mean, as one does with the rest of a model; here that changes no bit.
+
     Ioffe and Szegedy, "Batch Normalization", https://arxiv.org/abs/1502.03167; the approaches
     are those of https://github.com/patrick-kidger/equinox/issues/659.
     """  # noqa: E501 (rows of the table)
@@ -76,7 +86,7 @@ class BatchNorm(eqx.nn.BatchNorm):
     momentum: float | None = eqx.field(static=True)
     activation: Activation | None
     unbiased: bool = eqx.field(static=True)
-    implementation: Implementation = eqx.field(static=True)
+    implementation: BatchImplementation = eqx.field(static=True)
 
     mode: ClassVar[None] = None
     ema_first_time_index: ClassVar[None] = None
@@ -97,7 +107,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         *,
         activation: Activation | None = None,
         unbiased: bool = False,
-        implementation: Implementation = "auto",
+        implementation: BatchImplementation = "auto",
     ):
         """**Arguments:**
 
@@ -127,6 +137,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             it serves and is worth its launch, and XLA elsewhere; `"xla"`, `"pallas_triton"`
             and `"pallas_mosaic"` (whole lines of channels, from an H100 and jax 0.12 on) take
             no other, and the latter two are an error where they cannot serve.
+            `"device_invariant"` gives the same bits on any number of devices (above).
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """
@@ -135,7 +146,7 @@ class BatchNorm(eqx.nn.BatchNorm):
                 f"input_size={input_size!r}: it is the number of channels, an int of 1 or more."
             )
         dtype = _arguments.weight_dtype(dtype)
-        _normalise.check(implementation)
+        _normalise.check(implementation, BatchImplementation)
         self.approach = _approach.resolve(approach, momentum)
         self.weight = jnp.ones((input_size,), dtype) if channelwise_affine else None
         self.bias = jnp.zeros((input_size,), dtype) if channelwise_affine else None
@@ -199,7 +210,8 @@ class BatchNorm(eqx.nn.BatchNorm):
             used = self.approach.infer(memory)
         else:
             batch = self._batch_moments(x, wide, mask)
-            used, learnt = self.approach.update(batch, memory)
+            update = _normalise.of_vectors(self.approach.update, self.implementation)
+            used, learnt = update(batch, memory)
             _memory.check_form(self.approach, memory, learnt)
             if inference is not False:  # only known at run time: jax.jit traces the flag
                 used = _select(inference, self.approach.infer(memory), used)
@@ -219,6 +231,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             mask=mask,
             wide=wide,
             implementation=self.implementation,
+            axis_name=self.axis_name,
         )
         if inference is not True:
             # Last of all: from here on nothing can fail, and the old state is used up.

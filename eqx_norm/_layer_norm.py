@@ -74,7 +74,7 @@ class LayerNorm(eqx.nn.LayerNorm):
                 "several, of 1 or more each."
             )
         dtype = _arguments.weight_dtype(dtype)
-        _normalise.check(implementation)
+        _normalise.check(implementation, Implementation)
         self.shape = tuple(map(int, sizes))
         self.eps = _arguments.checked_eps(eps)
         self.use_weight = bool(use_weight)

@@ -5,6 +5,7 @@ number of values: of float32, one is 6e-8. The same cases as in `experiments.acc
 fresh seeds, small and prime numbers of values, masks, and float64.
 """
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -38,10 +39,12 @@ each_shape = pytest.mark.parametrize("shape", PLAIN + SPATIAL, ids=str)
 few_examples = hypothesis.settings(max_examples=8)
 
 
-@jax.jit
-def train(weight, bias, x, dy, mask):
+@functools.partial(jax.jit, static_argnums=5)
+def train(weight, bias, x, dy, mask, implementation="auto"):
     """One training step: output, remembered mean and variance, and the gradients."""
-    layer, state = make(x.shape[1], "batch", eps=EPS, approach="batch")
+    layer, state = make(
+        x.shape[1], "batch", eps=EPS, approach="batch", implementation=implementation
+    )
 
     def forward(weight, bias, x):
         affine = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
@@ -66,10 +69,10 @@ def make_batch(random, x, *, affine=True, sum_of_y=False):
     return Batch(x, dy.astype(x.dtype), weight.astype(dtype), bias.astype(dtype))
 
 
-def check(batch, mask=None, scale=1.0):
+def check(batch, mask=None, scale=1.0, implementation="auto"):
     """Every quantity within its bound; `scale` is the ulp's, relative to float32."""
     y, mean, variance, dweight, dbias, dx = map(
-        np.asarray, train(batch.weight, batch.bias, batch.x, batch.dy, mask)
+        np.asarray, train(batch.weight, batch.bias, batch.x, batch.dy, mask, implementation)
     )
     counts = np.ones(y.shape[:1] + y.shape[2:], bool) if mask is None else mask
 

@@ -5,31 +5,43 @@ A layer takes the `moments` of its input, has a strategy decide which moments to
 """
 
 import math
-from typing import Any, Literal
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, rows, rule
+from . import elementwise, invariant, rows, rule
 from .elementwise import as_tree as as_tree
 from .reference import Activation as Activation
 from .reference import compute_dtype
 from .rule import AxisName as AxisName
 
 Implementation = Literal["auto", "xla", "pallas_triton", "pallas_mosaic"]
+# Of what is calculated over a batch.
+BatchImplementation = Literal[Implementation, "device_invariant"]
 
 
-def check(implementation: str) -> None:
-    """`ValueError` unless `implementation` is one that this version has."""
-    available = Implementation.__args__
+def check(implementation: str, available: Any) -> None:
+    """`ValueError` unless it is one of those that are `available`, a `Literal`."""
+    available = get_args(available)
     if implementation not in available:
         raise ValueError(
             f"implementation={implementation!r} is not available. Available are "
             f"{', '.join(map(repr, available))}; 'auto' takes the fastest that serves."
         )
+
+
+def of_vectors(
+    f: Callable[..., Any], implementation: BatchImplementation
+) -> Callable[..., Any]:
+    """`f`, which calculates small vectors of others, as `implementation` wants it done."""
+    return invariant.rounded(f) if implementation == "device_invariant" else f
 
 
 def count(x: Inexact[Array, " channels *spatial"], axis_name: AxisName) -> int:
@@ -64,7 +76,7 @@ def moments(
     mask: Bool[Array, "..."] | None = None,
     *,
     wide: Array | None = None,
-    implementation: Implementation = "auto",
+    implementation: BatchImplementation = "auto",
 ) -> Moments:
     """Moments of each channel over its spatial axes and the named axes.
 
@@ -81,6 +93,7 @@ def moments(
     **Returns:** `Moments` of shape `(channels,)`, in float32 or better. How they are computed,
     and how exactly: `reference.statistics`.
     """
+    how = _how(implementation, axis_name, x)
     if jnp.iscomplexobj(x):
         # A complex channel is two real ones, whose squared deviations add up.
         parts = moments(_parts(x), axis_name, mask, implementation=implementation)
@@ -92,9 +105,7 @@ def moments(
             _whole(parts.mean_rest, channels),
         )
     wide = _flat(widened(x) if wide is None else wide)
-    count, mean, rest, m2 = rule.moments(
-        _flat(x), wide, _flat_mask(x, mask), axis_name, implementation
-    )
+    count, mean, rest, m2 = rule.moments(_flat(x), wide, _flat_mask(x, mask), axis_name, how)
     # The mask is the same for all channels, and so is the count.
     return Moments(count[0], mean, m2, rest)
 
@@ -109,7 +120,8 @@ def normalise(
     activation: Activation | None = None,
     mask: Bool[Array, "..."] | None = None,
     wide: Array | None = None,
-    implementation: Implementation = "auto",
+    implementation: BatchImplementation = "auto",
+    axis_name: AxisName = (),
 ) -> Inexact[Array, " channels *spatial"]:
     r"""$y = \text{activation}((x - \text{mean}) \cdot \text{rstd} \cdot \text{weight} +
     \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
@@ -120,11 +132,12 @@ def normalise(
     may be `None`.
     """
     dtype = compute_dtype(x.dtype)
-    rstd = lax.rsqrt(used.variance + eps).astype(jnp.finfo(dtype).dtype)
+    rstd = of_vectors(_rstd, implementation)(used, eps=eps).astype(jnp.finfo(dtype).dtype)
     mean = used.mean.astype(dtype)
     # What a mean in float64 has more than float32 can hold is not lost.
     rest = ((used.mean - mean.astype(used.mean.dtype)) + used.mean_rest).astype(dtype)
     weight, bias = (None if v is None else v.astype(dtype) for v in (weight, bias))
+    how = _how(implementation, axis_name, x)
     activation = elementwise.function(activation)
     pure = activation is None or elementwise.is_pure(activation, x.shape, dtype)
     if any(v is not None and v.ndim > 1 for v in (weight, bias)):
@@ -139,15 +152,40 @@ def normalise(
         _flat(widened(x) if wide is None else wide),
         mean,
         rest,
-        rstd if weight is None else rstd * weight,
+        rstd if weight is None else of_vectors(operator.mul, implementation)(rstd, weight),
         jnp.zeros_like(rstd) if bias is None else bias,
         _flat_mask(x, mask),
     )
     if activation is None or pure:
-        y = rule.normalise(*operands, activation, implementation)
+        y = rule.normalise(*operands, activation, how)
+    elif isinstance(how, invariant.Across):
+        raise ValueError(
+            f"activation={activation} has arrays of its own, whose gradients are sums that "
+            f"JAX orders, and not implementation={implementation!r}. Apply it after the layer."
+        )
     else:
         y = rule.normalise_and(activation, x.shape, *operands)
     return y.astype(x.dtype).reshape(x.shape)
+
+
+def _rstd(used: Moments, *, eps: float) -> Array:
+    return lax.rsqrt(used.variance + eps)
+
+
+def _how(
+    implementation: BatchImplementation, axis_name: AxisName, x: Array
+) -> str | invariant.Across:
+    """What the passes are told."""
+    if implementation != "device_invariant":
+        return implementation
+    if jnp.iscomplexobj(x):
+        raise ValueError(
+            f"implementation={implementation!r} is for real input, and x has dtype {x.dtype}. "
+            "implementation='auto' takes it."
+        )
+    mesh = jax.sharding.get_abstract_mesh().manual_axes
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return invariant.Across(tuple(name for name in names if name in mesh))
 
 
 def normalise_row(
@@ -185,7 +223,7 @@ def _complex_affine(
     weight: Array | None,
     bias: Array | None,
     mask: Array | None,
-    implementation: Implementation,
+    implementation: BatchImplementation,
 ) -> Array:
     mean, rest = _parts(mean), _parts(rest)
     rstd = jnp.concatenate([rstd, rstd])

@@ -5,6 +5,8 @@ which JAX differentiates and transposes as usual. `how` is the implementation, w
 hands on to `pushed`, and that to `pulled`.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from jax.interpreters import ad
 from jaxtyping import Array
 
 from . import reference
+from .invariant import Across, from_first, product
 from .primitives import ACTIVATED, AFFINE, AGAIN, PULLED, PUSHED, SLOPE, SUMS
 from .reference import Activation
 
@@ -53,16 +56,18 @@ def _affine_tangent(primals: Any, tangents: Any) -> Array:
     return tangent if du is None else tangent + du
 
 
-def _linear_parts(primals: Any, tangents: Any) -> tuple[Array, Array, Array | None]:
+def _linear_parts(
+    primals: Any, tangents: Any, times: Callable[[Any, Any], Array] = operator.mul
+) -> tuple[Array, Array, Array | None]:
     """The tangent of `affine` is `affine(da, db) + du`."""
     a, b, _, mean, rest, *_ = primals
     da, db, dx, dmean, drest, *_ = tangents
     da, db = dense(da, a), dense(db, b)
     if not all_zero(dmean, drest):
         # Part of the shift, so that its transpose is part of the same sums.
-        da = da - b * (dense(dmean, mean) + dense(drest, rest))
+        da = da - times(b, dense(dmean, mean) + dense(drest, rest))
     da, db = jnp.broadcast_arrays(da, db)
-    return da, db, None if all_zero(dx) else b * dx.astype(b.dtype)
+    return da, db, None if all_zero(dx) else times(b, dx.astype(b.dtype))
 
 
 def _activated_jvp(
@@ -71,7 +76,13 @@ def _activated_jvp(
     a, b, x, mean, rest, *mask = primals
     a, b, mean, rest = AGAIN.bind(a, b, mean, rest)
     inner = (a, b, x, mean, rest, *mask)
-    da, db, du = _linear_parts(inner, tangents)
+    if isinstance(across := how.get("implementation"), Across):
+        da, db, du = _linear_parts(inner, tangents, product)
+        da, db = from_first([da, db], across)
+        # Of those that sum when transposed, only `pushed` does so in a fixed order.
+        du = jnp.zeros(x.shape, a.dtype) if du is None else du
+    else:
+        da, db, du = _linear_parts(inner, tangents)
     if du is None:
         (tangent,) = AFFINE.bind(da, db, *inner[2:])
         (tangent,) = SLOPE.bind(tangent, *inner, activation=activation)

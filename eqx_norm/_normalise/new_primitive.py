@@ -1,8 +1,9 @@
 """How a function becomes a primitive of JAX, with implementations of its own by platform.
 
-Here and in `primitives` and `derivatives`, and only here, JAX's interface for new primitives is
-used (`jax.extend.core`, `jax.interpreters`), which may change: checked with jax 0.10.2 and
-0.12.0.1, and by tests/test_primitives.py.
+Here, in `primitives`, `derivatives` and `invariant`, and of this package else only in
+`determinism`, JAX's interface for new primitives is used (`jax.extend.core`,
+`jax.interpreters`), which may change: checked with jax 0.10.2 and 0.12.0.1, and by
+tests/test_primitives.py.
 """
 
 import functools
@@ -17,6 +18,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from . import kernels
+from .invariant import Across
 
 Shapes = list[tuple[tuple[int, ...], Any]]
 Compute = Callable[..., Sequence[Array]]
@@ -29,6 +31,7 @@ def new_primitive(
     shapes: Callable[..., Shapes],
     full: Sequence[int],
     kernel: Callable[..., Compute | None] | None = None,
+    invariant: Compute | None = None,
 ) -> Primitive:
     """A primitive that computes `compute(*arrays, **parameters)`, or `on_cpu` on a CPU.
 
@@ -38,18 +41,25 @@ def new_primitive(
 
     A parameter `implementation` says whether a kernel is wanted: on a CUDA device,
     `kernel(implementation, partitioned, *arrays, **parameters)`, given arrays without their
-    values, is what to compute instead, or `None`.
+    values, is what to compute instead, or `None`. For the implementation `Across`, all
+    platforms compute `invariant`.
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
 
     def lower(function: Compute, context: Any, *arrays: Any, **parameters: Any) -> Any:
-        _refuse_kernels(parameters.pop("implementation", "auto"), kernel is not None)
+        implementation = parameters.pop("implementation", "auto")
+        if invariant is not None and isinstance(implementation, Across):
+            function = invariant
+        else:
+            _refuse_kernels(implementation, kernel is not None)
         return mlir.lower_fun(function, multiple_results=True)(context, *arrays, **parameters)
 
     def lower_for_cuda(
-        context: Any, *arrays: Any, implementation: str = "auto", **parameters: Any
+        context: Any, *arrays: Any, implementation: Any = "auto", **parameters: Any
     ) -> Any:
+        if isinstance(implementation, Across):
+            return lower(compute, context, *arrays, implementation=implementation, **parameters)
         # `jax.export` refuses kernels, unless it is told to trust them.
         if implementation == "auto" and context.module_context.lowering_parameters.for_export:
             implementation = "xla"
@@ -73,7 +83,7 @@ def new_primitive(
         return compiled(**parameters)(*arrays)
 
     @primitive.def_abstract_eval
-    def _(*arrays: Any, implementation: str = "auto", **parameters: Any) -> list[Any]:
+    def _(*arrays: Any, implementation: Any = "auto", **parameters: Any) -> list[Any]:
         del implementation
         # `update` keeps the mesh axes over which an abstract value varies.
         return [
@@ -123,7 +133,7 @@ def _sharding(arrays: Sequence[Any], shape: tuple[int, ...]) -> Any:
     return alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
 
 
-def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
+def _refuse_kernels(implementation: Any, has_kernel: bool) -> None:
     if has_kernel and implementation not in ("auto", "xla"):
         raise ValueError(
             f"implementation={implementation!r} is for CUDA devices, and this program is "

@@ -30,13 +30,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from . import kernels, reference, totals
+from . import invariant, kernels, reference, totals
 from .new_primitive import bind, new_primitive
 from .reference import Activation
 
 
 def statistics(
-    x: Array, mask: Array | None = None, *, implementation: str = "auto"
+    x: Array, mask: Array | None = None, *, implementation: Any = "auto"
 ) -> tuple[Array, Array, Array, Array]:
     """See `reference.statistics`."""
     count, mean, rest, m2 = bind(STATISTICS, x, mask, implementation=implementation)
@@ -50,9 +50,15 @@ def sums(
     rest: Array,
     mask: Array | None,
     shape: tuple[int, ...],
+    *,
+    implementation: Any = "auto",
 ) -> tuple[Array, Array]:
     """See `reference.sums`."""
-    sum_g, sum_gd = bind(SUMS, g, x, mean, rest, mask, shape=shape)
+    if isinstance(implementation, invariant.Across):
+        how: Any = {"activation": None, "implementation": implementation}
+        sum_g, sum_gd, _ = bind(PULLED, g, mean, rest, x, mean, rest, mask, shape=shape, **how)
+    else:
+        sum_g, sum_gd = bind(SUMS, g, x, mean, rest, mask, shape=shape)
     return sum_g, sum_gd
 
 
@@ -73,7 +79,7 @@ def activated(
     rest: Array,
     mask: Array | None = None,
     *,
-    implementation: str = "auto",
+    implementation: Any = "auto",
 ) -> Array:
     """See `reference.activated`; `activation` must not close over traced arrays.
 
@@ -139,6 +145,17 @@ def _pulled_of(
     return [*reference.sums(g, *centre, shape=shape, total=total), g]
 
 
+def _statistics_of_examples(x: Array, mask: Array | None = None) -> tuple[Array, ...]:
+    count, *moments = reference.statistics(x, mask, total=invariant.total)
+    # A constant, XLA would divide by in other ways than by the counts of other devices.
+    return jnp.where(jnp.isnan(moments[0]), 1, count), *moments
+
+
+def _pushed_from_sums(da: Array, *arrays: Array, **parameters: Any) -> list[Array]:
+    # On several devices -0 has been added to 0.
+    return _pushed_of(jnp.where(da == 0, 0, da), *arrays, **parameters)
+
+
 STATISTICS = new_primitive(
     "statistics",
     reference.statistics,
@@ -146,6 +163,7 @@ STATISTICS = new_primitive(
     lambda x, *_: [((*x.shape[:-3], x.shape[-2]), reference.compute_dtype(x.dtype))] * 4,
     full=[0],
     kernel=kernels.of_statistics,
+    invariant=invariant.rounded(_statistics_of_examples),
 )
 SUMS = new_primitive(
     "sums",
@@ -163,6 +181,7 @@ ACTIVATED = new_primitive(
     _activated_of,
     lambda a, b, x, *_, activation, dtype: [(x.shape, dtype)],
     full=[2],
+    invariant=invariant.rounded(_activated_of),
 )
 SLOPE = new_primitive(
     "slope",
@@ -177,6 +196,7 @@ PUSHED = new_primitive(
     _pushed_of,
     lambda da, db, du, *_, activation, dtype: [(du.shape, dtype)],
     full=[2, 5],
+    invariant=invariant.rounded(_pushed_from_sums),
 )
 PULLED = new_primitive(
     "pulled",
@@ -185,6 +205,9 @@ PULLED = new_primitive(
     lambda g, a, *_, activation, shape: [(shape, a.dtype)] * 2 + [(g.shape, a.dtype)],
     full=[0, 3],
     kernel=kernels.of_pulled,
+    invariant=invariant.rounded(
+        functools.partial(_pulled_of, total=invariant.total, slope=_slope_of)
+    ),
 )
 
 

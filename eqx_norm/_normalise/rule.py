@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 
 from eqx_norm.strategies import Moments
 
-from . import derivatives, primitives, reference
+from . import derivatives, invariant, primitives, reference
 from .reference import Activation
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -43,7 +43,7 @@ def moments(
     wide: Example,
     mask: Mask,
     axis_name: AxisName,
-    implementation: str,
+    implementation: Any,
     given: Sequence[Vector] | None = None,
 ) -> tuple[Vector, Vector, Vector, Vector]:
     """Count, mean, rest and m2 of each channel, over its values and the named axes.
@@ -55,20 +55,21 @@ def moments(
         given = _gathered(lax.stop_gradient(x), mask, axis_name, implementation)
     count, mean, rest, m2 = given
     # Both are 0, and so is what they add below; their derivatives are not.
-    sum_d, sum_d2 = lax.psum(_deviations(wide, x, mask, mean, rest), axis_name)
+    zeros = _deviations(implementation, wide, x, mask, mean, rest)
+    sum_d, sum_d2 = lax.psum(zeros, axis_name)
     n = jnp.maximum(count, 1)
     return count, mean + sum_d / n, rest, m2 + (sum_d2 - sum_d * sum_d / n)
 
 
-@jax.custom_jvp
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _deviations(
-    wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
+    implementation: Any, wide: Example, x: Example, mask: Mask, mean: Vector, rest: Vector
 ) -> tuple[Vector, Vector]:
     """What sum(x - mean) and sum((x - mean)^2) change by when x does and the mean does not.
 
     The value is 0, the derivative sum(dx) and 2 sum(dx (x - mean)).
     """
-    del x, mask, mean, rest
+    del implementation, x, mask, mean, rest
     # Selected, so that it is mapped where x is: the derivative will be, and where a custom_jvp
     # is differentiated after it was mapped, jax 0.10.2 takes the value's word for both.
     zero = jnp.where(False, wide[:, 0], 0)
@@ -76,16 +77,20 @@ def _deviations(
 
 
 @_deviations.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(implementation: Any, primals: Any, tangents: Any) -> Any:
     _, x, mask, mean, rest = primals
     columns = mean[:, None], rest[:, None]
-    sum_dx, sum_dx_d = primitives.sums(tangents[0], x, *columns, mask, columns[0].shape)
-    return _deviations(*primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
+    sum_dx, sum_dx_d = primitives.sums(
+        tangents[0], x, *columns, mask, columns[0].shape, implementation=implementation
+    )
+    return _deviations(implementation, *primals), (sum_dx[:, 0], 2 * sum_dx_d[:, 0])
 
 
 def _gathered(
-    x: Example, mask: Mask, axis_name: AxisName, implementation: str
+    x: Example, mask: Mask, axis_name: AxisName, implementation: Any
 ) -> tuple[Vector, Vector, Vector, Vector]:
+    if isinstance(implementation, invariant.Across):
+        return _gathered_examples(x, mask, axis_name, implementation)
     mesh = jax.sharding.get_abstract_mesh().manual_axes
     # Gathered over a mapped axis, an array is just not mapped any more: nothing is moved.
     x, mask = x[None], None if mask is None else mask[None]
@@ -103,6 +108,20 @@ def _gathered(
     return count, mean, rest, m2
 
 
+def _gathered_examples(
+    x: Example, mask: Mask, axis_name: AxisName, across: invariant.Across
+) -> tuple[Vector, Vector, Vector, Vector]:
+    """The same, merged of the moments of each example."""
+    one = x[None], None if mask is None else mask[None]
+    vectors = [v[None] for v in primitives.statistics(*one, implementation=across)]
+    for name in _names(axis_name):
+        if name not in across.mesh_axes:
+            vectors = [_gather(vector, name, tiled=True) for vector in vectors]
+    count, mean, rest, m2 = vectors
+    merged = invariant.merged(Moments(count[:, :1], mean, m2, rest), across, _gather)
+    return jnp.broadcast_to(merged.count, x.shape[:1]), merged.mean, merged.mean_rest, merged.m2
+
+
 def normalise(
     x: Example,
     wide: Example,
@@ -112,7 +131,7 @@ def normalise(
     bias: Vector,
     mask: Mask,
     activation: Activation | None,
-    implementation: str,
+    implementation: Any,
 ) -> Example:
     """`activation(bias + scale * (x - mean))` in the dtype of `x`; 0 where `mask` is false.
 
@@ -180,7 +199,7 @@ class _How(NamedTuple):
 
     activation: Activation | None
     dtype: jnp.dtype  # of the result
-    implementation: str
+    implementation: Any
 
 
 def _activated(how: _How, wide: Array, *operands: Any) -> Array:

@@ -43,8 +43,10 @@ def plain(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
     return tuple(lax.expand_dims(lax.reduce_sum(a, tuple(axes)), tuple(axes)) for a in arrays)
 
 
-def by_tree(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """All in one pass, 16 at a time."""
+def by_tree(
+    arrays: Sequence[Array], axes: Sequence[int], *, small: bool | None = None
+) -> tuple[Array, ...]:
+    """All in one pass, 16 at a time; `small` arrays 8 at a time at first."""
     if len(arrays) == 1:
         return (_by_halves(arrays[0], axes),)
     first = True
@@ -54,10 +56,11 @@ def by_tree(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
         axis = (
             axes[-1] if first and shape[axes[-1]] >= _FAN else max(axes, key=shape.__getitem__)
         )
-        most = _FAN // 2 if first and math.prod(shape) <= _SMALL else _FAN
+        is_small = math.prod(shape) <= _SMALL if small is None else small
+        most = _FAN // 2 if first and is_small else _FAN
         fan = _fan(shape[axis], most)
         if fan == 1:
-            return _in_parts(arrays, axes, axis, most)
+            return _in_parts(arrays, axes, axis, most, small)
         arrays = _sum_blocks(arrays, axis, fan, in_pairs=not first)
         first = False
     return _reduce(arrays, axes, keepdims=True)
@@ -72,13 +75,14 @@ def _by_halves(array: Array, axes: Sequence[int]) -> Array:
 
 
 def _in_parts(
-    arrays: Sequence[Array], axes: Sequence[int], axis: int, fan: int
+    arrays: Sequence[Array], axes: Sequence[int], axis: int, fan: int, small: bool | None
 ) -> tuple[Array, ...]:
     """With a size that has no divisor to use: what `fan` divides, and the rest."""
     size = arrays[0].shape[axis]
     whole = size - size % fan
-    front = by_tree([lax.slice_in_dim(a, 0, whole, axis=axis) for a in arrays], axes)
-    back = by_tree([lax.slice_in_dim(a, whole, size, axis=axis) for a in arrays], axes)
+    front = [lax.slice_in_dim(a, 0, whole, axis=axis) for a in arrays]
+    back = [lax.slice_in_dim(a, whole, size, axis=axis) for a in arrays]
+    front, back = (by_tree(part, axes, small=small) for part in (front, back))
     return tuple(map(lax.add, front, back))
 
 

@@ -1,0 +1,259 @@
+"""The same bits on any number of devices: `implementation="device_invariant"`.
+
+A sum depends on its order, and the order on how the batch is cut up. Here it is fixed: the
+values of each example in an order that knows nothing of other examples, then the examples by a
+tree that halves the batch as often as it can be halved. With a power of two of devices, each
+holds whole branches of that tree, and what is fetched from the others are the roots.
+
+        1 device         ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7))
+        2 devices        (      of the first   ) + (    of the second    )
+
+- Forward, the branches are `Moments`, joined by their `merge`.
+- Backward they are the sums of `pulled`, which must be complete before anything is calculated
+  of them: a product of sums is no sum of products to the bit. `from_first` sees to it. It hands
+  out tangents from the first device, so that, transposed, the sums are collected there, by the
+  tree, and are 0 on the others. What JAX sums over devices later on (in the gradient of x, and
+  of a weight) is one number and zeros: exact in any order.
+
+All other operations are elementwise. Addition, multiplication, division and square root are
+rounded correctly by every processor, so their order and their operands decide the result, as
+long as they stay what they are: LLVM makes one operation, rounded once, of a product and a sum
+in some loops and not in others, and XLA makes a product of a division by a constant. `rounded`
+prevents both, in a function and in its derivatives.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, ArrayLike
+
+from eqx_norm.strategies import Moments
+
+from . import totals
+
+# How two of something, a vector of each kind, become one.
+Two = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
+
+
+class Across(NamedTuple):
+    """What `implementation="device_invariant"` is to the passes: mesh axes, the major first."""
+
+    mesh_axes: tuple[Hashable, ...]
+
+
+# --- The order of sums.
+
+
+def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
+    """A `totals.Total`: the last axis has the values of an example, any other the examples."""
+    last = arrays[0].ndim - 1
+    for axis in sorted(axes, reverse=True):
+        if axis == last:
+            arrays = _of_values(arrays)
+        else:
+            sums = _of_examples([jnp.moveaxis(a, axis, 0) for a in arrays], _add)
+            arrays = [jnp.expand_dims(s, axis) for s in sums]
+    return tuple(arrays)
+
+
+def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
+    """Each summed along the last axis, in an order that depends on nothing but its size.
+
+    A reduction of several arrays is a loop of XLA's own, one number after the other. That of
+    one array is a library's, and one array is therefore summed as its two halves.
+    """
+    (*_, size), axis = arrays[0].shape, arrays[0].ndim - 1
+    if size == 1:
+        return arrays
+    if len(arrays) > 1:
+        return totals.by_tree(arrays, [axis], small=True)
+    whole = size - size % 2
+    front, back, odd = jnp.split(arrays[0], [whole // 2, whole], axis)
+    half = lax.add(*_of_values([front, back]))
+    return [half + odd if size > whole else half]
+
+
+def _of_examples(vectors: Sequence[Array], two: Two) -> Sequence[Array]:
+    """Along the first axis: an odd number of neighbours each time, then by halves."""
+    size = len(vectors[0])
+    halves = size & -size
+    blocks = [v.reshape(halves, size // halves, *v.shape[1:]) for v in vectors]
+    return _by_pairs(_by_pairs([v.swapaxes(0, 1) for v in blocks], two), two)
+
+
+def _by_pairs(vectors: Sequence[Array], two: Two) -> Sequence[Array]:
+    """Neighbours along the first axis, again and again; two steps are one pass."""
+    zeros = tuple(np.zeros((), v.dtype) for v in vectors)
+    while (size := len(vectors[0])) > 1:
+        if size > 2:
+            fill = [(0, -size % 4)] + [(0, 0)] * (vectors[0].ndim - 1)
+            padded = [jnp.pad(v, fill) for v in vectors]
+            vectors = two(tuple(v[::2] for v in padded), tuple(v[1::2] for v in padded))
+        pairs = [v.reshape(-1, 2, *v.shape[1:]) for v in vectors]
+        vectors = lax.reduce(tuple(pairs), zeros, two, [1])
+    return [v[0] for v in vectors]
+
+
+def _add(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
+    return tuple(map(lax.add, a, b))
+
+
+def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
+    both = rounded(_merge_moments)(tuple(a), tuple(b))
+    # What there is nothing of changes nothing, not even where a square overflows.
+    (count_a, *_), (count_b, *_) = a, b
+    return tuple(
+        jnp.where(count_a == 0, y, jnp.where(count_b == 0, x, v))
+        for x, y, v in zip(a, b, both, strict=True)
+    )
+
+
+def _merge_moments(a: Any, b: Any) -> list[Array]:
+    return jax.tree.leaves(Moments(*a).merge(Moments(*b)))
+
+
+def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> Moments:
+    """Of moments with an axis of examples in front, of all devices."""
+    vectors = _of_examples(jnp.broadcast_arrays(*jax.tree.leaves(examples)), _merge)
+    for name in reversed(across.mesh_axes):
+        devices = lax.psum(1, name)
+        if devices & (devices - 1):
+            raise ValueError(
+                f"The mesh axis {name!r} has {devices} devices, but "
+                "implementation='device_invariant' sums by a tree that halves the batch, of "
+                "which each device must hold a branch: their number must be a power of two. "
+                "implementation='auto' works with any, up to rounding."
+            )
+        vectors = _by_pairs(list(jnp.moveaxis(gather(jnp.stack(vectors), name), 1, 0)), _merge)
+    return jax.tree.unflatten(jax.tree.structure(examples), vectors)
+
+
+def from_first(vectors: Sequence[Array], across: Across) -> list[Array]:
+    """What the first device has. Transposed: the sum of all devices' there, and 0 elsewhere."""
+    spread = jnp.stack(vectors)
+    for name in across.mesh_axes:
+        index, size = lax.axis_index(name), lax.psum(1, name)
+        stride = size // 2
+        while stride:
+            pairs = [(i, i + stride) for i in range(0, size, 2 * stride)]
+            sent = lax.ppermute(spread, name, pairs)
+            spread = jnp.where(index % (2 * stride) == stride, sent, spread)
+            stride //= 2
+    return list(spread)
+
+
+# --- Each operation rounded on its own.
+
+
+def rounded(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, of pytrees of arrays; no product becomes half of a fused multiply-add."""
+
+    @functools.wraps(f)
+    def call(*args: Any, **static: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(functools.partial(f, **static), return_shape=True)(
+            *args
+        )
+        results = _evaluate(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+def _evaluate(closed: Any, arrays: Sequence[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    values = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True)
+    )
+
+    def read(atoms: Any) -> Iterator[Any]:
+        return (a.val if isinstance(a, Literal) else values[a] for a in atoms)
+
+    for equation in jaxpr.eqns:
+        name, inputs = equation.primitive.name, list(read(equation.invars))
+        floats = jnp.issubdtype(getattr(equation.outvars[0].aval, "dtype", bool), np.floating)
+        if name in ("jit", "pjit"):
+            results = _evaluate(equation.params["jaxpr"], inputs)
+        elif floats and name in _ROUNDED:
+            results = [_ROUNDED[name](*inputs, **equation.params)]
+        else:
+            parameters = equation.primitive.get_bind_params(equation.params)
+            results = equation.primitive.bind(*inputs, **parameters)
+            results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return list(read(jaxpr.outvars))
+
+
+def product(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
+    """`a * b`; its derivatives are products of this kind, too."""
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    ndim = max(a.ndim, b.ndim)
+    a, b = (lax.expand_dims(v, range(ndim - v.ndim)) for v in (a, b))
+    return PRODUCT.bind(a, b)
+
+
+def _power(x: ArrayLike, *, y: int) -> Array:
+    if y < 0:
+        return _quotient(jnp.ones_like(x), _power(x, y=-y))
+    return functools.reduce(product, [x] * y, jnp.ones_like(x)) if y != 2 else product(x, x)
+
+
+def _quotient(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
+    """Where a or b is not a number, nor is a/b. So XLA sees neither a constant nor a root,
+    of which it would make products."""
+    return lax.div(
+        a, jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, b).astype(jnp.result_type(b))
+    )
+
+
+@jax.custom_jvp
+def _rsqrt(x: ArrayLike) -> Array:
+    """There are processors with a fast and a less exact instruction for it."""
+    return _quotient(jnp.ones_like(x), lax.sqrt(x))
+
+
+@_rsqrt.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    r = _rsqrt(*primals)
+    return r, product(product(-r / 2, product(r, r)), *tangents)
+
+
+_ROUNDED: dict[str, Callable[..., Array]] = {
+    "mul": product,
+    "div": _quotient,
+    "rsqrt": lambda x, **_: _rsqrt(x),
+    "square": lambda x: product(x, x),
+    "integer_pow": _power,
+}
+
+
+def _product(a: Array, b: Array) -> Array:
+    p = a * b
+    # LLVM cannot look through a selection. (It can through `optimization_barrier`, which is
+    # gone by then; jax 0.10.2 and 0.12.0.1.)
+    return jnp.where(jnp.isnan(p), jnp.nan, p).astype(p.dtype)
+
+
+def _transposed(ct: Any, linear: Any, other: Any) -> Array:
+    ct = PRODUCT.bind(ct, other)
+    shape = linear.aval.shape
+    axes = [i for i, (had, has) in enumerate(zip(shape, ct.shape, strict=True)) if had != has]
+    return ct.sum(axes, keepdims=True)
+
+
+PRODUCT = Primitive("eqx_norm_product")
+PRODUCT.def_impl(jax.jit(_product))
+PRODUCT.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b, out_dtype=None)[0])
+mlir.register_lowering(PRODUCT, mlir.lower_fun(_product, multiple_results=False))
+batching.defbroadcasting(PRODUCT)
+ad.defbilinear(
+    PRODUCT,
+    lambda ct, a, b: _transposed(ct, a, b),
+    lambda ct, a, b: _transposed(ct, b, a),
+)
