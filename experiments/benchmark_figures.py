@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from . import benchmark_runs, benchmark_targets, results
-from .benchmark_layers import BOTH, OURS
+from .benchmark_layers import BOTH, INVARIANT, OURS
 from .benchmark_parts import PARTS
 from .benchmark_runs import Runs, Shape
 
@@ -25,6 +25,7 @@ from .stability_figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILIO
 # In this order from left to right; shapes for print and for any colour vision.
 STYLE: dict[str, dict[str, Any]] = {
     OURS: {"color": BLUE, "marker": "o", "markersize": 6.5},
+    INVARIANT: {"color": BLUE, "marker": "o", "markerfacecolor": "white"},
     "torch": {"color": ORANGE, "marker": "s"},
     "flax linen": {"color": GREEN, "marker": "^"},
     "flax nnx": {"color": SKY, "marker": "v"},

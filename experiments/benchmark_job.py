@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from . import results
-from .benchmark_layers import EQUINOX, FLAX, OURS
+from .benchmark_layers import EQUINOX, FLAX, INVARIANT, OURS
 from .benchmark_runs import Shape
 
 MEASURED = ("time", "compile", "stack", "growth")
@@ -30,7 +30,7 @@ class Job:
         (64, 512),
     )
     dtypes: tuple[str, ...] = ("f32", "bf16")
-    contestants: tuple[str, ...] = (OURS, *EQUINOX, *FLAX, "torch")
+    contestants: tuple[str, ...] = (OURS, INVARIANT, *EQUINOX, *FLAX, "torch")
     rounds: int = 20
     measured: tuple[str, ...] = MEASURED
     # Of a compilation, the median of so many.

@@ -107,13 +107,24 @@ def _equinox(
     return apply, tuple(leaves)
 
 
-def _ours(channels: int, dtype: jnp.dtype, depth: int) -> tuple[Apply, State]:
-    def layer() -> BatchNorm:
-        return BatchNorm(
-            channels, AXIS, EPS, momentum=MOMENTUM, approach="batch", activation=jax.nn.relu
-        )
+def _ours(
+    implementation: Literal["auto", "device_invariant"],
+) -> Callable[..., tuple[Apply, State]]:
+    def make(channels: int, dtype: jnp.dtype, depth: int) -> tuple[Apply, State]:
+        def layer() -> BatchNorm:
+            return BatchNorm(
+                channels,
+                AXIS,
+                EPS,
+                momentum=MOMENTUM,
+                approach="batch",
+                activation=jax.nn.relu,
+                implementation=implementation,
+            )
 
-    return _equinox(lambda: [layer() for _ in range(depth)], lambda y: y)
+        return _equinox(lambda: [layer() for _ in range(depth)], lambda y: y)
+
+    return make
 
 
 def _theirs(mode: Literal["ema", "batch"]) -> Callable[..., tuple[Apply, State]]:
@@ -181,11 +192,12 @@ def _nnx(channels: int, dtype: jnp.dtype, depth: int) -> tuple[Apply, State]:
     return apply, tuple(leaves)
 
 
-OURS = "eqx-norm"
+OURS, INVARIANT = "eqx-norm", "device invariant"
 EQUINOX = ("equinox ema", "equinox batch")
 FLAX = ("flax linen", "flax nnx")
 JAX_LAYERS = {
-    OURS: Peer(_ours),
+    OURS: Peer(_ours("auto")),
+    INVARIANT: Peer(_ours("device_invariant")),
     # The mode "ema" mixes bf16 and f32 in one `select`, and fails.
     "equinox ema": Peer(_theirs("ema"), dtypes=("f32",)),
     "equinox batch": Peer(_theirs("batch")),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .benchmark_agreement import TOLERANCE
-from .benchmark_layers import BOTH, EQUINOX, FLAX, OURS
+from .benchmark_layers import BOTH, EQUINOX, FLAX, INVARIANT, OURS
 from .benchmark_parts import PARTS
 from .benchmark_runs import Row, Runs, Shape, named
 
@@ -155,6 +155,24 @@ def _growth(runs: Runs) -> tuple[str, bool]:
     return f"exponent {exponent:.3f}{beside}", 0.9 <= exponent <= 1.1
 
 
+def _invariance(runs: Runs) -> tuple[str, bool]:
+    """Of the normal mode's, in either dtype."""
+    rows = {
+        (row.shape, row.dtype, row.contestant): row.median
+        for row in runs
+        if row.part == "layer" and row.program == BOTH and not math.isnan(row.median)
+    }
+    ratios = [
+        (of / rows[shape, dtype, OURS], f"{named(shape)} {dtype}")
+        for (shape, dtype, contestant), of in rows.items()
+        if contestant == INVARIANT and (shape, dtype, OURS) in rows
+    ]
+    if not ratios:
+        raise _NotRunError
+    worst, where = max(ratios)
+    return f"{worst:.2f} of {OURS} on {where}", worst <= 2
+
+
 SAME = "1. f32: all contestants give the same, to 1e-4"
 LEAN = "8. f32: temporaries at most 0.1 of x's bytes"
 # Times are of forward + backward; "the faster" is so shape by shape.
@@ -185,6 +203,7 @@ TARGETS: dict[str, Callable[[Runs], tuple[str, bool]]] = {
     "10. one layer compiles no slower than Equinox's": lambda runs: _compile(runs, "layer"),
     "11. so does a stack of 50": lambda runs: _compile(runs, "stack"),
     "12. the cost grows linearly: exponent 0.9 to 1.1": _growth,
+    "13. the device-invariant mode: at most twice the time": _invariance,
 }
 
 

@@ -16,13 +16,13 @@ from experiments import (
     benchmark_timing,
     benchmark_torch,
 )
-from experiments.benchmark_layers import BOTH, EQUINOX, FLAX, OURS
+from experiments.benchmark_layers import BOTH, EQUINOX, FLAX, INVARIANT, OURS
 
 
 @pytest.mark.parametrize("shape", [(6, 5, 4, 3), (16, 5)], ids=str)
 @pytest.mark.parametrize("dtype", benchmark_layers.DTYPES)
 def test_contestants_agree(shape, dtype):
-    assert_agreement((OURS, *EQUINOX), shape, dtype)
+    assert_agreement((OURS, INVARIANT, *EQUINOX), shape, dtype)
 
 
 @pytest.mark.peers

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from experiments import benchmark_targets
-from experiments.benchmark_layers import BOTH, EQUINOX, FLAX, OURS
+from experiments.benchmark_layers import BOTH, EQUINOX, FLAX, INVARIANT, OURS
 from experiments.benchmark_parts import COPY, PARTS
 from experiments.benchmark_runs import Row
 
@@ -18,6 +18,7 @@ def fabricated(**slower: float) -> list[Row]:
         for dtype in ("f32", "bf16"):
             time = {OURS: 10.0, "torch": 15.0, PARTS: 9.5, COPY: 2.0}
             time |= dict.fromkeys(EQUINOX, 40.0) | dict.fromkeys(FLAX, 14.0)
+            time[INVARIANT] = 20.0 * slower.get("invariant", 1.0) * slower.get(dtype, 1.0)
             time[OURS] *= slower.get(dtype, 1.0)
             for name, ms in time.items():
                 times = {"median": ms, "low": 0.9 * ms, "high": 1.2 * ms, "calls": 1}
@@ -60,6 +61,7 @@ def test_each_verdict_follows_its_numbers():
     assert missed(fabricated(stack=1.3)) == [11]
     assert missed(fabricated(exponent=1.2)) == [12]
     assert missed(fabricated(exponent=0.8)) == [12]
+    assert missed(fabricated(invariant=1.1)) == [13]
     assert missed(changed(OURS, temporaries=0.11)) == [8]
     assert missed(changed(OURS, compile_seconds=0.21)) == [10]
     assert missed(changed("torch", deviation=1e-3)) == [1]

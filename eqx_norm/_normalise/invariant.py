@@ -137,6 +137,8 @@ def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> M
 
 def from_first(vectors: Sequence[Array], across: Across) -> list[Array]:
     """What the first device has. Transposed: the sum of all devices' there, and 0 elsewhere."""
+    if not across.mesh_axes:
+        return list(vectors)
     spread = jnp.stack(vectors)
     for name in across.mesh_axes:
         index, size = lax.axis_index(name), lax.psum(1, name)
