@@ -7,9 +7,10 @@ VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest
 GPU_COMPILE := .venv-gpu-compile
+GPU := .venv-gpu
 SOURCES := eqx_norm strategies experiments tests
 
-.PHONY: help setup stability accuracy benchmark experiments gpu-compile-check figures \
+.PHONY: help setup stability accuracy benchmark experiments gpu-compile-check gpu figures \
 	test test-peers test-newest lint format clean
 
 help: ## list the targets
@@ -48,12 +49,21 @@ gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (
 		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
 	fi
 
+gpu: ## measure on a CUDA GPU: bits, errors, time beside Flax and PyTorch (7 GB)
+	@if python=$$(sh scripts/newer-python.sh 3.12); then \
+		$(MAKE) --no-print-directory $(GPU)/ready NEWER_PYTHON="$$python" && \
+		$(GPU)/bin/python -m experiments.gpu; \
+	else \
+		echo "gpu: no Python 3.12 or later was found here; nothing measured"; \
+	fi
+
 figures: $(VENV)/ready ## redraw the committed figures from the committed results
 	$(VENV)/bin/python -m experiments.stability_figures
 	$(VENV)/bin/python -m experiments.accuracy_figures
 	$(VENV)/bin/python -m experiments.layer_norm_figure
 	$(VENV)/bin/python -m experiments.variance_clipping_figures
 	$(VENV)/bin/python -m experiments.benchmark_figures
+	$(VENV)/bin/python -m experiments.gpu_run_figure
 
 test: $(VENV)/ready ## all tests that need no peers
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
@@ -80,7 +90,7 @@ format: $(VENV)/ready ## let ruff put the sources in order
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, builds and caches
-	rm -rf $(VENV) $(PEERS) $(NEWEST) $(GPU_COMPILE) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(NEWEST) $(GPU_COMPILE) $(GPU) build dist .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/ready: pyproject.toml constraints.txt scripts/environment.sh
@@ -96,3 +106,6 @@ $(GPU_COMPILE)/ready: pyproject.toml constraints-gpu-compile.txt scripts/environ
 		scripts/gpu-compile-environment.sh
 	sh scripts/gpu-compile-environment.sh "$(NEWER_PYTHON)" $(GPU_COMPILE) \
 		constraints-gpu-compile.txt
+
+$(GPU)/ready: pyproject.toml constraints-gpu.txt scripts/environment.sh scripts/gpu-environment.sh
+	sh scripts/gpu-environment.sh "$(NEWER_PYTHON)" $(GPU) constraints-gpu.txt
