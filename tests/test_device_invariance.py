@@ -2,10 +2,6 @@
 
 import json
 import operator
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import equinox as eqx
 import hypothesis
@@ -21,28 +17,15 @@ from eqx_norm.strategies import Moments
 
 from .helpers import bits, call, make
 from .over_devices import CASES, QUANTITIES
+from .processes import on_devices
 from .test_accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 
-ROOT = Path(__file__).parents[1]
 MODE = "device_invariant"
 
 
 @pytest.fixture(scope="module")
 def found():
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.over_devices"],
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "JAX_PLATFORMS": "cpu",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(on_devices(8, "-m", "tests.over_devices").stdout)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)

@@ -3,11 +3,7 @@
 That the kernels compute the right thing, tests/test_pallas_triton.py holds.
 """
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,6 +13,7 @@ import pytest
 from eqx_norm import BatchNorm, LayerNorm
 
 from .helpers import over_batch
+from .processes import on_devices
 
 DEVICES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
 FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_pulled_sums"
@@ -267,20 +264,11 @@ def test_what_is_exported_has_none():
 def test_operands_that_jit_has_sharded_are_not_gathered(implementation):
     """In a process of its own, which has two devices."""
     script = SHARDED.format(implementation=implementation)
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = on_devices(2, "-W", "error", "-c", script)
     said = {"auto": "no kernel", "pallas_triton": "ValueError: XLA partitions this program"}
     assert ran.stdout.splitlines() == [said[implementation], "a kernel inside shard_map"]
 
 
-ROOT = Path(__file__).parents[1]
 SHARDED = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P

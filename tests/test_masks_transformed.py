@@ -1,10 +1,6 @@
 """Masks under every transformation, and unequal counts over several axes and devices."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import chex
 import jax
@@ -26,8 +22,7 @@ from .masking import (
     unpadded,
     untrained,
 )
-
-ROOT = Path(__file__).parents[1]
+from .processes import on_devices
 
 
 def test_masks_are_traced():
@@ -157,13 +152,4 @@ check(("devices", "batch"), "smooth_start")
 
 
 def test_unequal_counts_over_devices():
-    flags = "--xla_force_host_platform_device_count=2"
-    result = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    on_devices(2, "-c", SHARDED)

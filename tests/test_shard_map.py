@@ -3,14 +3,9 @@
 Runs in a process of its own, because the number of CPU devices is fixed when JAX starts.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from .processes import on_devices
 
 SCRIPT = """
 import sys
@@ -47,18 +42,6 @@ for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    flags = "--xla_force_host_platform_device_count=2"
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -69,10 +52,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ids="-".join,
 )
 def test_equals_one_device(arguments):
-    result = run(*arguments)
-    assert result.returncode == 0, result.stderr
+    on_devices(2, "-c", SCRIPT, *arguments)
 
 
 def test_with_check_vma_a_sentence_says_what_to_do():
-    result = run("batch+devices", "batch", "check_vma")
+    how = "batch+devices", "batch", "check_vma"
+    result = on_devices(2, "-c", SCRIPT, *how, fails=True)
     assert "jax.shard_map(..., check_vma=False) around this layer" in result.stderr
