@@ -34,6 +34,7 @@ experiments: $(PEERS)/ready ## all of them: every committed table and figure ane
 	$(PEERS)/bin/python -m experiments.layer_norm
 	$(PEERS)/bin/python -m experiments.state_consistency
 	$(PEERS)/bin/python -m experiments.variance_clipping
+	$(PEERS)/bin/python -m experiments.determinism
 	$(PEERS)/bin/python -m experiments.benchmark
 	$(PEERS)/bin/python -m experiments.benchmark --memory kept
 	$(MAKE) --no-print-directory gpu-compile-check
@@ -44,7 +45,8 @@ gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
 		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile && \
-		$(GPU_COMPILE)/bin/python -m experiments.gpu_kernels; \
+		$(GPU_COMPILE)/bin/python -m experiments.gpu_kernels && \
+		$(GPU_COMPILE)/bin/python -m experiments.determinism_gpu; \
 	else \
 		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
 	fi
@@ -62,6 +64,7 @@ figures: $(VENV)/ready ## redraw the committed figures from the committed result
 	$(VENV)/bin/python -m experiments.accuracy_figures
 	$(VENV)/bin/python -m experiments.layer_norm_figure
 	$(VENV)/bin/python -m experiments.variance_clipping_figures
+	$(VENV)/bin/python -m experiments.determinism_figure
 	$(VENV)/bin/python -m experiments.benchmark_figures
 	$(VENV)/bin/python -m experiments.gpu_run_figure
 

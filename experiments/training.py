@@ -77,7 +77,7 @@ def train(
     test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
     columns: defaultdict[str, list[Any]] = defaultdict(list)
     for i, indices in enumerate(_order(len(labels), steps, seed), start=1):
-        model, state, optimiser_state, values = _step(
+        model, state, optimiser_state, values = step(
             model,
             state,
             optimiser_state,
@@ -121,7 +121,7 @@ def _loss(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> Any:
 # core, 12 times slower in the large network. Seeds run one after the other: as an ensemble
 # under an outer vmap the same step takes 1.6 (small) and 4 (large) times as long per seed.
 @eqx.filter_jit
-def _step(
+def step(
     model: Any,
     state: eqx.nn.State,
     optimiser_state: Any,

@@ -57,6 +57,15 @@ def test_the_operation_knows_of_strategies_only_their_moments():
                 assert line == "from eqx_norm.strategies import Moments"
 
 
+def test_the_probe_and_the_layers_know_nothing_of_each_other():
+    package = ROOT / "eqx_norm"
+    for path in package.rglob("*.py"):
+        inside = path.is_relative_to(package / "determinism")
+        for name in imports(path):
+            of_layers = name.startswith(("..", "eqx_norm"))
+            assert not (of_layers if inside else "determinism" in name), (path, name)
+
+
 def test_the_layer_has_no_branch_on_the_strategy():
     source = (ROOT / "eqx_norm" / "_batch_norm.py").read_text(encoding="utf-8")
     code = ast.parse(source)
@@ -66,7 +75,7 @@ def test_the_layer_has_no_branch_on_the_strategy():
 
 
 def test_the_package_s_init_is_a_table_of_contents():
-    for name in ("eqx_norm", "strategies"):
+    for name in ("eqx_norm", "strategies", "eqx_norm/determinism"):
         code = ast.parse((ROOT / name / "__init__.py").read_text(encoding="utf-8"))
         docstring, *rest = code.body
         assert isinstance(docstring, ast.Expr)

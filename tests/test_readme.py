@@ -10,6 +10,8 @@ from experiments import (
     accuracy_measured,
     benchmark,
     benchmark_runs,
+    determinism,
+    determinism_runs,
     gpu_compile,
     gpu_kernels_tables,
     layer_norm,
@@ -62,6 +64,7 @@ TABLES = {
     "variance_clipping": lambda path: variance_clipping_tables.summary(
         variance_clipping_runs.load(path)
     ),
+    "determinism": lambda path: determinism.summary(determinism_runs.load(path)),
     "benchmark": lambda path: benchmark.summary(benchmark_runs.load(path)),
     "benchmark_kept-memory": lambda path: benchmark.verdicts(benchmark_runs.load(path)),
     "gpu_compile": gpu_compile.summary,

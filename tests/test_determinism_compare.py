@@ -1,0 +1,170 @@
+"""The verdict on two ledgers: where they part first, and by how much."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from eqx_norm.determinism import Ledger, LedgerError, compare, monitor, read, recorded
+from eqx_norm.determinism.__main__ import main
+from eqx_norm.determinism._difference import difference
+
+from .helpers import normal
+
+ROOT = Path(__file__).parents[1]
+X = normal(0, (2, 3))
+
+
+def loss(x, weight):
+    h = monitor(jnp.tanh(x), "h")
+    y = lax.cond(
+        weight[0] > 0, lambda h: monitor(h * weight, "yes"), lambda h: monitor(h, "no"), h
+    )
+    return jnp.sum(monitor(y, "y") ** 2)
+
+
+step = jax.jit(recorded(jax.value_and_grad(loss)))
+keeping = jax.jit(recorded(jax.value_and_grad(loss), keep_values=True))
+WEIGHT = jnp.array([1.0, 2.0, 3.0])
+
+
+def written(path, weights, step=step, start=0):
+    with Ledger(path) as ledger:
+        for i, weight in enumerate(weights, start=start):
+            ledger.append(i, step(X, weight)[1])
+    return path
+
+
+def up(x, ulps=1):
+    bits = np.asarray(x).view(np.int32) + ulps
+    return jnp.asarray(bits.view(np.float32))
+
+
+def test_the_same(tmp_path):
+    pair = [written(tmp_path / name, [WEIGHT] * 3) for name in "ab"]
+    verdict = compare(*pair)
+    assert verdict == (True, 24, "the same: 24 rows of 3 steps agree, to the bit", *[None] * 3)
+    assert main(["compare", *map(str, pair)]) == 0
+
+
+def test_the_first_difference_is_named(tmp_path, capsys):
+    changed = WEIGHT.at[1].set(up(WEIGHT[1]))
+    a = written(tmp_path / "a", [WEIGHT] * 3)
+    b = written(tmp_path / "b", [WEIGHT, changed, changed])
+    verdict = compare(a, b)
+    assert not verdict.same
+    assert (verdict.step, verdict.probe, verdict.kind) == (1, "yes", "forward")
+    assert verdict.agreed == 10
+    lines = str(verdict).split("\n  ")
+    assert lines[0] == "step 1: `yes` forward"
+    assert lines[1].startswith("fingerprints ")
+    assert "values were not kept: recorded(step, keep_values=True)" in lines[2]
+    assert lines[3] == "before it, 10 rows agree; the last is step 1: `no` forward"
+    assert main(["compare", str(a), str(b)]) == 1
+    assert capsys.readouterr().out == f"{verdict}\n"
+
+
+def test_kept_values_say_by_how_much(tmp_path):
+    changed = WEIGHT.at[2].set(up(WEIGHT[2], 3))
+    a = written(tmp_path / "a", [WEIGHT], keeping)
+    b = written(tmp_path / "b", [changed], keeping)
+    contents = read(a)
+    h = contents.values(contents.rows[0])
+    y, other = (h * np.asarray(weight) for weight in (WEIGHT, changed))
+    ulps = np.abs(y.view(np.int32) - other.view(np.int32)).max()
+    text = str(compare(a, b))
+    assert "2 of 6 elements differ" in text
+    assert f"the first is [0, 2]: {y[0, 2]!s} and {other[0, 2]!s}" in text
+    assert f"max difference {np.abs(y - other).max():.6g}, {ulps} ulp" in text
+
+
+def test_another_branch(tmp_path):
+    a = written(tmp_path / "a", [WEIGHT, WEIGHT])
+    b = written(tmp_path / "b", [WEIGHT, -WEIGHT])
+    verdict = compare(a, b)
+    assert (verdict.step, verdict.probe) == (1, "no")
+    assert f"only {b} has passed it: the other took another branch" in str(verdict)
+
+
+def test_shapes_and_dtypes(tmp_path):
+    identity = jax.jit(recorded(lambda x: monitor(x, "x")))
+    paths = []
+    for name, x in (("a", X), ("b", X[:1]), ("c", X.astype(jnp.bfloat16))):
+        with Ledger(tmp_path / name) as ledger:
+            ledger.append(0, identity(x)[1])
+        paths.append(ledger.path)
+    assert "shape: (2, 3) and (1, 3)" in str(compare(paths[0], paths[1]))
+    assert "dtype: float32 and bfloat16" in str(compare(paths[0], paths[2]))
+    assert "nothing comes before it" in str(compare(paths[0], paths[2]))
+
+
+def test_a_run_that_went_on(tmp_path):
+    a = written(tmp_path / "a", [WEIGHT] * 2)
+    b = written(tmp_path / "b", [WEIGHT] * 3)
+    verdict = compare(a, b)
+    assert (verdict.same, verdict.agreed, verdict.step) == (False, 16, None)
+    assert f"{a} ends before step 2: `h` forward, with which {b} goes on" in str(verdict)
+
+
+def test_another_program_is_an_error(tmp_path, capsys):
+    a = written(tmp_path / "a", [WEIGHT])
+    b = written(tmp_path / "b", [WEIGHT], start=1)
+    with pytest.raises(LedgerError, match="step 0: `h` forward, the other has step 1: `h`"):
+        compare(a, b)
+    other = jax.jit(recorded(lambda x, weight: monitor(x, "other")))
+    with pytest.raises(LedgerError, match="not of the same program.*`h` forward.*`other`"):
+        compare(a, written(tmp_path / "c", [WEIGHT], other))
+    assert main(["compare", str(a), str(b)]) == 2
+    assert "the same probes and the same steps" in capsys.readouterr().err
+
+
+def f32(*values):
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (f32(1, 2), f32(1, 2.5), "max difference 0.5, 2097152 ulp"),
+        (f32(0.0), f32(-0.0), "max difference 0, 0 ulp"),
+        (f32(1e-45), f32(-1e-45), "max difference 2.8026e-45, 2 ulp"),
+        (f32(np.inf, 1), f32(1, 2), "1 of them are not finite in one or both"),
+        (f32(np.nan), f32(1), "1 of 1 elements differ"),
+        (np.array([3, -4]), np.array([3, 4]), "max difference 8"),
+        (np.array([0], np.uint64), np.array([2**64 - 1], np.uint64), f"{2**64 - 1}"),
+        (np.array([True]), np.array([False]), "the first is [0]: True and False"),
+        (np.array([1 + 1j], np.complex64), np.array([1 + 2j], np.complex64), "8388608 ulp"),
+        (np.array([1.0]), np.array([-1.0]), "max difference 2, 9214364837600034816 ulp"),
+        (jnp.bfloat16(1), jnp.bfloat16(2), "the first is []: 1 and 2"),
+        (jnp.bfloat16(1), jnp.bfloat16(2), "max difference 1, 128 ulp"),
+    ],
+    ids=map(str, range(12)),
+)
+def test_differences(a, b, expected):
+    assert expected in difference(np.asarray(a), np.asarray(b))
+
+
+def test_help_teaches_and_bad_arguments_end_with_2():
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "eqx_norm.determinism", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    result = run("--help")
+    assert result.returncode == 0
+    for word in ("compare", "monitor_module", "recorded(train_step", "exit status: 0"):
+        assert word in result.stdout
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", "a"])
+    assert main(["compare", "no such file", "neither"]) == 2
