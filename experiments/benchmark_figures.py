@@ -155,7 +155,7 @@ def draw(folder: Path, stem: str) -> list[Path]:
             [handles[i] for i in order],
             [labels[i] for i in order],
             loc="outside lower center",
-            ncols=len(labels),
+            ncols=min(len(labels), 4),
         )
     path = folder / "figures" / f"{stem}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
