@@ -91,7 +91,9 @@ def compiler(device: str, folder: Path) -> Compile:
             path.unlink()
         with pallas_triton.quiet(), gpu_kernels_mosaic.quiet():
             text = to_hlo(f, *arguments)
-        return text, [*gpu_kernels_code.read(folder), *gpu_kernels_mosaic.read(folder)]
+        codes = [*gpu_kernels_code.read(folder), *gpu_kernels_mosaic.read(folder)]
+        # XLA's threads write them in any order.
+        return text, sorted(codes, key=lambda code: code.name)
 
     return compile_
 
