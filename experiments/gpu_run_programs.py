@@ -120,8 +120,10 @@ class Repeated:
         self._written = call(leaves, self._given, self._written)
 
     def time(self, calls: int) -> Taken:
-        wait = lambda: jax.block_until_ready(self._written)  # noqa: E731
-        return gpu_run_timing.by_the_clock(self._call, wait, calls)
+        return gpu_run_timing.by_the_clock(self._call, self._wait, calls)
+
+    def _wait(self) -> None:
+        jax.block_until_ready(self._written)
 
 
 class Noise:
