@@ -10,7 +10,13 @@ from typing import Any
 
 import jax
 
-from eqx_norm._normalise import pallas_mosaic, pallas_triton, pallas_triton_rows, tiling
+from eqx_norm._normalise import (
+    kernels,
+    pallas_mosaic,
+    pallas_triton,
+    pallas_triton_rows,
+    tiling,
+)
 from eqx_norm._normalise.pallas_triton_tiles import Columns
 from eqx_norm._normalise.tiling import Tiling
 
@@ -89,7 +95,7 @@ def compiler(device: str, folder: Path) -> Compile:
     def compile_(f: Callable[..., Any], *arguments: Any) -> tuple[str, list[Code]]:
         for path in folder.glob("*/*"):
             path.unlink()
-        with pallas_triton.quiet(), gpu_kernels_mosaic.quiet():
+        with kernels.quiet(), gpu_kernels_mosaic.quiet():
             text = to_hlo(f, *arguments)
         codes = [*gpu_kernels_code.read(folder), *gpu_kernels_mosaic.read(folder)]
         # XLA's threads write them in any order.
@@ -269,7 +275,7 @@ def _cut(x: jax.ShapeDtypeStruct, implementation: str, name: str) -> tuple[Tilin
             return tiling.merge(*geometry.partials[1:]), True
         return geometry.tiling, isinstance(geometry, Columns)
     geometry = pallas_triton_rows.geometry_of(
-        x, pallas_triton_rows.FORWARD if name == "rows" else pallas_triton_rows.LEARNING
+        x, tiling.FORWARD if name == "rows" else tiling.LEARNING
     )
     if not is_merge:
         return geometry.tiling, False

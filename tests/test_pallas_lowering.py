@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_norm._normalise import pallas_triton, tiling
+from eqx_norm._normalise import kernels, pallas_triton, tiling
 
 CALL = "__gpu$xla.gpu.triton"
 CORES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
@@ -70,7 +70,7 @@ def mesh(kind=H200, size=1):
 
 def lowered(function, *arrays, on=None):
     """How many kernels it is lowered to."""
-    with jax.sharding.use_abstract_mesh(on or mesh()), pallas_triton.quiet():
+    with jax.sharding.use_abstract_mesh(on or mesh()), kernels.quiet():
         traced = jax.jit(function).trace(*arrays)
         return traced.lower(lowering_platforms=("cuda",)).as_text().count(CALL)
 

@@ -7,18 +7,23 @@ left to partition.
 
 A kernel's operands are in memory, and XLA fuses nothing into it. So kernels stand only where a
 pass reads what the user gave: x, and the gradient of the layer's output.
+
+The modules of the kernels, and Pallas with them, are imported where one is chosen: they take
+several times as long as the rest of the package, and most machines have no use for them.
 """
 
 import contextlib
 import functools
+import importlib
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from . import pallas_mosaic, pallas_triton, pallas_triton_rows, reference, tiling
+from . import reference, tiling
 
 Pass = Callable[..., Sequence[Array]]
 
@@ -65,8 +70,7 @@ def of_rows(
     implementation: str, partitioned: bool, x: Any, *affine: Any, how: Any
 ) -> Pass | None:
     """The kernel for `rows.ROWS`, or `None` for the passes that it is composed of."""
-    held = pallas_triton_rows.FORWARD
-    wanted = _row_wanted(implementation, partitioned, x, affine, how, held)
+    wanted = _row_wanted(implementation, partitioned, x, affine, how, tiling.FORWARD)
     return _rows if wanted else None
 
 
@@ -83,14 +87,22 @@ def of_pulled_rows(
     x, *affine = inner[:-3]
     if g.shape != x.shape or math.prod(shape[:-1]) != 1:
         return None
-    held = pallas_triton_rows.LEARNING if learns else pallas_triton_rows.BACKWARD
+    held = tiling.LEARNING if learns else tiling.BACKWARD
     wanted = _row_wanted(implementation, partitioned, x, affine, how, held)
     return _pulled_rows if wanted else None
 
 
-def quiet() -> contextlib.AbstractContextManager[None]:
-    """What is lowered in here does not warn of what the user did not write."""
-    return pallas_triton.quiet()
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences the warning, while kernels are lowered, that jax deprecates Triton's backend.
+
+    To be removed with that backend, for which Mosaic is to follow.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
+        yield
 
 
 def _pulled(
@@ -101,10 +113,14 @@ def _pulled(
 
 
 def _rows(*arrays: Array, how: Any) -> Sequence[Array]:
+    from . import pallas_triton_rows
+
     return pallas_triton_rows.rows(how.activation, how.eps, *arrays)
 
 
 def _pulled_rows(*arrays: Array, how: Any, learns: bool, shape: Any) -> Sequence[Array]:
+    from . import pallas_triton_rows
+
     del shape
     return pallas_triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
 
@@ -120,13 +136,15 @@ def _row_wanted(
         count > 1
         and not partitioned
         and implementation != "pallas_mosaic"
-        and pallas_triton_rows.serves(x, *affine, held=held)
+        and tiling.holds_rows(values, held)
+        # Weight and bias are the same for all rows.
+        and all(math.prod(array.shape[:-1]) == 1 for array in affine)
         and _chosen(implementation, partitioned, rows, None, how.activation) is not None
     )
 
 
 # In the order of preference: the second is to replace the first, which jax will remove.
-_BACKENDS: dict[str, Any] = {"pallas_triton": pallas_triton, "pallas_mosaic": pallas_mosaic}
+_BACKENDS = ("pallas_triton", "pallas_mosaic")
 
 
 def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> Any:
@@ -134,8 +152,9 @@ def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activatio
     if implementation == "xla" or (implementation == "auto" and not tiling.worthwhile(x)):
         return None
     why_not = PARTITIONED
-    for name, backend in _BACKENDS.items():
+    for name in _BACKENDS:
         if implementation in ("auto", name) and not partitioned:
+            backend = importlib.import_module(f".{name}", __package__)
             why_not = backend.serves(x, mask, activation)
             if why_not is None:
                 return backend

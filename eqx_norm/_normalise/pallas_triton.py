@@ -10,14 +10,12 @@ XLA, which can only add up, has to read x once for the mean and again for what d
 it; and it reads x and g, or writes out the slope, twice if the slope is not cheap.
 
 That backend is deprecated since jax 0.11 and says so wherever one of its kernels is lowered:
-lower them under `quiet()`.
+lower them under `kernels.quiet()`.
 """
 
-import contextlib
 import functools
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,19 +53,6 @@ def serves(x: Any, mask: Any = None, activation: Activation | None = None) -> st
             "kernels cannot compute"
         )
     return None
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """What is lowered in here does not warn that jax deprecates this backend.
-
-    To be removed with the backend, for which Mosaic is to follow.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-        )
-        yield
 
 
 def statistics(

@@ -23,21 +23,12 @@ from .pallas_triton_lanes import Places, counted, total, tree_sum
 from .pallas_triton_tiles import Here, Rows
 from .reference import Activation
 
-# What a program keeps for each value: x; or g, x, weight and bias; and the sums of those two.
-FORWARD, BACKWARD, LEARNING = 1, 4, 6
-
-
-def serves(x: Any, *affine: Any, held: int) -> bool:
-    """Whether a program can hold a row, and weight and bias are the same for all of them."""
-    shared = all(math.prod(array.shape[:-1]) == 1 for array in affine)
-    return shared and tiling.holds_rows(x.shape[-1], held)
-
 
 def rows(
     activation: Activation | None, eps: float, x: Array, *affine: Array, interpret: bool = False
 ) -> list[Array]:
     """y; and mean, rest and m2 of each row, in float32. `affine` is weight and bias, or not."""
-    geometry = geometry_of(x, FORWARD)
+    geometry = geometry_of(x, tiling.FORWARD)
     vector = (*x.shape[:-1], 1)
     shapes = [(geometry.view(x).shape, x.dtype), *[(geometry.partials, jnp.float32)] * 3]
     y, *vectors = pallas_triton.call(
@@ -66,7 +57,7 @@ def pulled_rows(
     `rest` is weight and bias, or neither; then mean, rest and m2.
     """
     *affine, mean, low, m2 = rest
-    geometry = geometry_of(x, LEARNING if learns else BACKWARD)
+    geometry = geometry_of(x, tiling.LEARNING if learns else tiling.BACKWARD)
     repeats = tiling.repeated(geometry.programs) if learns else 1
     programs = tiling.blocks(geometry.programs, repeats)
     shapes = [(geometry.view(x).shape, x.dtype)]

@@ -22,6 +22,9 @@ _WARP = 32
 # Values that a thread holds at once: with what it adds them to, and addresses, fewer than 128
 # of the 255 registers that it may have, so that 4 programs of 4 warps fit on a core.
 _HELD = 32
+# What a program that holds a row keeps for each of its values: x; or g, x, weight and bias; and
+# the sums of those two.
+FORWARD, BACKWARD, LEARNING = 1, 4, 6
 # A row of so many values is held whole: more, and 16 warps would not have registers for it.
 _MOST_HELD = 16384
 _MOST_WARPS = 16
