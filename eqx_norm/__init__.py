@@ -1,6 +1,33 @@
-"""Normalisation layers for Equinox, with statistics that are one argument apart."""
+"""Normalisation layers for Equinox, with statistics that are one argument apart.
 
-from eqx_norm import strategies as strategies
+`BatchNorm` and `LayerNorm` stand where `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm` stood.
+`strategies` are what `BatchNorm(approach=...)` knows by name, and the contract for others;
+`determinism` finds where two runs part.
+"""
 
+from typing import TYPE_CHECKING
+
+from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
 from ._layer_norm import LayerNorm as LayerNorm
+
+if TYPE_CHECKING:
+    from . import determinism as determinism
+
+__version__ = "0.1.0"
+__all__ = ["BatchNorm", "LayerNorm", "determinism", "strategies"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+if not TYPE_CHECKING:  # or a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> object:
+        """Imports `determinism` when it is first asked for: a model has no use for it."""
+        if name != "determinism":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        return importlib.import_module(f"{__name__}.determinism")

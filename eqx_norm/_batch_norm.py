@@ -1,7 +1,8 @@
 """`BatchNorm`: gathers moments, asks the approach which to use, normalises by those."""
 
-# The inherited fields that a strategy's memory replaces are overridden by class variables,
-# which is how a dataclass drops a field; pyright takes it for a mistake.
+# The inherited fields that a strategy's memory replaces are declared as class variables, which
+# is how a dataclass drops a field; pyright takes it for a mistake. They have no value: whoever
+# asks for one learns that it is not there.
 # pyright: reportIncompatibleVariableOverride=false
 
 import dataclasses
@@ -88,11 +89,11 @@ class BatchNorm(eqx.nn.BatchNorm):
     unbiased: bool = eqx.field(static=True)
     implementation: BatchImplementation = eqx.field(static=True)
 
-    mode: ClassVar[None] = None
-    ema_first_time_index: ClassVar[None] = None
-    ema_state_index: ClassVar[None] = None
-    batch_counter: ClassVar[None] = None
-    batch_state_index: ClassVar[None] = None
+    mode: ClassVar[None]
+    ema_first_time_index: ClassVar[None]
+    ema_state_index: ClassVar[None]
+    batch_counter: ClassVar[None]
+    batch_state_index: ClassVar[None]
 
     def __init__(
         self,

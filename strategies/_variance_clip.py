@@ -59,6 +59,11 @@ class VarianceClip(AbstractStrategy[Clipped]):
                 "first batch, so clipping can start after 1 batch at the earliest."
             )
 
+    @property
+    def momentum(self) -> float | None:
+        """Returns the wrapped strategy's momentum, `None` if it has none."""
+        return getattr(self.strategy, "momentum", None)
+
     def init(self, channels: int, dtype: DTypeLike) -> Clipped:
         return Clipped(self.strategy.init(channels, dtype), jnp.zeros((), jnp.int32))
 

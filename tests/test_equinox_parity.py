@@ -1,5 +1,6 @@
 """Where Equinox's layer is right, this one gives the same outputs and gradients."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -122,6 +123,16 @@ def test_nothing_of_the_parent_s_memory_is_left():
     assert [type(leaf) for leaf in jax.tree.leaves(layer)][2:] == [bool]
     assert "ema" not in str(layer)
     assert "counter" not in str(layer)
+    dropped = {field.name for field in dataclasses.fields(eqx.nn.BatchNorm)} - set(vars(layer))
+    assert dropped == {
+        "mode",
+        "ema_first_time_index",
+        "ema_state_index",
+        "batch_counter",
+        "batch_state_index",
+    }
+    assert not dropped & set(dir(layer))
+    assert not any(hasattr(layer, name) for name in dropped)
     assert len(jax.tree.leaves(state)) == 4
 
 

@@ -69,6 +69,9 @@ def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
         as_object = BatchNorm(3, "batch", approach=make_strategy(0.8))
         assert by_name.approach == as_object.approach
         assert BatchNorm(3, "batch", approach=name).approach == make_strategy(0.99)
+        assert by_name.momentum == as_object.momentum == 0.8
+    assert BatchNorm(3, "batch", approach=VarianceClip(Ema(0.7))).momentum == 0.7
+    assert BatchNorm(3, "batch", approach=VarianceClip(Cumulative())).momentum is None
 
 
 def test_without_an_approach_it_warns_once_and_takes_batch():
