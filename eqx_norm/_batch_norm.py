@@ -106,6 +106,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         dtype: DTypeLike | None = None,
         approach: str | AbstractStrategy[Any] | None = None,
         *,
+        mode: str | None = None,
         activation: Activation | None = None,
         unbiased: bool = False,
         implementation: BatchImplementation = "auto",
@@ -125,7 +126,11 @@ class BatchNorm(eqx.nn.BatchNorm):
         - `dtype`: of weight and bias; `float32` (`float64` under x64) unless given. A complex
             dtype makes a layer for complex input.
         - `approach`: `"batch"`, `"ema"`, `"adam"`, `"smooth_start"`, `"variance_clip"`, or a
-            strategy object (`eqx_norm.strategies`). `None` means `"batch"`, and warns once.
+            strategy object (`eqx_norm.strategies`). Where neither it nor `mode` is given, it
+            is `"batch"` (Equinox's default is `"ema"`), and a warning says so, once.
+        - `mode`: what Equinox calls `approach`: `"batch"` or `"ema"`, so that a call written
+            for `eqx.nn.BatchNorm` means here what it meant there. By position, the eighth
+            argument of either is the same, too.
         - `activation`: an elementwise callable, `jax.nn.relu` for example, applied to the
             normalised values before they are rounded to the dtype of `x`. It is the same as
             applying it to the layer's output, in less time and memory: nothing of it is kept
@@ -148,7 +153,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             )
         dtype = _arguments.weight_dtype(dtype)
         _normalise.check(implementation, BatchImplementation)
-        self.approach = _approach.resolve(approach, momentum)
+        self.approach = _approach.resolve(approach, mode, momentum)
         self.weight = jnp.ones((input_size,), dtype) if channelwise_affine else None
         self.bias = jnp.zeros((input_size,), dtype) if channelwise_affine else None
         self.memory_index = eqx.nn.StateIndex(

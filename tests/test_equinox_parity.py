@@ -78,6 +78,7 @@ def test_the_first_seven_arguments_are_equinox_s():
     assert [(p.name, p.default) for p in ours[:8]] == [(p.name, p.default) for p in theirs[:8]]
     assert [p.name for p in ours[8:]] == [
         "approach",
+        "mode",
         "activation",
         "unbiased",
         "implementation",
