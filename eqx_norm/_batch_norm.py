@@ -61,7 +61,8 @@ class BatchNorm(eqx.nn.BatchNorm):
     not finite is normalised like any other but leaves the memory as it was;
     `state.get(layer.rejected_index)` counts such batches.
 
-    Where it differs from `eqx.nn.BatchNorm`: inference is right from the first step (Equinox's
+    Where it differs from `eqx.nn.BatchNorm`: the default is `"batch"`, Equinox's `mode="ema"`;
+    statistics are not kept in `dtype`, nor taken in that of the input; inference is right from the first step (Equinox's
     `mode="batch"` starts its running variance at one, then debiases it as if from zero);
     a constant channel gives exactly `bias`; the output has the dtype of the input; `axis_name`
     is static, so that a layer may be passed through `jax.jit`.

@@ -24,6 +24,11 @@ def pair(mode: Literal["batch", "ema"] = "batch", **kwargs):
     return theirs, ours
 
 
+def test_the_default():
+    with pytest.warns(UserWarning, match="defaults to 'ema'"):
+        assert eqx.nn.BatchNorm(3, "batch").mode == "ema"
+
+
 def test_inference_variance_after_one_step():
     stds = []
     for layer, state in pair():
@@ -55,6 +60,8 @@ def test_half_precision():
     with pytest.raises(TypeError, match="select"):
         call(*theirs, X.astype(jnp.bfloat16))
     assert call(*ours, X.astype(jnp.bfloat16))[0].dtype == jnp.bfloat16
+    dtypes = [call(*p, X.astype(jnp.bfloat16))[0].dtype for p in pair()]
+    assert dtypes == [jnp.float32, jnp.bfloat16]
     theirs, ours = pair(dtype=jnp.bfloat16)
     states = [call(*p, X.astype(jnp.bfloat16))[1] for p in (theirs, ours)]
     dtypes = [{a.dtype for a in jax.tree.leaves(s) if eqx.is_inexact_array(a)} for s in states]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm
+from eqx_norm import BatchNorm, strategies
 
 from .helpers import APPROACHES, call, call_and_grad, make, normal
 
@@ -57,6 +57,17 @@ def test_without_affine():
     close(call(ours, our_state, x)[0], call(theirs, their_state, x)[0])
     assert ours.weight is None
     assert ours.bias is None
+
+
+def test_statistics_of_equinox_s_layer_are_taken_over():
+    (ours, our_state), (theirs, their_state) = pair("ema")
+    x = normal(0, (8, 5), 3, 2)
+    _, their_state = call(theirs, their_state, x)
+    assert theirs.ema_state_index is not None
+    mean, variance = their_state.get(theirs.ema_state_index)
+    our_state = our_state.set(ours.memory_index, strategies.Running.loaded(mean, variance))
+    ours, theirs = eqx.nn.inference_mode((ours, theirs))
+    close(call(ours, our_state, x)[0], call(theirs, their_state, x)[0])
 
 
 def test_complex():
