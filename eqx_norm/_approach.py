@@ -49,7 +49,7 @@ def _of_mode(mode: str, approach: str | AbstractStrategy[Any] | None) -> str:
     if mode not in ("ema", "batch"):
         raise ValueError(
             f"mode={mode!r} is neither 'ema' nor 'batch': it is what eqx.nn.BatchNorm calls "
-            "the approach, and has those two. Give any other as approach=."
+            "the approach, and takes those two. Give any other as approach=."
         )
     if approach is not None and not (isinstance(approach, str) and approach == mode):
         raise ValueError(

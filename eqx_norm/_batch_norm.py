@@ -41,19 +41,19 @@ class BatchNorm(eqx.nn.BatchNorm):
     The layer takes one example and is to be used under `jax.vmap`:
 
     ```python
+    def forward(model, state, x):
+        return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+
     model, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
-    forward = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    y, state = forward(x, state)                         # training: x is [N, 3, H, W]
-    model = eqx.nn.inference_mode(model)
-    y, _ = forward(x, state)                             # inference
+    y, state = forward(model, state, x)                     # training: x is [N, 3, H, W]
+    y, _ = forward(eqx.nn.inference_mode(model), state, x)  # inference
     ```
 
-    **It is an `eqx.nn.BatchNorm`.** Models ask `isinstance(layer, eqx.nn.BatchNorm)` to know
-    which of their layers take a state, so this is a subclass of it. Equinox forbids virtual
-    subclasses (`abc.ABCMeta.register`), so it is a real one, that overrides everything: of the
-    parent's fields it keeps `weight`, `bias`, `axis_name`, `inference`, `input_size`, `eps`,
-    `channelwise_affine` and `momentum`; `mode` and the four indices of running statistics
-    give way to `approach`, `memory_index` and `rejected_index`.
+    **Where it differs from `eqx.nn.BatchNorm`:** the default is `approach="batch"`, where
+    Equinox's is `mode="ema"`; `dtype` is not that of the statistics; inference is right from
+    the first step (Equinox's `mode="batch"` starts its running variance at one, then debiases
+    it as if from zero); a constant channel gives exactly `bias`; the output has the dtype of
+    the input; `axis_name` is static, so that a layer may be passed through `jax.jit`.
 
     **Statistics** are computed in float32 at least, and remembered in float32 (float64 under
     x64) whatever the dtypes of input and weights. They change exactly once per training call,
@@ -61,11 +61,12 @@ class BatchNorm(eqx.nn.BatchNorm):
     not finite is normalised like any other but leaves the memory as it was;
     `state.get(layer.rejected_index)` counts such batches.
 
-    Where it differs from `eqx.nn.BatchNorm`: the default is `"batch"`, Equinox's `mode="ema"`;
-    statistics are not kept in `dtype`, nor taken in that of the input; inference is right from the first step (Equinox's
-    `mode="batch"` starts its running variance at one, then debiases it as if from zero);
-    a constant channel gives exactly `bias`; the output has the dtype of the input; `axis_name`
-    is static, so that a layer may be passed through `jax.jit`.
+    **It is an `eqx.nn.BatchNorm`.** Models ask `isinstance(layer, eqx.nn.BatchNorm)` to know
+    which of their layers take a state, so this is a subclass of it. Equinox forbids virtual
+    subclasses (`abc.ABCMeta.register`), so it is a real one, that overrides everything: of the
+    parent's fields it keeps `weight`, `bias`, `axis_name`, `inference`, `input_size`, `eps`,
+    `channelwise_affine` and `momentum`; `mode` and the four indices of running statistics
+    give way to `approach`, `memory_index` and `rejected_index`.
 
     **The same bits on 1, 2, 4 and 8 devices** are what `implementation="device_invariant"` is
     for: of outputs, statistics, memory, and the gradients of x, weight and bias in reverse
