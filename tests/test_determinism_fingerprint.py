@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from eqx_norm.determinism import fingerprint, hexadecimal, summarise
+from eqx_norm.determinism import _fingerprint, fingerprint, hexadecimal, summarise
 
 from .helpers import normal
 
@@ -72,6 +72,56 @@ def test_wide_elements_are_several_words(dtype):
     with jax.enable_x64(True):
         x = jnp.asarray(np.arange(6).reshape(2, 3) - 2.5).astype(dtype)
         assert seen(x) == by_the_formula(np.asarray(x).view(np.uint32).flat)
+
+
+WIDE_NUMPY = {
+    "int64": np.array([5, 2**32 + 5, -1]),
+    "uint64": np.array([5, 2**64 - 1], np.uint64),
+    "float64": np.array([[0.1, -0.0], [1e300, np.nan]]),
+    "complex128": np.array([1 + 2e-20j]),
+    "scalar": np.float64(0.1),
+    "strided": np.arange(12.0).reshape(3, 4).T[::2],
+    "big-endian": np.array([0.1, 2], ">f8"),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_NUMPY)
+def test_of_numpy_it_does_not_depend_on_x64(name):
+    x = WIDE_NUMPY[name]
+    words = np.ascontiguousarray(x.astype(x.dtype.newbyteorder("<"))).reshape(-1)
+    expected = by_the_formula(words.view(np.uint32))
+    summary, several = summarise([x], "x").fingerprint, hexadecimal(fingerprint([x, x]))
+    assert hexadecimal(fingerprint(x)) == summary == expected
+    with jax.enable_x64(True):
+        there = jnp.asarray(words).reshape(np.shape(x))
+        assert seen(there) == hexadecimal(fingerprint(x)) == expected
+        assert summarise([there], "x").fingerprint == expected
+        assert hexadecimal(fingerprint([there, x])) == several
+    # One that was made under it keeps its bits.
+    assert hexadecimal(fingerprint(there)) == expected
+
+
+def test_numpy_arrays_that_only_differ_in_their_high_bits():
+    few, many = np.array([5]), np.array([2**32 + 5])
+    assert hexadecimal(fingerprint(few)) != hexadecimal(fingerprint(many))
+    assert summarise([few], "x").fingerprint != summarise([many], "x").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (np.array(["a"]), "dtype <U1"),
+        (np.array([None]), "dtype object"),
+        (np.array(["2020"], "M8[s]"), "dtype datetime64"),
+        (np.array([1], "m8[s]"), "dtype timedelta64"),
+        (np.zeros(1, "i4,i4"), "dtype \\[\\('f0'"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), "x.filled"),
+    ],
+    ids=["text", "objects", "dates", "durations", "records", "masked"],
+)
+def test_numpy_arrays_of_no_numbers_are_an_error(x, says):
+    with pytest.raises(TypeError, match=says):
+        fingerprint(x)
 
 
 def test_keys_have_the_fingerprint_of_their_data():
@@ -142,6 +192,8 @@ def test_no_flipped_bit_goes_unseen(dtype):
         else:
             tree = jnp.asarray(copies.view(jnp.dtype(dtype))[..., 0])
         prints = np.asarray(fingerprints_of(tree.reshape(-1, 3, 5, 7)))
+    words = raw.view(np.uint32 if dtype == "key" else jnp.dtype(dtype))
+    np.testing.assert_array_equal(fingerprint(words), prints[0])  # the sums by NumPy
     seen = (prints[1:] != prints[0]).any(axis=-1)
     changed = (copies[1:] != raw).any(axis=(1, 2))
     np.testing.assert_array_equal(seen, changed)
@@ -237,6 +289,13 @@ def test_signs_of_zero_and_payloads_of_nan_count():
     nan = np.full(4, np.nan, np.float32)
     assert seen(nan) != seen((nan.view(np.uint32) + 1).view(np.float32))
     assert seen(nan) == seen(nan.copy())
+
+
+def test_numpy_arrays_are_summed_in_parts(monkeypatch):
+    x = np.arange(100)
+    whole = hexadecimal(fingerprint(x))
+    monkeypatch.setattr(_fingerprint, "_CHUNK", 7)
+    assert hexadecimal(fingerprint(x)) == whole == by_the_formula(x.view(np.uint32))
 
 
 def test_a_fingerprint_is_eight_bytes():

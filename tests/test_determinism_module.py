@@ -167,3 +167,43 @@ def test_a_tree_of_layers_and_a_layer_of_its_own():
     _, record = jax.jit(recorded(forward))(X)
     assert [name for name, _ in rows(record)] == ["a", "b.0", "c"]
     assert np.array_equal(record.fingerprints[0], record.fingerprints[2])
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (eqx.nn.Identity(), "Identity"),
+        (eqx.nn.Lambda(jnp.tanh), "Lambda"),
+        (LayerNorm(3, activation=eqx.nn.PReLU()), "LayerNorm"),
+    ],
+    ids=["without leaves", "of a function", "with a layer inside that is a part of it"],
+)
+def test_a_model_that_is_one_layer_goes_by_the_name_of_its_class(model, name):
+    monitored = monitor_module(model)
+    _, record = eqx.filter_jit(recorded(jax.vmap(monitored)))(X)
+    assert rows(record) == [(name, "forward")]
+    # Monitoring what is monitored changes nothing.
+    assert jax.tree.structure(monitor_module(monitored)) == jax.tree.structure(monitored)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [jax.nn.relu, {"a": X}, [], eqx.filter([1], eqx.is_array)],
+    ids=["function", "arrays", "empty", "None"],
+)
+@pytest.mark.parametrize("name", ["", "net"])
+def test_a_model_without_layers_is_an_error(model, name):
+    with pytest.raises(ValueError, match="there is no layer in this .*monitor\\(value, name"):
+        monitor_module(model, name)
+
+
+class Weights(eqx.Module):
+    """A module that is not called."""
+
+    weight: Any
+
+
+def test_modules_that_are_not_called_are_no_layers():
+    with pytest.raises(ValueError, match="there is no layer in this Weights"):
+        monitor_module(Weights(X))
+    assert "MonitoredIdentity" in repr(monitor_module(Weights(eqx.nn.Identity())))

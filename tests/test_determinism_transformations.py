@@ -468,6 +468,20 @@ def test_inside_of_a_derivative_is_refused():
         jax.grad(step, has_aux=True)(W)
 
 
+def test_numpy_arrays_of_64_bits_are_recorded_if_their_values_stay():
+    """Without x64, JAX makes 32 bits of them."""
+    kept = {"counts": np.arange(3), "half": np.float64(0.5), "nan": np.array([np.nan])}
+    _, record = recorded(lambda: monitor(kept, "in"))()
+    prints = dict(zip(sorted(kept), map(hexadecimal, record.fingerprints), strict=True))
+    for name, value in kept.items():
+        assert prints[name] == hexadecimal(fingerprint_of(jnp.asarray(value)))
+    for lost in (np.array([2**32 + 5]), np.float64(0.1), np.array([1e-300 + 1j])):
+        with pytest.raises(ValueError, match="'in.x' is a NumPy array of .*x64 is off"):
+            monitor({"x": lost}, "in")
+        with jax.enable_x64(True):
+            assert bits(monitor(lost, "in")) == lost.tobytes()
+
+
 def test_names_are_checked():
     # Without its annotations, which are checked in these tests before it can say anything.
     with pytest.raises(TypeError, match="name=3"):

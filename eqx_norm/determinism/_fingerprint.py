@@ -18,6 +18,8 @@ _FIRST, _STEP = np.uint32(0x243F6A88), 0x9E3779B9
 _SECOND = np.uint32(0x7F4A7C15)
 # Of the finaliser of MurmurHash3 (Appleby, public domain), a bijection.
 _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+# How many words NumPy takes at once: its temporaries stay in the cache.
+_CHUNK = 2**16
 
 
 def fingerprint(tree: Any) -> UInt32[Array, "2"]:
@@ -41,15 +43,24 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
     The fingerprint of several arrays is that of the array of their fingerprints, in the order
     of the tree's leaves. It may be taken under `jax.jit` and `jax.vmap`.
 
+    Of a NumPy array it is taken on the host, so that it is the same with `jax_enable_x64` and
+    without. But `jax.jit(fingerprint)(x)` is given what `jit` has made of `x`: without x64, an
+    array of 64 bits has 32 there.
+
     **Arguments:**
 
     - `tree`: arrays of any dtype, keys included. What is no array is left out.
 
     **Returns:** two numbers of 32 bits; `hexadecimal` gives them as text.
 
-    **Raises:** `ValueError` where there is no array.
+    **Raises:** `ValueError` where there is no array; `TypeError` for a NumPy array of what is
+    no number (objects, text, dates, records), or with a mask.
     """
-    prints = [of_array(jnp.asarray(leaf)) for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    prints = [
+        jnp.asarray(of_numpy(leaf)) if is_numpy(leaf) else of_array(leaf)
+        for leaf in jax.tree.leaves(tree)
+        if is_array(leaf)
+    ]
     if not prints:
         raise ValueError(f"fingerprint({tree!r}): there is no array in it.")
     return prints[0] if len(prints) == 1 else of_array(jnp.stack(prints))
@@ -63,8 +74,55 @@ def hexadecimal(pair: UInt32[Array, "2"] | NDArray[np.uint32]) -> str:
 
 def is_array(leaf: Any) -> bool:
     """Whether it has bits to take: JAX's and NumPy's arrays, but no tangents of integers."""
-    is_any = eqx.is_array(leaf) or isinstance(leaf, np.ndarray | np.generic)
-    return is_any and leaf.dtype != jax.dtypes.float0
+    return (eqx.is_array(leaf) or is_numpy(leaf)) and leaf.dtype != jax.dtypes.float0
+
+
+def is_numpy(leaf: Any) -> bool:
+    """Whether it is an array or a scalar of NumPy's, which JAX may narrow."""
+    return isinstance(leaf, np.ndarray | np.generic)
+
+
+def of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, "2"]:
+    """Returns the fingerprint of an array on the host, without JAX: it needs no device."""
+    words = words_of_numpy(x)
+    first = second = 0
+    for start in range(0, words.size, _CHUNK):
+        part = words[start : start + _CHUNK]
+        salt = np.arange(start, start + part.size, dtype=np.uint64) * np.uint64(_STEP)
+        salt = salt.astype(np.uint32) + _FIRST
+        mixed = _mix(part ^ salt)
+        first += int(mixed.sum(dtype=np.uint64))
+        second += int(((mixed + _SECOND) * (salt | np.uint32(1))).sum(dtype=np.uint64))
+    return np.array([first % 2**32, second % 2**32], np.uint32)
+
+
+def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]:
+    """Returns the bits of each element in row-major order, as many words as it takes."""
+    x = _plain(x)
+    if x.dtype.itemsize >= 4:
+        return x.view(np.uint32)
+    words = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
+    if x.dtype.itemsize == 1 and x.dtype != bool:
+        # Of a byte that holds 4 bits the others mean nothing.
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        words &= np.uint32(2 ** (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits - 1)
+    return words
+
+
+def _plain(x: NDArray[Any] | np.generic) -> NDArray[Any]:
+    """Returns numbers that lie one after the other, their bytes in the order of JAX's."""
+    is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    is_wide = x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8)
+    if not is_number or x.dtype.kind == "m" or is_wide:
+        raise TypeError(
+            f"fingerprint: a NumPy array of dtype {x.dtype} is none of numbers that JAX knows. "
+            "Leave it out, or turn it into one (for text, its bytes as uint8)."
+        )
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("fingerprint: what x.mask says would go unseen. Give x.filled().")
+    if x.dtype.byteorder == ">":
+        x = x.astype(x.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(x).reshape(-1)
 
 
 def of_array(
@@ -139,7 +197,7 @@ def _words(x: Array) -> Array:
     return lax.bitcast_convert_type(x, getattr(jnp, f"uint{size}")).astype(jnp.uint32)
 
 
-def _mix(word: Array) -> Array:
+def _mix(word: Any) -> Any:
     word = (word ^ (word >> 16)) * _MIX_1
     word = (word ^ (word >> 13)) * _MIX_2
     return word ^ (word >> 16)

@@ -28,7 +28,8 @@ def monitor_module(model: Model, name: str = "") -> Model:
     gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is any
     `eqx.Module` that can be called, wherever it is in the model: in fields, lists, dicts,
     `eqx.nn.Sequential`. Of a block that is made of layers, these are monitored and then the
-    block; so, if it has a name, is the model. Of what a layer returns together with an
+    block; so, if it has a name, is the model. A model that is itself the one layer goes by the
+    name of its class if it is given none: `Linear`. Of what a layer returns together with an
     `eqx.nn.State`, the state is left out.
 
     Each layer stays what it was: an instance of (a subclass of) its class, with its fields and
@@ -47,8 +48,22 @@ def monitor_module(model: Model, name: str = "") -> Model:
     - `name`: what the paths start with, if anything: `monitor_module(encoder, "encoder")`.
 
     **Returns:** the same tree of the same leaves.
-    """
 
+    **Raises:** `ValueError` where there is no layer in it: nothing would be recorded.
+    """
+    monitored = _monitor_layers(model, name)
+    if not _has_layers(monitored) and not name:
+        monitored = _monitor_layers(model, type(model).__name__)
+    if not _has_layers(monitored):
+        raise ValueError(
+            f"monitor_module(...): there is no layer in this {type(model).__name__}, no "
+            "eqx.Module that can be called, so that nothing would be recorded. Give the model "
+            "that is called, or use monitor(value, name) on what it computes."
+        )
+    return monitored
+
+
+def _monitor_layers(model: Model, name: str) -> Model:
     def is_inner(node: Any) -> bool:
         return isinstance(node, eqx.Module) and node is not model
 
@@ -56,18 +71,26 @@ def monitor_module(model: Model, name: str = "") -> Model:
         if not is_inner(node):
             return node
         inside = jax.tree_util.keystr(path, simple=True, separator=".")
-        return monitor_module(node, f"{name}.{inside}" if name else inside)
+        return _monitor_layers(node, f"{name}.{inside}" if name else inside)
 
     if not isinstance(model, _WHOLE):
         model = jax.tree_util.tree_map_with_path(inner, model, is_leaf=is_inner)
     is_layer = name and isinstance(model, eqx.Module) and callable(model)
-    if not is_layer or hasattr(model, _NAME):
+    if not is_layer or _is_monitored(model):
         return model
     layer: Any = object.__new__(_monitored(type(model)))
     for field, value in vars(model).items():
         object.__setattr__(layer, field, value)
     object.__setattr__(layer, _NAME, name)
     return layer
+
+
+def _is_monitored(node: Any) -> bool:
+    return hasattr(node, _NAME)
+
+
+def _has_layers(tree: Any) -> bool:
+    return any(map(_is_monitored, jax.tree.leaves(tree, is_leaf=_is_monitored)))
 
 
 # One class for each, so that the trees of two models that are alike are alike.

@@ -1,11 +1,13 @@
 """`monitor`: a value is recorded where it stands, and so is its cotangent."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
-from ._fingerprint import is_array
+from ._fingerprint import is_array, is_numpy
 from ._primitive import probe
 
 Tree = TypeVar("Tree")
@@ -48,19 +50,36 @@ def monitor(tree: Tree, name: str) -> Tree:
     - `name`: its name in the record. Of a name that occurs more than once in a step, the
         second is told as `again` 2, and so on.
 
-    **Returns:** `tree`, the same bits. (NumPy's arrays become JAX's.)
+    **Returns:** `tree`, the same values. NumPy's arrays become JAX's.
 
-    **Raises:** `TypeError` or `ValueError` for a name that is none.
+    **Raises:** `TypeError` or `ValueError` for a name that is none; `ValueError` for a NumPy
+    array of 64 bits whose values JAX would round, as it does without `jax_enable_x64`.
     """
     if not isinstance(name, str):
         raise TypeError(f"monitor(..., name={name!r}): the name is a str, as in 'encoder'.")
     if not name:
         raise ValueError("monitor(..., name=''): give the name that the record is to show.")
 
-    def marked(path: jax.tree_util.KeyPath, leaf: object) -> object:
+    def marked(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
         inside = jax.tree_util.keystr(path, simple=True, separator=".")
-        return probe(jnp.asarray(leaf), f"{name}.{inside}" if path else name)
+        inside = f"{name}.{inside}" if path else name
+        return probe(_unrounded(leaf, inside) if is_numpy(leaf) else leaf, inside)
 
     return jax.tree_util.tree_map_with_path(marked, tree)
+
+
+def _unrounded(x: Any, name: str) -> Array:
+    """Returns a NumPy array as one of JAX's that has the same values."""
+    array = jnp.asarray(x)
+    with np.errstate(all="ignore"):
+        back = x.astype(array.dtype).astype(x.dtype)
+    if back.tobytes() != x.tobytes():
+        raise ValueError(
+            f"monitor(...): {name!r} is a NumPy array of {x.dtype}, which JAX makes "
+            f"{array.dtype} of, as jax_enable_x64 is off, and its values change by that: the "
+            f"record would not be of what was given. Convert it before, x.astype({array.dtype}"
+            '), or run with jax.config.update("jax_enable_x64", True).'
+        )
+    return array

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._fingerprint import fingerprint, hexadecimal, is_array
+from ._fingerprint import fingerprint, hexadecimal, is_array, is_numpy, words_of_numpy
 
 _CHUNK = 2**16
 
@@ -60,8 +60,10 @@ def summarise(tree: Any, name: str) -> Summary:
     if any(map(np.iscomplexobj, numbers)):
         total = complex(total, _exact(x.imag for x in numbers if np.iscomplexobj(x)))
     size = sum(leaf.size for leaf in arrays)
-    # Of all arrays at once: operation by operation each shape is compiled several times.
-    bits = hexadecimal(jax.jit(fingerprint)(arrays))
+    # Of all arrays at once: operation by operation each shape is compiled several times. NumPy's
+    # go in as words, since `jit` would narrow them.
+    words = [words_of_numpy(leaf) if is_numpy(leaf) else leaf for leaf in arrays]
+    bits = hexadecimal(jax.jit(fingerprint)(words))
     return Summary(name, total, bits, size, len(arrays))
 
 
