@@ -1,8 +1,17 @@
 """The verdict on two ledgers: where they part first, and by how much."""
 
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
 import subprocess
 import sys
+import zlib
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +19,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqx_norm.determinism import Ledger, LedgerError, compare, monitor, read, recorded
+from eqx_norm.determinism import (
+    Ledger,
+    LedgerError,
+    compare,
+    fingerprint,
+    hexadecimal,
+    monitor,
+    read,
+    recorded,
+)
 from eqx_norm.determinism.__main__ import main
 from eqx_norm.determinism._difference import difference
 
@@ -123,6 +141,147 @@ def test_another_program_is_an_error(tmp_path, capsys):
     assert "the same probes and the same steps" in capsys.readouterr().err
 
 
+def test_nothing_recorded_is_never_the_same(tmp_path, capsys):
+    step = jax.jit(recorded(lambda x, weight: x))
+    pair = [written(tmp_path / name, [WEIGHT] * 2, step) for name in "ab"]
+    with pytest.raises(LedgerError, match="have no rows: nothing was recorded"):
+        compare(*pair)
+    assert main(["compare", *map(str, pair)]) == 2
+    assert "monitor_module(model) inside of the function that" in capsys.readouterr().err
+    verdict = compare(pair[0], written(tmp_path / "c", [WEIGHT]))
+    assert not verdict.same
+    assert f"{pair[0]} ends before step 0: `h` forward" in str(verdict)
+
+
+def test_what_was_cut_off_is_never_the_same(tmp_path):
+    whole = written(tmp_path / "whole", [WEIGHT] * 2)
+    content = whole.read_bytes()
+    # In its last row, and in the same row of a run that differs there.
+    cut = [tmp_path / "a", tmp_path / "b"]
+    cut[0].write_bytes(content[:-100])
+    cut[1].write_bytes(content[:-100] + b"something else")
+    ends = tmp_path / "c"
+    ends.write_bytes(content[: content[:-1].rindex(b"\n") + 1])
+    for pair in ((cut[0], cut[1]), (cut[0], ends), (ends, cut[1])):
+        verdict = compare(*pair)
+        assert (verdict.same, verdict.agreed, verdict.step) == (False, 15, None)
+        assert str(verdict).startswith(
+            "not known to be the same: 15 rows of 2 steps agree, to the bit, and what came next"
+        )
+        assert str(verdict).count("is incomplete") == len({*pair} - {ends})
+        assert main(["compare", *map(str, pair)]) == 1
+
+
+@pytest.mark.parametrize("damage", ["lost", "of another run"])
+def test_values_that_cannot_be_told_do_not_hide_where_runs_part(tmp_path, damage):
+    a = written(tmp_path / "a", [WEIGHT], keeping)
+    b = written(tmp_path / "b", [2 * WEIGHT], keeping)
+    values = tmp_path / "b.values" / "0"
+    if damage == "lost":
+        values.unlink()
+    else:
+        values.write_bytes((tmp_path / "a.values" / "0").read_bytes())
+    verdict = compare(a, b)
+    assert (verdict.same, verdict.step, verdict.probe) == (False, 0, "yes")
+    assert f"{b} has values kept in {values.resolve()}, which " in str(verdict)
+    assert "elements differ" not in str(verdict)
+
+
+def test_what_the_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
+    name = "größe→\x1b[2J\n\ud800"
+    paths = []
+    for path, x in ((tmp_path / "ä", X), (tmp_path / "b", 2 * X)):
+        with Ledger(path) as ledger:
+            ledger.append(0, recorded(lambda x: monitor(x, name))(x)[1])
+        paths.append(str(path))
+    for encoding, shown in (
+        ("ascii", r"`gr\xf6\xdfe\u2192\x1b[2J\n\ud800` forward"),
+        ("utf-8", r"`größe→\x1b[2J\n\ud800` forward"),
+    ):
+        written_to = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written_to, encoding))
+        assert main(["compare", *paths]) == 1
+        assert written_to.getvalue().decode(encoding).startswith(f"step 0: {shown}\n")
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch, capsys):
+    pair = [str(written(tmp_path / name, [WEIGHT])) for name in "ab"]
+    says = "The output cannot be written (No space left on device).\n"
+    with open("/dev/full", "w") as full:
+        # As a process, since Python writes once more when it ends.
+        command = [sys.executable, "-m", "eqx_norm.determinism", "compare", *pair]
+        ended = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (2, says)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--help"]) == 2
+    assert capsys.readouterr().err == says
+
+
+def test_who_does_not_read_on_is_no_error(tmp_path, monkeypatch, capsys):
+    """`| head`, and `>&-`, for which Python has no stdout."""
+    pair = [str(written(tmp_path / name, [WEIGHT])) for name in "ab"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody:
+        for stdout in (nobody, None):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(["compare", *pair]) == 0
+    assert capsys.readouterr().err == ""
+
+
+FORGED: list[Any] = [
+    *(None, True, -1, 1.5, 10**30, float("nan"), float("inf"), "", "x", "float32", "key<fry>"),
+    *("forward", "done", "0" * 16, "\x1b", "\ud800", "object", "int4", "float64", "S4"),
+    *([], [0], [3, 2], [10**18, 10**18], [-1], [[]], [0, 24], [2**60, 2**60], {}, {"a": 1}),
+]
+
+
+def forged(random, lines):
+    """The lines of a ledger with something else in them, and checksums that are right."""
+    lines = [*lines]
+    for i in random.sample(range(len(lines)), random.randint(1, 2)):
+        fields = json.loads(lines[i])
+        del fields["crc"]
+        field = random.choice([*fields])
+        deed = random.choice(["change", "change", "change", "remove", "add", "text"])
+        if deed == "remove":
+            del fields[field]
+        else:
+            fields[field if deed == "change" else f"more {field}"] = random.choice(FORGED)
+        text = json.dumps(fields)[:-1].encode()
+        if deed == "text":
+            more = random.choice([b"[", b"9", b'{"a":', b"\xff", b"\0", b","]) * 5000
+            text = random.choice([text + more, more, b""])
+        lines[i] = text + b',"crc":"%08x"}\n' % zlib.crc32(text)
+    return b"".join(lines)
+
+
+def test_forged_ledgers_end_with_a_status_and_one_line(tmp_path, capsys):
+    whole, other = written(tmp_path / "whole", [WEIGHT], keeping), tmp_path / "other"
+    shutil.copytree(f"{whole}.values", f"{other}.values")
+    lines = whole.read_bytes().splitlines(keepends=True)
+    found = Counter()
+    for seed in range(200):
+        other.write_bytes(forged(random.Random(seed), lines))
+        for pair in ([other, whole], [other, other]):
+            status = main(["compare", *map(str, pair)])
+            found[status] += 1
+            out, err = capsys.readouterr()
+            assert (bool(out), err.count("\n")) == ((False, 1) if status == 2 else (True, 0))
+            if status == 0:  # what is compared is all but where the values are
+                assert len({tuple(r[:-1] for r in read(path).rows) for path in pair}) == 1
+        with contextlib.suppress(LedgerError):
+            contents = read(other)
+            for row in contents.rows:
+                with contextlib.suppress(LedgerError):
+                    values = contents.values(row)
+                    assert values is None or hexadecimal(fingerprint(values)) == row.fingerprint
+    assert [*sorted(found)] == [0, 1, 2]
+
+
 def f32(*values):
     return np.array(values, np.float32)
 
@@ -139,11 +298,12 @@ def f32(*values):
         (np.array([0], np.uint64), np.array([2**64 - 1], np.uint64), f"{2**64 - 1}"),
         (np.array([True]), np.array([False]), "the first is [0]: True and False"),
         (np.array([1 + 1j], np.complex64), np.array([1 + 2j], np.complex64), "8388608 ulp"),
+        (np.array([1.7e308]), np.array([-1.7e308]), "max difference inf, "),
         (np.array([1.0]), np.array([-1.0]), "max difference 2, 9214364837600034816 ulp"),
         (jnp.bfloat16(1), jnp.bfloat16(2), "the first is []: 1 and 2"),
         (jnp.bfloat16(1), jnp.bfloat16(2), "max difference 1, 128 ulp"),
     ],
-    ids=map(str, range(12)),
+    ids=map(str, range(13)),
 )
 def test_differences(a, b, expected):
     assert expected in difference(np.asarray(a), np.asarray(b))

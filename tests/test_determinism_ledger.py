@@ -1,8 +1,10 @@
 """A ledger survives the death of its run, and says so where it is damaged."""
 
+import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.determinism import Ledger, LedgerError, compare, monitor, read, recorded
+from eqx_norm.determinism import Ledger, LedgerError, _read, compare, monitor, read, recorded
 
 from .helpers import bits, normal
 
@@ -147,8 +149,11 @@ def test_other_files_and_versions_are_refused(ledger, tmp_path):
     other.write_bytes(bytes(range(256)) * 9)
     with pytest.raises(LedgerError, match="its first line is not that of one"):
         read(other)
-    rewritten(ledger, version=2)
-    with pytest.raises(LedgerError, match="of version 2, and this eqx_norm reads version 1"):
+    rewritten(ledger, version=1)
+    with pytest.raises(LedgerError, match="of version 1, and this eqx_norm reads version 2"):
+        read(ledger)
+    rewritten(ledger, version=2, device=None)
+    with pytest.raises(LedgerError, match="its first line tells of no device"):
         read(ledger)
 
 
@@ -159,27 +164,219 @@ def test_a_step_that_is_there_twice_is_refused(ledger):
         read(ledger)
 
 
-def test_lost_values_are_told(tmp_path, record):
+def test_two_ledgers_in_one_file_are_refused(ledger):
+    ledger.write_bytes(2 * ledger.read_bytes())
+    with pytest.raises(LedgerError, match="has a second ledger from line 11 on"):
+        read(ledger)
+
+
+@pytest.fixture
+def kept(tmp_path, record):
     with Ledger(tmp_path / "a.jsonl") as ledger:
         ledger.append(0, record)
-    (tmp_path / "a.jsonl.values" / "0.npz").unlink()
-    contents = read(ledger.path)
-    with pytest.raises(LedgerError, match="names the values in a.jsonl.values/0.npz, which"):
+        ledger.append(1, doubled(record))
+    return ledger.path
+
+
+def doubled(record):
+    return jax.jit(recorded(tree, keep_values=True))(2 * X)[1]
+
+
+def test_lost_values_are_told(kept):
+    (kept.parent / "a.jsonl.values" / "0").unlink()
+    contents = read(kept)
+    with pytest.raises(LedgerError, match="values kept in .*a.jsonl.values/0, which cannot"):
         contents.values(contents.rows[0])
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "none of it"])
-def test_damaged_values_are_told(tmp_path, record, damage):
-    with Ledger(tmp_path / "a.jsonl") as ledger:
-        ledger.append(0, record)
-    file = tmp_path / "a.jsonl.values" / "0.npz"
+@pytest.mark.parametrize("damage", ["cut", "flip", "none of it", "another step's"])
+def test_damaged_values_are_told(kept, damage):
+    file, other = (kept.parent / "a.jsonl.values" / step for step in "01")
     content = file.read_bytes()
     at = content.index(np.asarray(X).tobytes())
     flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-    file.write_bytes({"cut": content[:-9], "flip": flipped, "none of it": b""}[damage])
-    contents = read(ledger.path)
-    with pytest.raises(LedgerError, match="0.npz, which cannot be read"):
+    damaged, says = {
+        "cut": (content[:-9], "which cannot be read \\(it is too short\\)"),
+        "flip": (flipped, "not those that step 0: `in.x` forward saw: their fingerprint is"),
+        "none of it": (b"", "too short"),
+        "another step's": (other.read_bytes(), "They are damaged, or another run's"),
+    }[damage]
+    file.write_bytes(damaged)
+    contents = read(kept)
+    with pytest.raises(LedgerError, match=says):
         contents.values(contents.rows[2])
+
+
+def test_values_are_read_from_the_ledger_s_own_folder_alone(kept):
+    """A row says where in its step's file they are, and has no way to name another; nor does
+    a link lead to one."""
+    contents, folder = read(kept), kept.parent / "a.jsonl.values"
+    file = folder / "0"
+    file.rename(kept.parent / "elsewhere")
+    file.symlink_to(kept.parent / "elsewhere")
+    with pytest.raises(LedgerError, match="cannot be read \\(Too many levels of symbolic"):
+        contents.values(contents.rows[0])
+    file.unlink()
+    (kept.parent / "elsewhere").rename(file)
+    assert contents.values(contents.rows[0]) is not None
+    folder.rename(kept.parent / "folder")
+    folder.symlink_to(kept.parent / "folder")
+    with pytest.raises(LedgerError, match="cannot be read \\(its folder is a link"):
+        contents.values(contents.rows[0])
+
+
+def test_a_pipe_among_the_values_is_not_waited_for(kept):
+    file = kept.parent / "a.jsonl.values" / "0"
+    file.unlink()
+    os.mkfifo(file)
+    contents = read(kept)
+    with pytest.raises(LedgerError, match="it is no regular file"):
+        contents.values(contents.rows[0])
+
+
+def test_a_ledger_and_its_values_may_move_together(kept, tmp_path):
+    (tmp_path / "there").mkdir()
+    moved = kept.rename(tmp_path / "there" / "b.jsonl")
+    Path(f"{kept}.values").rename(f"{moved}.values")
+    (tmp_path / "link").symlink_to(moved)
+    for path in (moved, tmp_path / "link"):
+        contents = read(path)
+        assert bits(contents.values(contents.rows[2])) == bits(X)
+
+
+def test_values_are_never_written_over(kept, record):
+    """The ledger has been moved, and its values have not."""
+    kept.rename(kept.parent / "old.jsonl")
+    before = (kept.parent / "a.jsonl.values" / "0").read_bytes()
+    with pytest.raises(FileExistsError, match="a.jsonl.values, with the values that another"):
+        Ledger(kept)
+    assert not kept.exists()
+    assert (kept.parent / "a.jsonl.values" / "0").read_bytes() == before
+
+
+def test_values_are_where_the_ledger_is_whatever_the_working_directory(
+    tmp_path, record, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with Ledger("a.jsonl") as ledger:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        ledger.append(0, record)
+    contents = read(tmp_path / "a.jsonl")
+    assert bits(contents.values(contents.rows[2])) == bits(X)
+
+
+def test_of_a_branch_that_was_not_taken_there_are_no_values(tmp_path):
+    def branches(x):
+        return jax.lax.cond(x[0, 0] > 99, lambda x: monitor(x, "no"), lambda x: x, x)
+
+    with Ledger(tmp_path / "a") as ledger:
+        ledger.append(0, jax.jit(recorded(branches, keep_values=True))(X)[1])
+    contents = read(ledger.path)
+    (row,) = contents.rows
+    assert (row.fingerprint, row.values, contents.values(row)) == (None, None, None)
+
+
+@contextlib.contextmanager
+def full_after(size):
+    """No file can grow beyond so many bytes; what is written to it until there, is."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_step_that_did_not_fit_on_the_disk_can_be_appended_again(tmp_path, record, bare):
+    with Ledger(tmp_path / "whole") as whole:
+        for step in range(3):
+            whole.append(step, bare)
+    with Ledger(tmp_path / "a.jsonl") as ledger:
+        ledger.append(0, bare)
+        before = ledger.path.read_bytes()
+        for more in (0, 1, len(before) // 3):
+            with full_after(len(before) + more), pytest.raises(OSError, match="too large"):
+                ledger.append(1, bare)
+            assert ledger.path.read_bytes() == before
+        ledger.append(1, bare)
+        ledger.append(2, bare)
+    assert ledger.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_values_that_did_not_fit_on_the_disk_can_be_kept_again(tmp_path, record, monkeypatch):
+    with Ledger(tmp_path / "a.jsonl") as ledger:
+        size = len(ledger.path.read_bytes())
+        with full_after(40), pytest.raises(OSError, match="too large"):
+            ledger.append(0, record)  # its values are 44 bytes
+        assert len(ledger.path.read_bytes()) == size
+        assert not [*(tmp_path / "a.jsonl.values").iterdir()]
+        # The values are there, and the disk has no room for the rows.
+        with full_after(size + 99), pytest.raises(OSError, match="too large"):
+            ledger.append(0, record)
+        ledger.append(0, record)
+    contents = read(ledger.path)
+    assert bits(contents.values(contents.rows[2])) == bits(X)
+
+
+@pytest.mark.parametrize(
+    "interruption", [OSError(5, "Input/output error"), KeyboardInterrupt()]
+)
+def test_what_fails_before_it_is_on_the_disk_is_taken_back(
+    tmp_path, bare, monkeypatch, interruption
+):
+    def fsync(descriptor):
+        raise interruption
+
+    with Ledger(tmp_path / "a.jsonl") as ledger:
+        before = ledger.path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            with pytest.raises(type(interruption)):
+                ledger.append(0, bare)
+            assert ledger.path.read_bytes() == before
+        ledger.append(0, bare)
+    assert [row.step for row in read(ledger.path).rows] == [0] * 3
+
+
+def test_a_ledger_without_a_first_line_is_not_left_behind(tmp_path):
+    with full_after(10), pytest.raises(OSError, match="too large"):
+        Ledger(tmp_path / "a.jsonl")
+    assert not [*tmp_path.iterdir()]
+    Ledger(tmp_path / "a.jsonl").close()
+
+
+def test_a_row_that_could_not_be_read_again_is_not_written(tmp_path, bare):
+    with Ledger(tmp_path / "a.jsonl") as ledger:
+        _, record = recorded(lambda x: monitor(x, 70_000 * "n"))(X)
+        with pytest.raises(ValueError, match="65536 is the most. Give the probe 'nnnn"):
+            ledger.append(0, record)
+        ledger.append(0, bare)
+    assert len(read(ledger.path).rows) == 3
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
+        with pytest.raises(LedgerError, match="cannot be read \\(it is no regular file"):
+            read(path)
+
+
+def test_reading_has_bounds(ledger):
+    content = ledger.read_bytes()
+    os.truncate(ledger, 2**32)  # with holes
+    with pytest.raises(LedgerError, match="has a line of more than 65536 bytes"):
+        read(ledger)
+    os.truncate(ledger, 2**32 + 1)
+    with pytest.raises(LedgerError, match="4294967297 bytes, and a ledger that is read has"):
+        read(ledger)
+    ledger.write_bytes(content)
+    # A run that goes on writing is read as far as it was.
+    lines = _read._lines(ledger)
+    first = next(lines)
+    with open(ledger, "ab") as more:
+        more.write(content)
+    assert b"".join([first, *lines]) == content
 
 
 def test_ledgers_of_like_names_keep_their_values_apart(tmp_path, record):
@@ -203,7 +400,7 @@ def test_append_returns_when_all_is_on_the_disk(tmp_path, record, monkeypatch):
         else:
             synced[path.name] = path.read_bytes()
             if path.name == "a.jsonl" and b'"step":0' in path.read_bytes():
-                assert synced["a.jsonl.values"] == ["0.npz"]
+                assert synced["a.jsonl.values"] == ["0"]
 
     monkeypatch.setattr(os, "fsync", fsync)
     ledger = Ledger(tmp_path / "a.jsonl")
@@ -212,7 +409,7 @@ def test_append_returns_when_all_is_on_the_disk(tmp_path, record, monkeypatch):
     ledger.append(0, record)
     assert synced["a.jsonl"] == ledger.path.read_bytes()
     assert synced[tmp_path.name] == ["a.jsonl", "a.jsonl.values"]
-    assert synced["0.unfinished"] == (tmp_path / "a.jsonl.values" / "0.npz").read_bytes()
+    assert synced["0.unfinished"] == (tmp_path / "a.jsonl.values" / "0").read_bytes()
     ledger.close()
 
 

@@ -1,10 +1,13 @@
 """`python -m eqx_norm.determinism compare A B`: where two runs part."""
 
 import argparse
+import contextlib
+import os
 import sys
+from typing import Any
 
 from ._compare import compare
-from ._read import LedgerError
+from ._read import LedgerError, printable
 
 DESCRIPTION = """\
 Compares two runs by the ledgers of their probes, and names the first step and probe at which
@@ -31,7 +34,10 @@ into that layer, and between it and the row before; if it is a cotangent, into t
 of what comes after it in the network.
 """
 
-STATUS = "exit status: 0 the same, 1 they differ, 2 they cannot be compared"
+STATUS = (
+    "exit status: 0 the same; 1 they differ, or one is cut off, so that they may; 2 they\n"
+    "cannot be compared, or the verdict cannot be written, for the reason that is told"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,14 +57,45 @@ def main(arguments: list[str] | None = None) -> int:
     )
     command.add_argument("a", metavar="A", help="the ledger of one run")
     command.add_argument("b", metavar="B", help="the ledger of the other")
-    given = parser.parse_args(arguments)
     try:
+        try:
+            given = parser.parse_args(arguments)
+        except SystemExit:
+            _write("", sys.stdout)  # the help, while there is somebody to tell of a failure
+            raise
         verdict = compare(given.a, given.b)
+        _write(f"{verdict}\n", sys.stdout)
     except LedgerError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(verdict)
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(f"The output cannot be written ({error.strerror or error}).")
+    except MemoryError:
+        return _failed("There is not enough memory for these ledgers.")
+    except KeyboardInterrupt:
+        return _failed("Interrupted.")
     return 0 if verdict.same else 1
+
+
+def _failed(why: str) -> int:
+    with contextlib.suppress(OSError):  # there is nobody to tell
+        _write(f"{printable(why)}\n", sys.stderr)
+    return 2
+
+
+def _write(text: str, stream: Any) -> None:
+    """Writes all of it, with escapes for what the stream has no letters for."""
+    if stream is None:  # `>&-`
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        # Python would try to write what is left when it ends, and complain.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        if not isinstance(error, BrokenPipeError):  # who reads has seen enough: `| head`
+            raise
 
 
 if __name__ == "__main__":

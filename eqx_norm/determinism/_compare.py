@@ -4,14 +4,15 @@ import os
 from typing import NamedTuple
 
 from ._difference import difference
-from ._read import Contents, LedgerError, Row, read
+from ._read import Contents, LedgerError, Row, printable, read
 
 
 class Verdict(NamedTuple):
     """What `compare` has found. As text, `str(verdict)`, it is for people.
 
     `step` and `probe`, `kind` say what is the first to differ, in the order of the program;
-    they are `None` where all is the same, and where one run has ended before the other.
+    they are `None` where all is the same, and where one run has ended before the other, or was
+    killed while it wrote.
     """
 
     same: bool
@@ -36,13 +37,20 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
 
     - `a`, `b`: the files.
 
-    **Returns:** a `Verdict`. An incomplete ledger is compared as far as it goes, and is not the
-    same as a longer one.
+    **Returns:** a `Verdict`. An incomplete ledger is compared as far as it goes, and is never
+    the same as another: what came next is not known.
 
-    **Raises:** `LedgerError` for a file that is no ledger or is damaged, and where the two are
-    not of the same program: other probes, or other steps.
+    **Raises:** `LedgerError` for a file that is no ledger or is damaged, where the two are not
+    of the same program (other probes, or other steps), and where neither has any rows.
     """
     first, second = read(a), read(b)
+    if not first.rows and not second.rows:
+        raise LedgerError(
+            f"{first.path} and {second.path} have no rows: nothing was recorded, so that there "
+            "is nothing to compare. Rows come from monitor(value, name) or "
+            "monitor_module(model) inside of the function that recorded(...) goes around, and "
+            "are written by ledger.append(step, record)."
+        )
     notes = _notes(first, second)
     for i, (row, other) in enumerate(zip(first.rows, second.rows, strict=False)):
         if row.key != other.key:
@@ -66,8 +74,11 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
         )
         return Verdict(False, agreed, "\n  ".join([text, _before(first, agreed), *notes]))
     steps = len({row.step for row in first.rows})
-    text = f"the same: {agreed} rows of {steps} steps agree, to the bit"
-    return Verdict(True, agreed, "\n  ".join([text, *notes]))
+    agree = f"{agreed} rows of {steps} steps agree, to the bit"
+    if first.is_truncated or second.is_truncated:
+        text = f"not known to be the same: {agree}, and what came next is not known"
+        return Verdict(False, agreed, "\n  ".join([text, *notes]))
+    return Verdict(True, agreed, "\n  ".join([f"the same: {agree}", *notes]))
 
 
 def _at(row: Row) -> str:
@@ -84,12 +95,16 @@ def _before(contents: Contents, agreed: int) -> str:
 def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[str]:
     for what in ("shape", "dtype"):
         if getattr(row, what) != getattr(other, what):
-            return [f"{what}: {getattr(row, what)} and {getattr(other, what)}"]
+            pair = (printable(str(getattr(r, what))) for r in (row, other))
+            return [f"{what}: {' and '.join(pair)}"]
     if row.fingerprint is None or other.fingerprint is None:
         taken = first if other.fingerprint is None else second
         return [f"only {taken.path} has passed it: the other took another branch"]
     lines = [f"fingerprints {row.fingerprint} and {other.fingerprint}"]
-    values, others = first.values(row), second.values(other)
+    try:
+        values, others = first.values(row), second.values(other)
+    except LedgerError as error:  # which does not change where they part
+        return [*lines, str(error)]
     if values is None or others is None:
         return [*lines, "values were not kept: recorded(step, keep_values=True) keeps them"]
     return [*lines, *difference(values, others).split("; ")]
@@ -97,15 +112,13 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
 
 def _notes(first: Contents, second: Contents) -> list[str]:
     notes = [
-        f"{contents.path} is incomplete: the run was killed while it wrote its last line, "
-        "which is left out"
+        f"{contents.path} is incomplete: the run was killed while it wrote its last line, or "
+        "is writing it; the line is left out"
         for contents in (first, second)
         if contents.is_truncated
     ]
     for what in ("jax", "platform", "device"):
         if first.header[what] != second.header[what]:
-            notes.append(
-                f"they were written with different {what}: {first.header[what]} and "
-                f"{second.header[what]}"
-            )
+            pair = (printable(contents.header[what]) for contents in (first, second))
+            notes.append(f"they were written with different {what}: {' and '.join(pair)}")
     return notes

@@ -60,8 +60,8 @@ def summarise(tree: Any, name: str) -> Summary:
     if any(map(np.iscomplexobj, numbers)):
         total = complex(total, _exact(x.imag for x in numbers if np.iscomplexobj(x)))
     size = sum(leaf.size for leaf in arrays)
-    # Of all arrays at once: operation by operation each shape is compiled several times. NumPy's
-    # go in as words, since `jit` would narrow them.
+    # Of all arrays at once: operation by operation each shape is compiled several times.
+    # NumPy's go in as words, since `jit` would narrow them.
     words = [words_of_numpy(leaf) if is_numpy(leaf) else leaf for leaf in arrays]
     bits = hexadecimal(jax.jit(fingerprint)(words))
     return Summary(name, total, bits, size, len(arrays))
