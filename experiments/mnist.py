@@ -8,7 +8,8 @@ The data comes from one of three sources, named by the `--data` of every experim
   of what was published, and kept in `~/.cache/eqx-norm/mnist` (or in `eqx-norm/mnist` under
   `XDG_CACHE_HOME`, where that is set).
 - anything else: your own folder with the four files under the names they were published
-  under (`train-images-idx3-ubyte` and so on), each plain or packed as `.gz` or `.xz`.
+  under (`train-images-idx3-ubyte` and so on), each plain or packed as `.gz` or `.xz`, and
+  none with more than the 60,000 images of the published ones.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import functools
 import gzip
 import hashlib
 import http.client
+import io
 import lzma
 import math
 import os
@@ -25,7 +27,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +46,15 @@ SHA256_UNPACKED = {
     TEST[1]: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 IMAGES_MAGIC, LABELS_MAGIC = 0x00000803, 0x00000801
+# Bytes of the largest of the files, unpacked. A few of .xz may be a thousand times as many.
+LARGEST = 16 + 60_000 * 28 * 28
 
-_Unpack = Callable[[bytes], bytes]
-_UNPACK: dict[str, _Unpack] = {"": bytes, ".gz": gzip.decompress, ".xz": lzma.decompress}
+_Opened = gzip.GzipFile | lzma.LZMAFile | BinaryIO
+_UNPACK: dict[str, Callable[[BinaryIO], _Opened]] = {
+    "": lambda file: file,
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".xz": lzma.LZMAFile,
+}
 
 
 class DataError(Exception):
@@ -118,6 +126,8 @@ def _array(file: _File, magic: int, item: tuple[int, ...]) -> NDArray[np.uint8]:
         raise _wrong(where, f"the magic number 0x{magic:08x}", f"0x{found_magic:08x}")
     if tuple(size) != item:
         raise _wrong(where, f"images of size {item}", tuple(size))
+    if not count:
+        raise _wrong(where, "one image or more" if item else "one label or more", "none")
     total = header.size + count * math.prod(item)
     if len(content) != total:
         raise _wrong(where, f"{total} bytes for {count} items", f"{len(content)} bytes")
@@ -128,12 +138,13 @@ def _in_folder(folder: Path, name: str) -> _File:
     for suffix in _UNPACK:
         path = folder / (name + suffix)
         try:
-            packed = path.read_bytes()
+            file = path.open("rb")
         except FileNotFoundError:
             continue
         except OSError as error:
             raise _wrong(path, "a file that can be read", error.strerror) from error
-        return _unpacked(path, packed, suffix)
+        with file:
+            return _unpacked(path, file, suffix)
     found = "none of them" if os.path.isdir(folder) else "no such folder"
     raise _wrong(folder / name, "this file, or the same with .gz or .xz", found)
 
@@ -148,7 +159,7 @@ def _downloaded(name: str) -> _File:
         url = f"{mirror}{name}.gz"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
-                packed = answer.read()
+                packed = answer.read(LARGEST + 1)
             file = _verified(url, packed, name)
         except (OSError, http.client.HTTPException) as error:
             failures.append(f"{url}: expected the file, found {error}")
@@ -161,18 +172,21 @@ def _downloaded(name: str) -> _File:
 
 
 def _verified(where: Path | str, packed: bytes, name: str) -> _File:
-    file = _unpacked(where, packed, ".gz")
+    file = _unpacked(where, io.BytesIO(packed), ".gz")
     expected, found = SHA256_UNPACKED[name], hashlib.sha256(file.content).hexdigest()
     if found != expected:
         raise _wrong(where, f"SHA-256 {expected} of the unpacked content", found)
     return file
 
 
-def _unpacked(where: Path | str, packed: bytes, suffix: str) -> _File:
+def _unpacked(where: Path | str, packed: BinaryIO, suffix: str) -> _File:
     try:
-        return _File(str(where), _UNPACK[suffix](packed))
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        content = _UNPACK[suffix](packed).read(LARGEST + 1)
+    except (EOFError, MemoryError, OSError, zlib.error, lzma.LZMAError) as error:
         raise _wrong(where, f"a whole {suffix} file", f"a broken one ({error})") from error
+    if len(content) > LARGEST:
+        raise _wrong(where, f"{LARGEST} bytes at most, as many as MNIST's largest file", "more")
+    return _File(str(where), content)
 
 
 def _keep(path: Path, packed: bytes) -> None:

@@ -232,11 +232,20 @@ def test_who_does_not_read_on_is_no_error(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-FORGED: list[Any] = [
-    *(None, True, -1, 1.5, 10**30, float("nan"), float("inf"), "", "x", "float32", "key<fry>"),
-    *("forward", "done", "0" * 16, "\x1b", "\ud800", "object", "int4", "float64", "S4"),
-    *([], [0], [3, 2], [10**18, 10**18], [-1], [[]], [0, 24], [2**60, 2**60], {}, {"a": 1}),
-]
+NONSENSE: list[Any] = [None, True, -1, 1.5, float("nan"), "", "x", [], [[]], [-1], {}, 10**30]
+# What has the right type and may be wrong.
+PLAUSIBLE: dict[str, list[Any]] = {
+    "step": [0, 1, -3, 10**30],
+    "probe": ["h", "\x1b", "\ud800", 60_000 * "h"],
+    "kind": ["forward", "tangent", "done"],
+    "iteration": [[], [0], [10**30]],
+    "again": [1, 2, 10**30],
+    "fingerprint": [None, "0" * 16, "g" * 16],
+    "shape": [[], [2, 3], [6], [7], 2 * [10**18], [0, 10**30], 70 * [1]],
+    "dtype": ["float64", "bool", "int4", "complex64", "key<fry>", "float6_e2m3fn", "float128"]
+    + ["object", "S4", "V4", "f4,f4", "(2,3)f4", "datetime64", "no such dtype"],
+    "values": [None, [0, 24], [24, 24], [0, 0], [1, 7], [0, 10**30], 2 * [2**62]],
+}
 
 
 def forged(random, lines):
@@ -246,11 +255,12 @@ def forged(random, lines):
         fields = json.loads(lines[i])
         del fields["crc"]
         field = random.choice([*fields])
-        deed = random.choice(["change", "change", "change", "remove", "add", "text"])
+        deed = random.choice([*5 * ["change"], "remove", "add", "text"])
         if deed == "remove":
             del fields[field]
         else:
-            fields[field if deed == "change" else f"more {field}"] = random.choice(FORGED)
+            choices = random.choice([NONSENSE, PLAUSIBLE.get(field, NONSENSE)])
+            fields[field if deed == "change" else f"more {field}"] = random.choice(choices)
         text = json.dumps(fields)[:-1].encode()
         if deed == "text":
             more = random.choice([b"[", b"9", b'{"a":', b"\xff", b"\0", b","]) * 5000

@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import lzma
 import struct
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +92,8 @@ IMAGES, LABELS = TINY[TRAIN_IMAGES], TINY[TRAIN_LABELS]
             "size (28, 28), found (28, 32)",
             id="image size",
         ),
+        pytest.param(TRAIN_IMAGES, idx_images(0), "one image or more, found none", id="none"),
+        pytest.param(TEST_LABELS, idx_labels([]), "one label or more, found none", id="empty"),
         pytest.param(
             TRAIN_LABELS,
             idx_labels([1, 2, 3, 4]),
@@ -130,6 +134,38 @@ def test_fault_in_folder(tmp_path: Path, file: str, content: bytes | None, says:
     assert message.startswith(f"{tmp_path / file}: expected ")
     assert says in message
     assert message.endswith("; give --data download for the published files")
+
+
+@pytest.fixture(scope="module")
+def zeros() -> dict[str, bytes]:
+    """256 MiB of them, in less than a thousandth of that."""
+    mebibyte = bytes(2**20)
+    gz, xz = zlib.compressobj(1, wbits=31), lzma.LZMACompressor(preset=0)
+    return {
+        suffix: b"".join([*(pack.compress(mebibyte) for _ in range(256)), pack.flush()])
+        for suffix, pack in ((".gz", gz), (".xz", xz))
+    }
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_small_files_that_unpack_to_large_ones(
+    tmp_path: Path, zeros: dict[str, bytes], suffix: str
+):
+    write(tmp_path, suffix)
+    (tmp_path / (TEST_LABELS + suffix)).write_bytes(zeros[suffix])
+    tracemalloc.start()
+    with pytest.raises(mnist.DataError, match="expected 47040016 bytes at most.*found more"):
+        mnist.load(str(tmp_path))
+    assert tracemalloc.get_traced_memory()[1] < 4 * mnist.LARGEST
+    tracemalloc.stop()
+
+
+def test_a_large_plain_file(tmp_path: Path):
+    write(tmp_path, "")
+    with (tmp_path / TEST_IMAGES).open("ab") as file:
+        file.truncate(2**40)  # with holes
+    with pytest.raises(mnist.DataError, match="expected 47040016 bytes at most.*found more"):
+        mnist.load(str(tmp_path))
 
 
 @pytest.mark.parametrize(
