@@ -242,8 +242,10 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "again": [1, 2, 10**30],
     "fingerprint": [None, "0" * 16, "g" * 16],
     "shape": [[], [2, 3], [6], [7], 2 * [10**18], [0, 10**30], 70 * [1]],
-    "dtype": ["float64", "bool", "int4", "complex64", "key<fry>", "float6_e2m3fn", "float128"]
-    + ["object", "S4", "V4", "f4,f4", "(2,3)f4", "datetime64", "no such dtype"],
+    "dtype": [
+        *("float64", "bool", "int4", "complex64", "key<fry>", "float6_e2m3fn", "float128"),
+        *("object", "S4", "V4", "f4,f4", "(2,3)f4", "datetime64", "no such dtype"),
+    ],
     "values": [None, [0, 24], [24, 24], [0, 0], [1, 7], [0, 10**30], 2 * [2**62]],
 }
 

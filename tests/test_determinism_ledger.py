@@ -87,7 +87,7 @@ def test_steps_may_come_in_any_order_but_once(tmp_path, bare):
 
 def test_a_ledger_is_never_written_over(ledger):
     before = ledger.read_bytes()
-    with pytest.raises(FileExistsError, match="not written over"):
+    with pytest.raises(FileExistsError, match="there is .*a.jsonl, and neither"):
         Ledger(ledger)
     assert ledger.read_bytes() == before
 
@@ -96,7 +96,8 @@ def test_cut_anywhere_it_is_a_readable_prefix(ledger, tmp_path):
     content, whole = ledger.read_bytes(), read(ledger)
     header = content.index(b"\n") + 1
     cut = tmp_path / "cut.jsonl"
-    for size in range(len(content)):
+    ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]
+    for size in sorted({*range(0, len(content), 9), *(e - 1 for e in ends), *ends[:-1]}):
         cut.write_bytes(content[:size])
         if size < header:
             with pytest.raises(LedgerError, match="no ledger, or one of a run that was killed"):
@@ -110,7 +111,7 @@ def test_cut_anywhere_it_is_a_readable_prefix(ledger, tmp_path):
 
 def test_any_changed_byte_is_noticed(ledger):
     content, whole = ledger.read_bytes(), read(ledger)
-    for place in [*range(0, len(content), 3), len(content) - 1]:
+    for place in [*range(0, len(content), 9), len(content) - 1]:
         changed = bytearray(content)
         changed[place] ^= 1
         ledger.write_bytes(changed)
@@ -248,7 +249,7 @@ def test_values_are_never_written_over(kept, record):
     """The ledger has been moved, and its values have not."""
     kept.rename(kept.parent / "old.jsonl")
     before = (kept.parent / "a.jsonl.values" / "0").read_bytes()
-    with pytest.raises(FileExistsError, match="a.jsonl.values, with the values that another"):
+    with pytest.raises(FileExistsError, match="there is .*a.jsonl.values, and neither"):
         Ledger(kept)
     assert not kept.exists()
     assert (kept.parent / "a.jsonl.values" / "0").read_bytes() == before

@@ -51,33 +51,22 @@ class Ledger:
 
     **Arguments:**
 
-    - `path`: of the file to make. One that is there is never written over, nor are values.
+    - `path`: of the file to make. One that is there is never written over, nor are values
+        that were kept for one of that name.
 
-    **Raises:** `FileExistsError` for a file that is there, or a folder of values.
+    **Raises:** `FileExistsError` for such a file or folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._values = folder_of_values(self.path.absolute())
-        if os.path.lexists(self._values):
-            raise FileExistsError(
-                f"Ledger({str(path)!r}): there is {self._values}, with the values that another "
-                "run of this name has kept, and they are not written over. Give another name, "
-                "or delete the folder, with its ledger, if that run is not needed any more."
-            )
-        try:
-            # Without a buffer, in which a step that could not be written would be left.
-            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (`close` closes it)
-        except FileExistsError:
-            raise FileExistsError(
-                f"Ledger({str(path)!r}): there is such a file, and a ledger is not written "
-                "over. Give another name, or delete it if the run is not needed any more."
-            ) from None
-        self._has_values = False
-        self._end = 0  # of the last line that is whole
-        self._steps: set[int] = set()
-        # Callbacks come from threads of XLA's.
-        self._lock = threading.Lock()
+        for taken in (self.path, self._values):
+            if os.path.lexists(taken):
+                raise FileExistsError(
+                    f"Ledger({str(path)!r}): there is {taken}, and neither a ledger nor the "
+                    "values kept beside it are written over. Give another name, or delete both "
+                    "if the run is not needed any more."
+                )
         devices = jax.devices()
         header = {
             "format": FORMAT,
@@ -86,6 +75,13 @@ class Ledger:
             "platform": devices[0].platform,
             "device": devices[0].device_kind,
         }
+        # Without a buffer, in which a step that could not be written would be left.
+        self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (`close` closes it)
+        self._has_values = False
+        self._end = 0  # of the last line that is whole
+        self._steps: set[int] = set()
+        # Callbacks come from threads of XLA's.
+        self._lock = threading.Lock()
         try:
             self._write(_encoded(header))
             _sync(self.path.parent)

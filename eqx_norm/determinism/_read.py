@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ._fingerprint import hexadecimal, of_numpy
 from ._ledger import CHECKSUM, FORMAT, LONGEST_LINE, VERSION, folder_of_values
 
-# Bytes of a file at most: some 20 million rows, which are twice as much again in memory.
+# Bytes of a file at most: some 25 million rows, which take three times as much in memory.
 LARGEST_FILE = 2**32
 
 # Where there is no such flag there is nothing that it would keep from waiting, or following.
