@@ -305,6 +305,21 @@ def test_a_step_that_did_not_fit_on_the_disk_can_be_appended_again(tmp_path, rec
     assert ledger.path.read_bytes() == whole.path.read_bytes()
 
 
+def test_what_could_not_be_taken_back_at_once_is_before_the_next_step(
+    tmp_path, bare, ledger, monkeypatch
+):
+    with Ledger(tmp_path / "b.jsonl") as other:
+        other.append(0, bare)
+        with monkeypatch.context() as patch, full_after(other.path.stat().st_size + 9):
+            patch.setattr(Ledger, "_take_back", lambda self: None)
+            with pytest.raises(OSError, match="too large"):
+                other.append(1, bare)
+        assert read(other.path).is_truncated
+        other.append(1, bare)
+        other.append(2, bare)
+    assert other.path.read_bytes() == ledger.read_bytes()
+
+
 def test_values_that_did_not_fit_on_the_disk_can_be_kept_again(tmp_path, record, monkeypatch):
     with Ledger(tmp_path / "a.jsonl") as ledger:
         size = len(ledger.path.read_bytes())
@@ -481,9 +496,10 @@ def test_another_version_of_jax_is_told(ledger, tmp_path):
 
 
 def test_empty_arrays_are_there(tmp_path):
-    _, record = jax.jit(recorded(lambda x: monitor(x, "empty"), keep_values=True))(X[:0])
+    keys = jax.random.split(jax.random.key(0), 3)[:0]
+    both = jax.jit(recorded(lambda *xs: monitor(xs, "empty"), keep_values=True))
     with Ledger(tmp_path / "a") as ledger:
-        ledger.append(np.int64(0), record)
-    (row,) = read(ledger.path).rows
-    assert row.fingerprint == "0" * 16
-    assert read(ledger.path).values(row).shape == (0, 3)  # type: ignore
+        ledger.append(np.int64(0), both(X[:0], keys)[1])
+    contents = read(ledger.path)
+    assert [row.fingerprint for row in contents.rows] == ["0" * 16] * 2
+    assert [contents.values(row).shape for row in contents.rows] == [(0, 3), (0, 0)]  # type: ignore

@@ -44,8 +44,8 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
     of the tree's leaves. It may be taken under `jax.jit` and `jax.vmap`.
 
     Of a NumPy array it is taken on the host, so that it is the same with `jax_enable_x64` and
-    without. But `jax.jit(fingerprint)(x)` is given what `jit` has made of `x`: without x64, an
-    array of 64 bits has 32 there.
+    without. But `jax.jit(fingerprint)(x)` is given what `jit` has made of `x` (as `jax.vmap`
+    does): without x64, an array of 64 bits has 32 there.
 
     **Arguments:**
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -261,6 +262,7 @@ def _part(path: Path, start: int, size: int) -> bytes:
 
 def _array(row: Row, raw: bytes) -> NDArray[Any]:
     if row.dtype.startswith("key<"):
-        return np.frombuffer(raw, np.uint32).reshape(*row.shape, -1)
+        words = np.frombuffer(raw, np.uint32)
+        return words.reshape(*row.shape, words.size // max(1, math.prod(row.shape)))
     dtype: np.dtype[Any] = jnp.dtype(row.dtype)
     return np.frombuffer(raw, dtype).reshape(row.shape)
