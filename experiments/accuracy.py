@@ -27,7 +27,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -142,8 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job, left_out = _job(options)
     for package in left_out:
         print(f"{package} is not installed: left out (make accuracy has it)")
-    out: Path = options.out or _default_out(job)
-    folder = command.results_folder(parser, out)
+    out = command.folder(parser, options, whole=job == WHOLE)
+    folder = out / "results"
     started = time.perf_counter()
     measured, raised = run(job)
     tables, verdicts = report(measured)
@@ -175,11 +174,6 @@ def _job(options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     missing = accuracy_peers.missing(layer.package for layer in job.layers)
     layers = tuple(layer for layer in job.layers if layer.package not in missing)
     return dataclasses.replace(job, layers=layers), missing
-
-
-def _default_out(job: Job) -> Path:
-    """Only the whole job, with every peer, may replace the committed results."""
-    return command.default_out("accuracy", whole=job == WHOLE)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,9 +1,9 @@
 """The figure of the accuracy experiment, drawn from its result file.
 
-Drawing never measures: `python -m experiments.accuracy_figures` redraws it from the CSV.
+Drawing never measures: `python -m experiments.accuracy_figures` redraws the committed one.
 """
 
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.ticker import LogLocator, NullLocator
 
-from . import accuracy_claims, accuracy_measured, results
+from . import accuracy_claims, accuracy_measured, command
 from .accuracy_cases import CONSTANT, COUNT, RATIO
 from .accuracy_claims import CASES
 from .accuracy_measured import Measured, layers_of
@@ -154,5 +154,9 @@ def draw(folder: Path) -> Path:
     return path
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("accuracy_figures", __doc__, lambda out: [draw(out)], arguments)
+
+
 if __name__ == "__main__":
-    print(draw(Path(os.path.relpath(results.FOLDER.parent))))
+    sys.exit(main())

@@ -30,7 +30,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from . import (
     benchmark_arguments,
@@ -42,6 +41,7 @@ from . import (
     benchmark_targets,
     benchmark_timing,
     benchmark_torch,
+    command,
     results,
 )
 from .benchmark_job import Job
@@ -147,13 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not present:
         parser.exit(2, "--contestants: none of them can run here\n")
     job = dataclasses.replace(asked, contestants=tuple(present))
-    out: Path = options.out or benchmark_job.default_out(job)
+    out = command.folder(parser, options, whole=benchmark_job.whole(job))
     folder, name = out / "results", benchmark_job.stem(job)
     started = time.perf_counter()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # rather now than after the measurements
-    except OSError as error:
-        parser.exit(2, f"--out {out}: {folder} cannot be made ({error.strerror})\n")
     runs = run(job)
     benchmark_runs.save(folder / f"{name}.csv", runs)
     runs = benchmark_runs.load(folder / f"{name}.csv")  # to its digits: tables, too

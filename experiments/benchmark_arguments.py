@@ -2,27 +2,22 @@
 
 import argparse
 import dataclasses
-from pathlib import Path
 
-from . import benchmark_layers, benchmark_runs, benchmark_timing
+from . import benchmark_layers, benchmark_runs, benchmark_timing, command
 from .benchmark_job import MEASURED, QUICK, Job
 from .benchmark_runs import Shape
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m experiments.benchmark",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = command.parser(
+        "benchmark",
+        description,
+        quick="two shapes in f32, without Flax and torch; exits with 1 if the results "
+        "differ by more than 1e-4 or this layer needs temporaries of more than 0.1 of x",
+        whole="the whole job with every contestant",
     )
     whole = Job()
     add = made.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="two shapes in f32, without Flax and torch; exits with 1 if the results "
-        "differ by more than 1e-4 or this layer needs temporaries of more than 0.1 of x",
-    )
     add(
         "--shapes",
         nargs="+",
@@ -66,13 +61,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         default=whole.memory,
         help="system: freed arrays go where the C library sends them (default); kept: they "
         "stay with the process (glibc only)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="writes DIR/results and DIR/figures (default: experiments for the whole job, "
-        "build/benchmark for anything else)",
     )
     return made
 

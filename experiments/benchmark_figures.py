@@ -1,10 +1,10 @@
 """The figure of the benchmark, drawn from its result file.
 
-Drawing never measures: `python -m experiments.benchmark_figures` redraws it from the CSVs.
+Drawing never measures: `python -m experiments.benchmark_figures` redraws the committed ones.
 """
 
 import math
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from . import benchmark_runs, benchmark_targets, results
+from . import benchmark_runs, benchmark_targets, command
 from .benchmark_layers import BOTH, INVARIANT, OURS
 from .benchmark_parts import PARTS
 from .benchmark_runs import Runs, Shape
@@ -173,6 +173,15 @@ def _layout(panels: Sequence[str]) -> Any:
     return [[first] * 5, [rest[0]] * 3 + [rest[1]] * 2]
 
 
+def draw_all(out: Path) -> list[Path]:
+    """Draws every result file under `out`, and returns the figures."""
+    stems = sorted(path.stem for path in (out / "results").glob("benchmark*.csv"))
+    return [figure for stem in stems for figure in draw(out, stem)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("benchmark_figures", __doc__, draw_all, arguments)
+
+
 if __name__ == "__main__":
-    for path in sorted(results.FOLDER.glob("benchmark*.csv")):
-        print(*draw(Path(os.path.relpath(results.FOLDER.parent)), path.stem), sep="\n")
+    sys.exit(main())

@@ -1,13 +1,10 @@
 """What the benchmark is to measure, and where it puts what it measured."""
 
 import dataclasses
-import os
 import re
-from pathlib import Path
 
 import jax
 
-from . import results
 from .benchmark_layers import EQUINOX, FLAX, INVARIANT, OURS
 from .benchmark_runs import Shape
 
@@ -63,11 +60,9 @@ def stem(job: Job) -> str:
     return "_".join(["benchmark", *filter(None, names)])
 
 
-def default_out(job: Job) -> Path:
-    """Only the whole job, with every contestant, may replace the committed results."""
-    whole = dataclasses.replace(Job(), rounds=max(job.rounds, Job().rounds), memory=job.memory)
+def whole(job: Job) -> bool:
+    """Returns whether the job is the whole one, with every contestant that can be here."""
+    every = dataclasses.replace(Job(), rounds=max(job.rounds, Job().rounds), memory=job.memory)
     if jax.default_backend() != "cpu":  # torch has a GPU only if it is installed for one
-        whole = dataclasses.replace(whole, contestants=job.contestants)
-    if job == whole:
-        return Path(os.path.relpath(results.FOLDER.parent))
-    return Path("build/benchmark")
+        every = dataclasses.replace(every, contestants=job.contestants)
+    return job == every

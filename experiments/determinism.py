@@ -18,7 +18,6 @@ forced by a flag of XLA's.
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -110,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     job = QUICK if options.quick else Job()
-    out: Path = options.out or command.default_out("determinism", whole=job == Job())
-    folder = command.results_folder(parser, out)
+    out = command.folder(parser, options, whole=job == Job())
+    folder = out / "results"
     started = time.perf_counter()
     found, probes, overhead = run(job)
     seconds = round(time.perf_counter() - started, 1)

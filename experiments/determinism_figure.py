@@ -1,9 +1,9 @@
 """The figure of the determinism experiment, drawn from its result files.
 
-Drawing never trains: `python -m experiments.determinism_figure` redraws it from the CSVs.
+Drawing never trains: `python -m experiments.determinism_figure` redraws the committed one.
 """
 
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 
-from . import determinism_claims, determinism_runs, results
+from . import command, determinism_claims, determinism_runs
 
 # With these come the fonts and grids of all figures.
 from .stability_figures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
@@ -70,5 +70,9 @@ def _matrix(axes: Axes, versions: Sequence[Sequence[int]]) -> None:
         spine.set_visible(False)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("determinism_figure", __doc__, lambda out: [draw(out)], arguments)
+
+
 if __name__ == "__main__":
-    print(draw(Path(os.path.relpath(results.FOLDER.parent))))
+    sys.exit(main())

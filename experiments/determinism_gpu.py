@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -105,8 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(compiled()))
         return 0
     jax.config.update("jax_platforms", "cpu")
-    out: Path = options.out or command.default_out("determinism_gpu", whole=not options.quick)
-    folder = command.results_folder(parser, out)
+    folder = command.folder(parser, options, whole=not options.quick) / "results"
     usual, recipe = _in_process("usual"), _in_process("recipe")
     header = ("for an H200", "usual", "the recipe", "the two programs")
     rows = [

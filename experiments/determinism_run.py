@@ -11,7 +11,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -31,7 +31,7 @@ from eqx_norm.determinism import (
     summarise,
 )
 
-from . import mnist
+from . import command, mnist
 from .networks import Small
 from .training import AXIS, BATCH_SIZE, OPTIMISER
 
@@ -140,19 +140,23 @@ def _flipped(weight: Array) -> Array:
     return jnp.asarray(bits.view(np.float32))
 
 
-def main() -> None:
-    text, path = sys.argv[1:]
-    run = Run(**json.loads(text))
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.plain_parser("determinism_run", __doc__)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("ledger", metavar="LEDGER")
+    options = parser.parse_args(arguments)
+    run = Run(**json.loads(options.run))
     if run.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: run.cores])
     if run.recipe:
         deterministic(SEED, cpu_threads=CPU_THREADS)
     elif run.seeded:
         np.random.seed(SEED)
-    with Ledger(path) as ledger:
+    with Ledger(options.ledger) as ledger:
         outcome = train(run, ledger)
     print(json.dumps(outcome._asdict()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -34,7 +34,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import (
     command,
@@ -90,10 +89,9 @@ def job(options: argparse.Namespace) -> Job:
     return dataclasses.replace(chosen, dtypes=(options.dtype,)) if options.dtype else chosen
 
 
-def out(options: argparse.Namespace) -> Path:
-    """Only the whole job, with every peer that is there, may replace the committed results."""
-    all_of_it = job(options) == WHOLE and not options.part and not options.without
-    return options.out or command.default_out("gpu", whole=all_of_it)
+def whole(options: argparse.Namespace) -> bool:
+    """Whether this is everything there is to measure, with every peer that is there."""
+    return job(options) == WHOLE and not options.part and not options.without
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     why_not = gpu_run_device.why_not(options.device)
     if why_not is not None:
         parser().exit(2, f"{why_not}\n")
-    gpu, chosen, folder = options.device == "gpu", job(options), out(options)
-    command.results_folder(parser(), folder)
+    gpu, chosen = options.device == "gpu", job(options)
+    folder = command.folder(parser(), options, whole=whole(options))
     left_out = gpu_run_contenders.left_out(
         options.without, gpu=gpu, torch_compile=chosen.torch_compile
     )

@@ -121,8 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     gpu_compiler.require_plugin(parser)
-    out = options.out or command.default_out("gpu_compile", whole=not options.quick)
-    folder = command.results_folder(parser, out)
+    folder = command.folder(parser, options, whole=not options.quick) / "results"
     started = time.perf_counter()
     rows = run(gpu_compiler.compiler(gpu_targets.H200), options.quick)
     seconds = round(time.perf_counter() - started, 1)

@@ -98,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     gpu_compiler.require_plugin(parser)
-    out = options.out or command.default_out("gpu_kernels", whole=not options.quick)
-    folder = command.results_folder(parser, out)
+    folder = command.folder(parser, options, whole=not options.quick) / "results"
     started = time.perf_counter()
     devices = ["H200"] if options.quick else list(TARGETS)
     rows: list[Kernel] = []

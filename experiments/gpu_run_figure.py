@@ -3,7 +3,7 @@
 Drawing never measures: `python -m experiments.gpu_run_figure` redraws the committed ones.
 """
 
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from . import gpu_run_claims, gpu_run_rows, results
+from . import command, gpu_run_claims, gpu_run_rows
 from .benchmark_layers import BOTH
 from .gpu_run_claims import Timings
 from .gpu_run_contenders import AUTO, EQUINOX, FLAX, XLA
@@ -107,6 +107,15 @@ def _all_labels(axes: Sequence[Axes]) -> tuple[list, list]:
     return list(labels.values()), list(labels)
 
 
+def draw_all(out: Path) -> list[Path]:
+    """Draws every result file under `out`, and returns the figures."""
+    stems = sorted(path.stem for path in (out / "results").glob("gpu_nvidia*.csv"))
+    return [figure for stem in stems for figure in draw(out, stem)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("gpu_run_figure", __doc__, draw_all, arguments)
+
+
 if __name__ == "__main__":
-    for path in sorted(results.FOLDER.glob("gpu_nvidia*.csv")):
-        print(*draw(Path(os.path.relpath(results.FOLDER.parent)), path.stem), sep="\n")
+    sys.exit(main())

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import gpu_run_claims, gpu_run_rows, results
+from . import command, gpu_run_claims, gpu_run_rows, results
 from .accuracy_claims import Verdict
 from .gpu_run_claims import APART, Timings
 from .gpu_run_contenders import AUTO, OURS_BY
@@ -101,8 +101,15 @@ def report(rows: Sequence[Row], verdicts: Sequence[Verdict], *, gpu: bool) -> st
     return "\n\n".join(part for part in parts if part)
 
 
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.plain_parser("gpu_run_tables", __doc__)
+    parser.add_argument("csv", type=Path, nargs="+", metavar="CSV", help="a result file")
+    for path in parser.parse_args(arguments).csv:
         loaded = gpu_run_rows.load(path)
         on_gpu = path.stem != "gpu_cpu"
         print(report(loaded, gpu_run_claims.judge(loaded, gpu=on_gpu), gpu=on_gpu))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -154,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{package} is not installed: left out (make experiments has it)")
     here = tuple(layer for layer in job.layers if layer.package not in missing)
     job = dataclasses.replace(job, layers=here)
-    out: Path = options.out or _default_out(job)
-    folder = command.results_folder(parser, out)
+    out = command.folder(parser, options, whole=job == WHOLE)
+    folder = out / "results"
     started = time.perf_counter()
     measured = run(job)
     means = layer_norm_pair.at_means(job.layers)
@@ -176,11 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{report(measured)}\n")
     print(f"in {seconds} s; results in {folder}, figure:\n  {figure}")
     return int(options.quick and any(verdict.holds is False for verdict in verdicts))
-
-
-def _default_out(job: Job) -> Path:
-    """Only the whole job, with every peer, may replace the committed results."""
-    return command.default_out("layer_norm", whole=job == WHOLE)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,11 +1,12 @@
 """The figure of the layer norm experiment, drawn from its result file.
 
-Drawing never measures: `python -m experiments.layer_norm_figure` redraws it from the CSV.
+Drawing never measures: `python -m experiments.layer_norm_figure` redraws the committed one.
 """
 
 import csv
-import os
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from . import results
+from . import command
 
 # With these come the fonts and grids of all figures.
 from .stability_figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
@@ -87,5 +88,9 @@ def _load(path: Path) -> Curves:
     return dict(curves)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("layer_norm_figure", __doc__, lambda out: [draw(out)], arguments)
+
+
 if __name__ == "__main__":
-    print(draw(Path(os.path.relpath(results.FOLDER.parent))))
+    sys.exit(main())

@@ -8,7 +8,6 @@ each again an IDX file, packed as .xz: 15% smaller than .gz. Nothing but the con
 into an .xz file, no time and no name, so every rebuild gives the same bytes.
 """
 
-import argparse
 import hashlib
 import io
 import lzma
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from . import mnist
+from . import command, mnist
 
 TRAIN_COUNT, TEST_COUNT = 10_000, 2_000
 
@@ -69,11 +68,7 @@ def _compare(path: Path, content: bytes) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.make_subset",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.plain_parser("make_subset", __doc__)
     parser.add_argument(
         "--data",
         required=True,

@@ -11,16 +11,21 @@ from typing import Any
 
 import jax
 
+from . import processor
+
 FOLDER = Path(__file__).parent / "results"
-FIGURES = Path(__file__).parent / "figures"
 
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Device, interpreter and versions; nothing that identifies a machine."""
+    """Returns device, processor, interpreter and versions; nothing that identifies a machine.
+
+    For the .json beside the results, which nothing compares: processors round differently.
+    """
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",
-        "processor": platform.machine(),
+        "processor": processor.model(),
+        "instruction set": processor.instruction_set(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),

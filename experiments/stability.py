@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     job = _job(options)
-    out: Path = options.out or _default_out(job)
-    folder = command.results_folder(parser, out)
+    out = command.folder(parser, options, whole=job == Job(network=job.network))
+    folder = out / "results"
     started = time.perf_counter()
     try:
         runs = run(job)
@@ -186,11 +186,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{text}\n\nin {seconds} s; results in {folder}, figures:")
     print(*(f"  {figure}" for figure in figures), sep="\n")
     return int(options.quick and not all(verdict.holds for verdict in verdicts))
-
-
-def _default_out(job: Job) -> Path:
-    """Only the whole job may replace the committed results."""
-    return command.default_out("stability", whole=job == Job(network=job.network))
 
 
 def _job(options: argparse.Namespace) -> Job:

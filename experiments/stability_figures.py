@@ -1,10 +1,10 @@
 """The three figures of the stability experiment, drawn from its result files.
 
-Drawing never trains: `python -m experiments.stability_figures` redraws them from the CSVs.
+Drawing never trains: `python -m experiments.stability_figures` redraws the committed ones.
 """
 
 import csv
-import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from . import results, stability_runs
+from . import command, stability_runs
 from .stability_runs import FIGURE_1, FIGURE_2, FIGURE_3, MOMENTA, Runs, Setting
 from .training import Record
 
@@ -191,7 +191,16 @@ def draw(folder: Path, stem: str) -> list[Path]:
     return drawn
 
 
+def draw_all(out: Path) -> list[Path]:
+    """Draws the result file of every network under `out`, and returns the figures."""
+    stems = ("stability", "stability_large")
+    found = [stem for stem in stems if (out / "results" / f"{stem}.csv").exists()]
+    return [figure for stem in found for figure in draw(out, stem)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("stability_figures", __doc__, draw_all, arguments)
+
+
 if __name__ == "__main__":
-    for stem in ("stability", "stability_large"):
-        if (results.FOLDER / f"{stem}.csv").exists():
-            print(*draw(Path(os.path.relpath(results.FOLDER.parent)), stem), sep="\n")
+    sys.exit(main())

@@ -31,7 +31,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -121,8 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     job, left_out = _job(options)
     for package in left_out:
         print(f"{package} is not installed: left out (.venv-peers has it)")
-    out: Path = options.out or _default_out(job)
-    folder = command.results_folder(parser, out)
+    folder = command.folder(parser, options, whole=job == WHOLE) / "results"
     started = time.perf_counter()
     of_ours, cannot = implementations()
     for name, why in cannot.items():
@@ -161,11 +159,6 @@ def _job(options: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     absent = missing(job.layers)
     layers = tuple(layer for layer in job.layers if layer.package not in absent)
     return dataclasses.replace(job, layers=layers), absent
-
-
-def _default_out(job: Job) -> Path:
-    """Only the whole job, with every peer, may replace the committed results."""
-    return command.default_out("state_consistency", whole=job == WHOLE)
 
 
 def _parser() -> argparse.ArgumentParser:

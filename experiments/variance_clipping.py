@@ -20,7 +20,6 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -155,8 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     job = _job(options)
-    out: Path = options.out or _default_out(job)
-    folder = command.results_folder(parser, out)
+    out = command.folder(parser, options, whole=job == Job())
+    folder = out / "results"
     started = time.perf_counter()
     try:
         runs, curves = run(job)
@@ -192,11 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{text}\n\nin {seconds} s; results in {folder}, figures:")
     print(*(f"  {figure}" for figure in figures), sep="\n")
     return int(options.quick and not all(verdict.holds for verdict in found))
-
-
-def _default_out(job: Job) -> Path:
-    """Only the whole job may replace the committed results."""
-    return command.default_out("variance_clipping", whole=job == Job())
 
 
 def _job(options: argparse.Namespace) -> Job:

@@ -1,10 +1,11 @@
 """The figures of the variance clipping experiment, drawn from its result file.
 
-Drawing never trains: `python -m experiments.variance_clipping_figures` redraws them.
+Drawing never trains: `python -m experiments.variance_clipping_figures` redraws the committed
+ones.
 """
 
-import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from . import results, variance_clipping_runs
+from . import command, variance_clipping_runs
 
 # With these come the fonts and grids of all figures.
 from .stability_figures import BLACK, BLUE, VERMILION
@@ -112,5 +113,9 @@ def draw(folder: Path) -> list[Path]:
     ]
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.redraw("variance_clipping_figures", __doc__, draw, arguments)
+
+
 if __name__ == "__main__":
-    print(*draw(Path(os.path.relpath(results.FOLDER.parent))), sep="\n")
+    sys.exit(main())
