@@ -11,12 +11,14 @@ GPU := .venv-gpu
 SOURCES := eqx_norm strategies experiments tests
 
 .PHONY: help setup stability accuracy benchmark experiments gpu-compile-check gpu figures \
-	test test-peers test-newest lint format clean
+	test test-peers test-newest lint format clean another-python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@echo 'PYTHON=python3.12   with any of them: the Python to make environments with'
+	@echo 'COMMIT=--commit     with those that have gpu in their names: replace committed results'
 
-setup: $(VENV)/ready ## make .venv with everything but the peers
+setup: $(VENV)/ready ## make .venv with everything but the linters and the peers
 
 stability: $(VENV)/ready ## the main job: Equinox issue #659 on MNIST, figures and tables
 	$(VENV)/bin/python -m experiments.stability
@@ -27,26 +29,26 @@ accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in t
 benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
 	$(PEERS)/bin/python -m experiments.benchmark
 
-experiments: $(PEERS)/ready ## all of them: every committed table and figure anew (30 minutes)
-	$(PEERS)/bin/python -m experiments.stability
-	$(PEERS)/bin/python -m experiments.stability --network large
-	$(PEERS)/bin/python -m experiments.accuracy
-	$(PEERS)/bin/python -m experiments.layer_norm
-	$(PEERS)/bin/python -m experiments.state_consistency
-	$(PEERS)/bin/python -m experiments.variance_clipping
-	$(PEERS)/bin/python -m experiments.determinism
-	$(PEERS)/bin/python -m experiments.benchmark
-	$(PEERS)/bin/python -m experiments.benchmark --memory kept
-	$(MAKE) --no-print-directory gpu-compile-check
+experiments: $(PEERS)/ready ## replace every committed table and figure (30 minutes)
+	$(PEERS)/bin/python -m experiments.stability --commit
+	$(PEERS)/bin/python -m experiments.stability --commit --network large
+	$(PEERS)/bin/python -m experiments.accuracy --commit
+	$(PEERS)/bin/python -m experiments.layer_norm --commit
+	$(PEERS)/bin/python -m experiments.state_consistency --commit
+	$(PEERS)/bin/python -m experiments.variance_clipping --commit
+	$(PEERS)/bin/python -m experiments.determinism --commit
+	$(PEERS)/bin/python -m experiments.benchmark --commit
+	$(PEERS)/bin/python -m experiments.benchmark --commit --memory kept
+	$(MAKE) --no-print-directory gpu-compile-check COMMIT=--commit
 	$(PEERS)/bin/python -m tests.test_readme
 
 # Like the newest jax, jax's CUDA plugin needs a newer Python.
 gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (1.3 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
-		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile && \
-		$(GPU_COMPILE)/bin/python -m experiments.gpu_kernels && \
-		$(GPU_COMPILE)/bin/python -m experiments.determinism_gpu; \
+		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile $(COMMIT) && \
+		$(GPU_COMPILE)/bin/python -m experiments.gpu_kernels $(COMMIT) && \
+		$(GPU_COMPILE)/bin/python -m experiments.determinism_gpu $(COMMIT); \
 	else \
 		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
 	fi
@@ -54,7 +56,7 @@ gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (
 gpu: ## measure on a CUDA GPU: bits, errors, time beside Flax and PyTorch (7 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU)/ready NEWER_PYTHON="$$python" && \
-		$(GPU)/bin/python -m experiments.gpu; \
+		$(GPU)/bin/python -m experiments.gpu $(COMMIT); \
 	else \
 		echo "gpu: no Python 3.12 or later was found here; nothing measured"; \
 	fi
@@ -83,12 +85,12 @@ test-newest: ## the tests on Python 3.12 or later with the newest jax
 		echo "test-newest: no Python 3.12 or later was found here; nothing tested"; \
 	fi
 
-lint: $(VENV)/ready ## ruff and pyright
+lint: $(VENV)/linters-ready ## ruff and pyright
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 
-format: $(VENV)/ready ## let ruff put the sources in order
+format: $(VENV)/linters-ready ## let ruff put the sources in order
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
@@ -96,19 +98,31 @@ clean: ## remove environments, builds and caches
 	rm -rf $(VENV) $(PEERS) $(NEWEST) $(GPU_COMPILE) $(GPU) build dist .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Where PYTHON is said, environments of another Python are made anew. Where it is not, any serves.
+ifneq ($(origin PYTHON),file)
+another = $(shell sh scripts/same-python.sh "$(PYTHON)" $(1) || echo another-python)
+$(VENV)/ready: $(call another,$(VENV))
+$(PEERS)/ready: $(call another,$(PEERS))
+endif
+
 $(VENV)/ready: pyproject.toml constraints.txt scripts/environment.sh
-	sh scripts/environment.sh "$(PYTHON)" $(VENV) dev constraints.txt
+	@sh scripts/environment.sh "$(PYTHON)" $(VENV) dev constraints.txt
+
+$(VENV)/linters-ready: $(VENV)/ready
+	$(VENV)/bin/python -m pip install --disable-pip-version-check \
+		--constraint constraints.txt --editable ".[lint]"
+	@touch $@
 
 $(PEERS)/ready: pyproject.toml constraints.txt scripts/environment.sh
-	sh scripts/environment.sh "$(PYTHON)" $(PEERS) dev,peers constraints.txt
+	@sh scripts/environment.sh "$(PYTHON)" $(PEERS) dev,peers constraints.txt
 
 $(NEWEST)/ready: pyproject.toml constraints-newest.txt scripts/environment.sh
-	sh scripts/environment.sh "$(NEWER_PYTHON)" $(NEWEST) dev constraints-newest.txt
+	@sh scripts/environment.sh "$(NEWER_PYTHON)" $(NEWEST) dev constraints-newest.txt
 
 $(GPU_COMPILE)/ready: pyproject.toml constraints-gpu-compile.txt scripts/environment.sh \
 		scripts/gpu-compile-environment.sh
-	sh scripts/gpu-compile-environment.sh "$(NEWER_PYTHON)" $(GPU_COMPILE) \
+	@sh scripts/gpu-compile-environment.sh "$(NEWER_PYTHON)" $(GPU_COMPILE) \
 		constraints-gpu-compile.txt
 
 $(GPU)/ready: pyproject.toml constraints-gpu.txt scripts/environment.sh scripts/gpu-environment.sh
-	sh scripts/gpu-environment.sh "$(NEWER_PYTHON)" $(GPU) constraints-gpu.txt
+	@sh scripts/gpu-environment.sh "$(NEWER_PYTHON)" $(GPU) constraints-gpu.txt

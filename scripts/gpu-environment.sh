@@ -14,6 +14,6 @@ command -v nvidia-smi >/dev/null || {
 }
 sh "$(dirname "$0")/environment.sh" "$python" "$folder" experiments "$constraints"
 rm "$folder/ready" # not yet
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+"$folder/bin/python" -m pip install --disable-pip-version-check \
     --constraint "$constraints" "jax[cuda${CUDA:-13}]" flax ${TORCH-torch}
 touch "$folder/ready"
