@@ -242,12 +242,6 @@ def test_constants_are_those_of_caffe_3963():
     assert {np.float32(v) for v in (1e-3, 0.1, 3.3, 1000.1, 65504)} <= seen
 
 
-def test_only_the_whole_job_with_every_peer_replaces_the_committed_results():
-    assert accuracy._default_out(accuracy.WHOLE).name == "experiments"
-    for job in (accuracy.QUICK, accuracy.Job(layers=ALWAYS)):
-        assert str(accuracy._default_out(job)) == "build/accuracy"
-
-
 def test_an_output_folder_that_cannot_be_made_is_known_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as exit_:

@@ -8,7 +8,6 @@ import pytest
 
 from experiments import (
     benchmark,
-    benchmark_arguments,
     benchmark_figures,
     benchmark_job,
     benchmark_layers,
@@ -95,14 +94,3 @@ def test_what_is_not_installed_is_left_out(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "flax linen, flax nnx, torch: not installed here" in said
     assert benchmark_layers.available((OURS, "torch")) == ([OURS], ["torch"])
-
-
-def test_only_the_whole_job_with_all_contestants_replaces_the_committed_results():
-    def out(arguments: list[str]) -> str:
-        options = benchmark_arguments.parser("").parse_args(arguments)
-        return str(benchmark_job.default_out(benchmark_arguments.job(options)))
-
-    assert out([]).endswith("experiments")
-    assert out(["--rounds", "50"]).endswith("experiments")
-    for arguments in (["--quick"], ["--rounds", "5"], ["--contestants", OURS]):
-        assert out(arguments) == "build/benchmark"

@@ -109,15 +109,6 @@ def test_an_output_folder_that_cannot_be_made_is_known_before_the_training(tmp_p
     assert "file/results cannot be made (Not a directory)" in capsys.readouterr().err
 
 
-def test_only_the_whole_job_replaces_the_committed_results():
-    for arguments in ([], ["--network", "large"]):
-        job = stability._job(stability._parser().parse_args(arguments))
-        assert stability._default_out(job).name == "experiments"
-    for arguments in (["--quick"], ["--steps", "5"], ["--seeds", "0"], ["--approach", "ema"]):
-        job = stability._job(stability._parser().parse_args(arguments))
-        assert str(stability._default_out(job)) == "build/stability"
-
-
 @pytest.mark.parametrize("network", [Small, Large])
 def test_every_network_trains_with_and_without_norm(network):
     data = stability.mnist.load()

@@ -147,18 +147,6 @@ def parsed(*arguments):
     return gpu.parser().parse_args(arguments)
 
 
-def test_only_the_whole_job_replaces_the_committed_results():
-    assert gpu.out(parsed()).name == "experiments"
-    for arguments in (
-        ["--quick"],
-        ["--device", "cpu"],
-        ["--part", LAYERS],
-        ["--dtype", "f32"],
-        ["--without", "flax"],
-    ):
-        assert str(gpu.out(parsed(*arguments))) == "build/gpu"
-
-
 def test_what_is_asked_for():
     assert gpu.job(parsed()) == WHOLE
     assert gpu.job(parsed("--quick")) == QUICK

@@ -254,12 +254,6 @@ def test_a_missing_peer_is_said(tmp_path, capsys, monkeypatch):
     assert written["left out"] == ["flax", "torch"]
 
 
-def test_only_the_whole_job_with_every_peer_replaces_the_committed_results():
-    assert state_consistency._default_out(WHOLE).name == "experiments"
-    for job in (QUICK, state_consistency.Job(layers=state_consistency_layers.ALWAYS)):
-        assert str(state_consistency._default_out(job)) == "build/state_consistency"
-
-
 def test_an_output_folder_that_cannot_be_made_is_known_before_the_work(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as exit_:

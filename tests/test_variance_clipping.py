@@ -309,15 +309,6 @@ def test_an_output_folder_that_cannot_be_made_is_known_before_the_training(tmp_p
     assert "file/results cannot be made (Not a directory)" in capsys.readouterr().err
 
 
-def test_only_the_whole_job_replaces_the_committed_results():
-    parse = variance_clipping._parser().parse_args
-    whole = variance_clipping._job(parse([]))
-    assert variance_clipping._default_out(whole).name == "experiments"
-    for arguments in (["--quick"], ["--network", "small"], ["--data", "download"]):
-        job = variance_clipping._job(parse(arguments))
-        assert str(variance_clipping._default_out(job)) == "build/variance_clipping"
-
-
 def test_clipping_has_started_when_the_first_batch_is_corrupted():
     assert START < CORRUPTED[0] < CORRUPTED[-1] + variance_clipping_runs.WINDOW < STEPS
 

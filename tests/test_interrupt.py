@@ -1,0 +1,79 @@
+"""Ctrl-C ends an experiment with one line and the exit code of an interrupted command."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Beyond this something hangs, however busy the machine is.
+LONG = 120
+
+
+def start(*command, **options):
+    """Returns a process in a group of its own, which Ctrl-C in its terminal would reach."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+
+
+def interrupted(process):
+    """Returns the exit code and what was said after Ctrl-C."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        _, said = process.communicate(timeout=LONG)
+    finally:
+        process.kill()
+    return process.returncode, said.splitlines()
+
+
+@pytest.mark.parametrize("module", ["stability", "stability_figures"])
+@pytest.mark.parametrize("imported", ["numpy.", "jax"])
+def test_while_it_imports(module, imported):
+    """There NumPy and jaxlib cannot bear an exception: they crash."""
+    process = start(sys.executable, "-X", "importtime", "-m", f"experiments.{module}")
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip().startswith(imported):
+            break
+    code, said = interrupted(process)
+    assert code == -signal.SIGINT  # which a shell sees as 130
+    said = [line for line in said if not line.startswith("import time:")]
+    assert said == [f"python -m experiments.{module}: interrupted"]
+
+
+@pytest.mark.parametrize("module", ["stability", "determinism"])
+def test_while_it_works(module, tmp_path):
+    """The second has processes that train, which get the signal as well."""
+    process = start(sys.executable, "-m", f"experiments.{module}", "--out", str(tmp_path))
+    began = time.monotonic()
+    while not (tmp_path / "results").exists():  # made before the work
+        assert time.monotonic() < began + LONG
+        assert process.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)
+    code, said = interrupted(process)
+    assert code == -signal.SIGINT
+    assert said == [f"python -m experiments.{module}: interrupted"]
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_a_shell_sees_130():
+    command = 'trap : INT; "$0" -X importtime -m experiments.stability; echo $?'
+    with start("sh", "-c", command, sys.executable) as shell:
+        for line in shell.stderr:
+            if line.rpartition("|")[2].strip() == "numpy":
+                break
+        os.killpg(shell.pid, signal.SIGINT)
+        shell.stderr.close()  # nor does it matter that nobody reads what is said
+        assert shell.stdout.read() == "130\n"
+        assert shell.wait(LONG) == 0

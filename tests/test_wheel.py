@@ -1,0 +1,116 @@
+"""A wheel has the strategies, whether or not the checkout has symbolic links."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILT_FROM = (
+    "CHANGELOG.md",
+    "LICENSE",
+    "README.md",
+    "eqx_norm",
+    "hatch_build.py",
+    "pyproject.toml",
+    "strategies",
+)
+LINK = Path("eqx_norm", "strategies")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Returns a checkout as git writes it where there are no symbolic links."""
+    folder = tmp_path / "without links"
+    folder.mkdir()
+    for name in BUILT_FROM:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        how = {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")}
+        copy(ROOT / name, folder / name, **(how if copy is shutil.copytree else {}))
+    (folder / LINK).unlink()
+    (folder / LINK).write_text("../strategies", encoding="utf-8")
+    return folder
+
+
+def build(checkout, target, out):
+    return subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", out],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def wheel(checkout, out):
+    """Returns the wheel, and its files."""
+    built = build(checkout, "wheel", out)
+    assert built.returncode == 0, built.stderr
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as packed:
+        return path, set(packed.namelist())
+
+
+def test_it_is_the_same_with_links_without_them_and_from_an_sdist(checkout, tmp_path):
+    path, files = wheel(checkout, tmp_path / "a")
+    sources = {file.relative_to(ROOT) for file in (ROOT / "strategies").glob("*.py")}
+    assert {f"eqx_norm/{source}" for source in sources} <= files
+    assert "eqx_norm/strategies" not in files
+    assert not [file for file in files if file.startswith("strategies")]
+    assert wheel(ROOT, tmp_path / "b")[1] == files
+
+    assert build(checkout, "sdist", tmp_path).returncode == 0
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    assert wheel(unpacked, tmp_path / "c")[1] == files
+
+    program = (
+        "import eqx_norm, eqx_norm.strategies as s; "
+        "print(eqx_norm.__file__, s.__file__, s.named('ema', 0.9).momentum)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    package = path / "eqx_norm"
+    expected = f"{package / '__init__.py'} {package / 'strategies' / '__init__.py'} 0.9\n"
+    assert run.stdout == expected
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_without_strategies_there_is_none(checkout, tmp_path, target):
+    shutil.rmtree(checkout / "strategies")
+    built = build(checkout, target, tmp_path / "out")
+    assert built.returncode == 1
+    said = built.stdout + built.stderr
+    assert f"cannot be built: {checkout / 'strategies'} is missing" in said
+    assert "git checkout -- strategies" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_an_editable_one_needs_the_link(checkout, tmp_path):
+    """That it works where the link is: this is tested from an editable one."""
+    program = "import sys; from hatchling.build import build_editable as b; b(sys.argv[1])"
+    built = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 1
+    said = built.stdout + built.stderr
+    assert f"{checkout / LINK} is no link to ../strategies" in said
+    assert "core.symlinks true" in said
+    assert "Traceback" not in said
