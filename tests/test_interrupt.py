@@ -27,6 +27,14 @@ def start(*command, **options):
     )
 
 
+def wait_for(process, module):
+    """Waits until the process, started with `-X importtime`, has imported such a module."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip().startswith(module):
+            break
+
+
 def interrupted(process):
     """Returns the exit code and what was said after Ctrl-C."""
     os.killpg(process.pid, signal.SIGINT)
@@ -42,9 +50,7 @@ def interrupted(process):
 def test_while_it_imports(module, imported):
     """There NumPy and jaxlib cannot bear an exception: they crash."""
     process = start(sys.executable, "-X", "importtime", "-m", f"experiments.{module}")
-    for line in process.stderr:
-        if line.rpartition("|")[2].strip().startswith(imported):
-            break
+    wait_for(process, imported)
     code, said = interrupted(process)
     assert code == -signal.SIGINT  # which a shell sees as 130
     said = [line for line in said if not line.startswith("import time:")]
@@ -70,9 +76,9 @@ def test_while_it_works(module, tmp_path):
 def test_a_shell_sees_130():
     command = 'trap : INT; "$0" -X importtime -m experiments.stability; echo $?'
     with start("sh", "-c", command, sys.executable) as shell:
-        for line in shell.stderr:
-            if line.rpartition("|")[2].strip() == "numpy":
-                break
+        assert shell.stdout is not None
+        assert shell.stderr is not None
+        wait_for(shell, "numpy.")
         os.killpg(shell.pid, signal.SIGINT)
         shell.stderr.close()  # nor does it matter that nobody reads what is said
         assert shell.stdout.read() == "130\n"
