@@ -55,7 +55,8 @@ def folder(
     try:
         made.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.exit(2, f"--out {out}: {made} cannot be made ({error.strerror})\n")
+        why = f"{made} cannot be made ({error.strerror})"
+        parser.exit(2, f"{why}: name another folder with --out\n")
     return out
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -247,12 +248,7 @@ def test_the_processor(kind, tmp_path, monkeypatch):
 
 
 def test_git_ignores_what_the_commands_write():
-    inside = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "--is-inside-work-tree"],
-        capture_output=True,
-        check=False,
-    )
-    if inside.returncode:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
     for written in ("build/stability/results/stability.csv", ".venv/ready", "dist/a.whl"):
         subprocess.run(["git", "-C", ROOT, "check-ignore", "--quiet", written], check=True)

@@ -1,10 +1,13 @@
 """Ctrl-C ends an experiment with one line and the exit code of an interrupted command."""
 
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,3 +86,19 @@ def test_a_shell_sees_130():
         shell.stderr.close()  # nor does it matter that nobody reads what is said
         assert shell.stdout.read() == "130\n"
         assert shell.wait(LONG) == 0
+
+
+def in_a_worker():
+    importlib.import_module("experiments")
+    return signal.getsignal(signal.SIGINT)
+
+
+def test_a_worker_leaves_the_line_to_its_parent():
+    alone = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=alone) as pool:
+        assert pool.submit(in_a_worker).result() == signal.SIG_DFL
+
+
+def test_an_import_changes_nothing():
+    importlib.import_module("experiments")
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
