@@ -90,7 +90,7 @@ def job(options: argparse.Namespace) -> Job:
 
 
 def whole(options: argparse.Namespace) -> bool:
-    """Whether this is everything there is to measure, with every peer that is there."""
+    """Returns whether this is everything there is to measure, with every peer that is there."""
     return job(options) == WHOLE and not options.part and not options.without
 
 
