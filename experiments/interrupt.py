@@ -11,8 +11,11 @@ def say_so() -> None:
     """Has Ctrl-C end `python -m experiments.NAME` with one line, its imports included.
 
     The program ends itself by the same signal, which a shell sees as exit code 130, so that
-    make and scripts end as well. Nothing changes where the package is only imported.
+    make and scripts end as well. Nothing changes where the package is only imported, nor where
+    the signal is ignored: so a shell starts what is to run in the background.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return
     workers = sys.modules.get("multiprocessing.process")
     if workers is not None and workers.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a word: the parent says it

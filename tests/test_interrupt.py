@@ -12,9 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from experiments import interrupt
+
 ROOT = Path(__file__).parents[1]
 # Beyond this something hangs, however busy the machine is.
 LONG = 120
+
+
+@pytest.fixture(autouse=True)
+def not_ignored():
+    """Has Ctrl-C reach what is started, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def start(*command, **options):
@@ -100,5 +110,13 @@ def test_a_worker_leaves_the_line_to_its_parent():
 
 
 def test_an_import_changes_nothing():
-    importlib.import_module("experiments")
+    interrupt.say_so()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_in_the_background_it_goes_on():
+    command = 'trap "" INT; exec "$0" -X importtime -m experiments.stability_figures --help'
+    process = start("sh", "-c", command, sys.executable)
+    wait_for(process, "numpy.")
+    code, _ = interrupted(process)
+    assert code == 0
