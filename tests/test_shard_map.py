@@ -1,10 +1,18 @@
-"""One batch over several devices: a vmapped axis and a mesh axis together.
+"""One batch over several devices: over a vmapped axis and a mesh axis, or a mesh axis alone.
 
 Runs in a process of its own, because the number of CPU devices is fixed when JAX starts.
 """
 
-import pytest
+import json
 
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from eqx_norm._normalise import primitives
+
+from . import over_mesh
 from .processes import on_devices
 
 SCRIPT = """
@@ -59,3 +67,31 @@ def test_with_check_vma_a_sentence_says_what_to_do():
     how = "batch+devices", "batch", "check_vma"
     result = on_devices(2, "-c", SCRIPT, *how, fails=True)
     assert "jax.shard_map(..., check_vma=False) around this layer" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def errors():
+    return json.loads(on_devices(8, "-m", "tests.over_mesh").stdout)
+
+
+@pytest.mark.parametrize("name", over_mesh.CASES)
+def test_derivatives_are_those_of_one_device_where_jax_checks_what_varies(errors, name):
+    """With `check_vma=True`, which is the default, in and around the `shard_map`."""
+    assert {way for way in errors[name] if way.startswith("gradient, ")} == {
+        "gradient, outside",
+        "gradient, inside",
+    }
+    # What the tests are after is off by the number of devices.
+    assert not {way: error for way, error in errors[name].items() if not error < 1e-4}
+
+
+def test_a_primitive_that_cannot_keep_track_raises():
+    def mixed(x, weight):
+        return primitives.AFFINE.bind(weight, weight, x, weight, weight)[0]
+
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(
+        mixed, mesh=mesh, in_specs=(P("devices"), P()), out_specs=P("devices")
+    )
+    with pytest.raises(TypeError, match="eqx_norm_affine was given arrays that vary over diff"):
+        split(jnp.ones((1, 2, 3)), jnp.ones((1, 2, 1)))

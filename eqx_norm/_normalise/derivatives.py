@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from . import reference
 from .invariant import Across, from_first, product
+from .new_primitive import bind
 from .primitives import ACTIVATED, AFFINE, AGAIN, PULLED, PUSHED, SLOPE, SUMS
 from .reference import Activation
 
@@ -33,26 +34,26 @@ def tangent(
 def _sums_jvp(primals: Any, tangents: Any, *, shape: tuple[int, ...]) -> Any:
     g, x, mean, rest, *mask = primals
     dg, dx, dmean, drest, *_ = tangents
-    d_sum, d_sum_d = SUMS.bind(dense(dg, g), x, mean, rest, *mask, shape=shape)
+    d_sum, d_sum_d = bind(SUMS, dense(dg, g), x, mean, rest, *mask, shape=shape)
     if not all_zero(dx, dmean, drest):
         dd = reference.centred(dense(dx, x), dense(dmean, mean), dense(drest, rest))
         axes = tuple(i for i, size in enumerate(shape) if size != g.shape[i])
         d_sum_d = d_sum_d + reference.counted(g * dd, *mask).sum(axes, keepdims=True)
-    return SUMS.bind(*primals, shape=shape), [d_sum, d_sum_d]
+    return bind(SUMS, *primals, shape=shape), [d_sum, d_sum_d]
 
 
 def _affine_jvp(primals: Any, tangents: Any) -> Any:
     tangent = [_affine_tangent(primals, tangents)]
     if len(primals) > 5:
         # A selection would keep the mask for each channel; `slope` makes its own.
-        tangent = SLOPE.bind(*tangent, *primals, activation=None)
-    return AFFINE.bind(*primals), tangent
+        tangent = bind(SLOPE, *tangent, *primals, activation=None)
+    return bind(AFFINE, *primals), tangent
 
 
 def _affine_tangent(primals: Any, tangents: Any) -> Array:
     """Of `affine`; where the mask is false it may be anything."""
     da, db, du = _linear_parts(primals, tangents)
-    (tangent,) = AFFINE.bind(da, db, *primals[2:])
+    (tangent,) = bind(AFFINE, da, db, *primals[2:])
     return tangent if du is None else tangent + du
 
 
@@ -80,31 +81,31 @@ def _activated_jvp(
         da, db, du = _linear_parts(inner, tangents, product)
         da, db = from_first([da, db], across)
         # Of those that sum when transposed, only `pushed` does so in a fixed order.
-        du = jnp.zeros(x.shape, a.dtype) if du is None else du
+        du = jnp.zeros_like(x, a.dtype) if du is None else du
     else:
         da, db, du = _linear_parts(inner, tangents)
     if du is None:
-        (tangent,) = AFFINE.bind(da, db, *inner[2:])
-        (tangent,) = SLOPE.bind(tangent, *inner, activation=activation)
+        (tangent,) = bind(AFFINE, da, db, *inner[2:])
+        (tangent,) = bind(SLOPE, tangent, *inner, activation=activation)
         tangent = [tangent.astype(dtype)]
     else:
-        tangent = PUSHED.bind(da, db, du, *inner, activation=activation, dtype=dtype, **how)
-    return ACTIVATED.bind(*primals, activation=activation, dtype=dtype, **how), tangent
+        tangent = bind(PUSHED, da, db, du, *inner, activation=activation, dtype=dtype, **how)
+    return bind(ACTIVATED, *primals, activation=activation, dtype=dtype, **how), tangent
 
 
 def _pushed_jvp(primals: Any, tangents: Any, *, activation: Any, dtype: Any, **how: Any) -> Any:
     """Linear in the first three; in the others, the derivative of what it is made of."""
 
     def composed(da: Array, db: Array, du: Array, *inner: Array) -> list[Array]:
-        (tangent,) = AFFINE.bind(da, db, *inner[2:])
-        (tangent,) = SLOPE.bind(tangent + du, *inner, activation=activation)
+        (tangent,) = bind(AFFINE, da, db, *inner[2:])
+        (tangent,) = bind(SLOPE, tangent + du, *inner, activation=activation)
         return [tangent.astype(dtype)]
 
     linear, inner = primals[:3], primals[3:]
     d_linear = [dense(t, p) for t, p in zip(tangents[:3], linear, strict=True)]
-    tangent = PUSHED.bind(*d_linear, *inner, activation=activation, dtype=dtype, **how)
+    tangent = bind(PUSHED, *d_linear, *inner, activation=activation, dtype=dtype, **how)
     tangent = _with_inner(composed, primals, tangents, 3, tangent)
-    return PUSHED.bind(*primals, activation=activation, dtype=dtype, **how), tangent
+    return bind(PUSHED, *primals, activation=activation, dtype=dtype, **how), tangent
 
 
 def _pulled_jvp(primals: Any, tangents: Any, *, activation: Any, shape: Any, **how: Any) -> Any:
@@ -112,13 +113,13 @@ def _pulled_jvp(primals: Any, tangents: Any, *, activation: Any, shape: Any, **h
 
     def composed(g: Array, *inner: Array) -> list[Array]:
         g = g.astype(inner[0].dtype)
-        (g,) = SLOPE.bind(g, *inner, activation=activation)
-        return [*SUMS.bind(g, *inner[2:], shape=shape), g]
+        (g,) = bind(SLOPE, g, *inner, activation=activation)
+        return [*bind(SUMS, g, *inner[2:], shape=shape), g]
 
     parameters: Any = {"activation": activation, "shape": shape, **how}
-    tangent = PULLED.bind(dense(tangents[0], primals[0]), *primals[1:], **parameters)
+    tangent = bind(PULLED, dense(tangents[0], primals[0]), *primals[1:], **parameters)
     tangent = _with_inner(composed, primals, tangents, 1, tangent)
-    return PULLED.bind(*primals, **parameters), tangent
+    return bind(PULLED, *primals, **parameters), tangent
 
 
 def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) -> Any:
@@ -135,17 +136,17 @@ def _with_inner(f: Any, primals: Any, tangents: Any, linear: int, tangent: Any) 
 
 def _slope_jvp(primals: Any, tangents: Any, *, activation: Any) -> Any:
     (g, *inner), (dg, *d_inner) = primals, tangents
-    (tangent,) = SLOPE.bind(dense(dg, g), *inner, activation=activation)
+    (tangent,) = bind(SLOPE, dense(dg, g), *inner, activation=activation)
     if activation is not None and not all_zero(*d_inner[:5]):
-        (u,), du = AFFINE.bind(*inner), _affine_tangent(inner, d_inner)
+        (u,), du = bind(AFFINE, *inner), _affine_tangent(inner, d_inner)
         _, second = jax.jvp(lambda u: jax.jvp(activation, (u,), (g,))[1], (u,), (du,))
         tangent = tangent + reference.counted(second, *inner[5:])
-    return SLOPE.bind(*primals, activation=activation), [tangent]
+    return bind(SLOPE, *primals, activation=activation), [tangent]
 
 
 def _sums_transpose(cotangents: Any, g: Any, *centre: Array, shape: tuple[int, ...]) -> Any:
     a, b = (jnp.zeros(shape, g.aval.dtype) if all_zero(ct) else ct for ct in cotangents)
-    return [*AFFINE.bind(a, b, *centre), *[None] * len(centre)]
+    return [*bind(AFFINE, a, b, *centre), *[None] * len(centre)]
 
 
 def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array) -> Any:
@@ -153,7 +154,7 @@ def _affine_transpose(cotangents: Any, a: Any, b: Any, *centre: Array) -> Any:
     if all_zero(*cotangents):
         return [None, None, *[None] * len(centre)]
     shape = (a if linear[0] else b).aval.shape
-    pair = SUMS.bind(*cotangents, *centre, shape=shape)
+    pair = bind(SUMS, *cotangents, *centre, shape=shape)
     a, b = (ct if wanted else None for ct, wanted in zip(pair, linear, strict=True))
     return [a, b, *[None] * len(centre)]
 
@@ -162,7 +163,7 @@ def _slope_transpose(cotangents: Any, g: Any, *inner: Array, activation: Any) ->
     if all_zero(*cotangents):
         return [None, *[None] * len(inner)]
     return [
-        *SLOPE.bind(*cotangents, *inner, activation=activation),
+        *bind(SLOPE, *cotangents, *inner, activation=activation),
         *[None] * len(inner),
     ]
 
@@ -172,7 +173,7 @@ def _pushed_transpose(
 ) -> Any:
     if all_zero(*cotangents):
         return [None] * (3 + len(inner))
-    pulled = PULLED.bind(*cotangents, *inner, shape=da.aval.shape, **how)
+    pulled = bind(PULLED, *cotangents, *inner, shape=da.aval.shape, **how)
     return [*pulled, *[None] * len(inner)]
 
 
@@ -185,7 +186,7 @@ def _pulled_transpose(
         jnp.zeros(size, inner[0].dtype) if all_zero(ct) else ct
         for ct, size in zip(cotangents, (shape, shape, g.aval.shape), strict=True)
     ]
-    pushed = PUSHED.bind(*linear, *inner, dtype=g.aval.dtype, **how)
+    pushed = bind(PUSHED, *linear, *inner, dtype=g.aval.dtype, **how)
     return [*pushed, *[None] * len(inner)]
 
 

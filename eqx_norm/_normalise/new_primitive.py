@@ -85,6 +85,12 @@ def new_primitive(
     @primitive.def_abstract_eval
     def _(*arrays: Any, implementation: Any = "auto", **parameters: Any) -> list[Any]:
         del implementation
+        if len({_varying(array) for array in arrays}) > 1:
+            raise TypeError(
+                f"{primitive} was given arrays that vary over different axes of a mesh, "
+                f"{', '.join(map(str, arrays))}: its derivatives would be wrong. Bind it by "
+                "new_primitive.bind, which aligns them."
+            )
         # `update` keeps the mesh axes over which an abstract value varies.
         return [
             arrays[0].update(
@@ -111,19 +117,34 @@ def new_primitive(
 
 
 def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:
-    """Its results for the arrays that there are.
+    """Returns the primitive's results for the arrays that there are, `aligned`."""
+    return primitive.bind(*aligned(*(a for a in arrays if a is not None)), **parameters)
 
-    As for JAX's own primitives, arrays that vary over different axes of a mesh are first made
-    to vary over the same.
+
+def aligned(*arrays: Array) -> list[Array]:
+    """Returns the arrays, all of them varying over the axes of a mesh over which any does.
+
+    As for JAX's own primitives: inside `shard_map`, the type of an array says whether it may
+    differ from device to device, and the transpose of "may differ from now on" is a sum over
+    the devices. An array which is made on the way, of zeros for example, has a type of its own.
     """
-    present = [array for array in arrays if array is not None]
-    varying = [jax.typeof(array).manual_axis_type.varying for array in present]
+    varying = [_varying(jax.typeof(array)) for array in arrays]
     axes = frozenset[Any]().union(*varying)
-    present = [
+    return [
         array if own == axes else lax.pcast(array, tuple(axes - own), to="varying")
-        for array, own in zip(present, varying, strict=True)
+        for array, own in zip(arrays, varying, strict=True)
     ]
-    return primitive.bind(*present, **parameters)
+
+
+def like(array: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns an abstract array of `shape` and `dtype`, varying over a mesh as `array` does."""
+    aval: Any = jax.typeof(array)
+    sharding = _sharding([aval], shape)
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _varying(aval: Any) -> frozenset[Any]:
+    return aval.manual_axis_type.varying
 
 
 def _sharding(arrays: Sequence[Any], shape: tuple[int, ...]) -> Any:

@@ -28,7 +28,7 @@ from eqx_norm.strategies import Moments
 
 from . import elementwise, kernels, rule
 from .derivatives import all_zero, dense
-from .new_primitive import bind, new_primitive
+from .new_primitive import bind, like, new_primitive
 from .reference import Activation, compute_dtype
 
 
@@ -98,9 +98,11 @@ def _pushed_of(*arrays: Array, how: How, learns: bool) -> list[Array]:
 def _pulled_of(
     g: Array, *inner: Array, how: How, learns: bool, shape: tuple[int, ...]
 ) -> list[Array]:
-    linear = [jax.ShapeDtypeStruct(g.shape, g.dtype)]
+    # Of the type that they have on the way forward, mesh axes included: transposed, a tangent
+    # that starts to vary over devices is summed over them.
+    linear = [like(g, g.shape, g.dtype)]
     if learns:
-        linear += [jax.ShapeDtypeStruct(shape, array.dtype) for array in inner[1:3]]
+        linear += [like(g, shape, array.dtype) for array in inner[1:3]]
 
     def pushed(*tangents: Array) -> list[Array]:
         return _pushed_of(*tangents, *inner, how=how, learns=learns)
@@ -154,11 +156,11 @@ PULLED_ROWS = new_primitive(
 
 
 def _rows_jvp(primals: Any, tangents: Any, *, how: How, **parameters: Any) -> Any:
-    results = ROWS.bind(*primals, how=how, **parameters)
+    results = bind(ROWS, *primals, how=how, **parameters)
     learns = not all_zero(*tangents[1:])
     linear = len(primals) if learns else 1
     moving = map(dense, tangents[:linear], primals)
-    (dy,) = PUSHED_ROWS.bind(*moving, *primals, *results[1:], how=how, learns=learns)
+    (dy,) = bind(PUSHED_ROWS, *moving, *primals, *results[1:], how=how, learns=learns)
     # What the others change by, `_one` has seen to.
     return results, [dy, *map(jnp.zeros_like, results[1:])]
 
@@ -189,7 +191,8 @@ def _pushed_transpose(cotangents: Any, *arrays: Any, how: How, learns: bool) -> 
     if all_zero(*cotangents):
         return [None] * len(arrays)
     shape = arrays[1].aval.shape if learns else ()
-    pulled = PULLED_ROWS.bind(
+    pulled = bind(
+        PULLED_ROWS,
         *cotangents,
         *inner,
         how=how,
@@ -217,7 +220,7 @@ def _pulled_transpose(
         jnp.zeros(*like) if all_zero(cotangent) else cotangent
         for cotangent, like in zip(cotangents, likes, strict=False)
     ]
-    return [*PUSHED_ROWS.bind(*linear, *inner, how=how, learns=learns), *[None] * len(inner)]
+    return [*bind(PUSHED_ROWS, *linear, *inner, how=how, learns=learns), *[None] * len(inner)]
 
 
 ad.primitive_jvps[ROWS] = _rows_jvp
