@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, invariant, rows, rule
+from . import elementwise, invariant, reference, rows, rule
 from .elementwise import as_tree as as_tree
 from .reference import Activation as Activation
 from .reference import compute_dtype
@@ -132,7 +132,7 @@ def normalise(
     may be `None`.
     """
     dtype = compute_dtype(x.dtype)
-    rstd = of_vectors(_rstd, implementation)(used, eps=eps).astype(jnp.finfo(dtype).dtype)
+    rstd = _rstd(used, eps, implementation).astype(jnp.finfo(dtype).dtype)
     mean = used.mean.astype(dtype)
     # What a mean in float64 has more than float32 can hold is not lost.
     rest = ((used.mean - mean.astype(used.mean.dtype)) + used.mean_rest).astype(dtype)
@@ -168,8 +168,10 @@ def normalise(
     return y.astype(x.dtype).reshape(x.shape)
 
 
-def _rstd(used: Moments, *, eps: float) -> Array:
-    return lax.rsqrt(used.variance + eps)
+def _rstd(used: Moments, eps: float, implementation: BatchImplementation) -> Array:
+    variance = of_vectors(lambda used: used.variance + eps, implementation)(used)
+    rsqrt = invariant.rsqrt if implementation == "device_invariant" else reference.rsqrt
+    return rsqrt(variance)
 
 
 def _how(

@@ -215,21 +215,22 @@ def _quotient(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
 
 
 @jax.custom_jvp
-def _rsqrt(x: ArrayLike) -> Array:
-    """There are processors with a fast and a less exact instruction for it."""
+def rsqrt(x: ArrayLike) -> Array:
+    """Returns `reference.rsqrt`, by a root and a division: processors may have a fast and less
+    exact instruction for both in one."""
     return _quotient(jnp.ones_like(x), lax.sqrt(x))
 
 
-@_rsqrt.defjvp
+@rsqrt.defjvp
 def _(primals: Any, tangents: Any) -> Any:
-    r = _rsqrt(*primals)
-    return r, product(product(-r / 2, product(r, r)), *tangents)
+    r = rsqrt(*primals)
+    return r, product(-0.5, product(r, product(r, product(r, *tangents))))
 
 
 _ROUNDED: dict[str, Callable[..., Array]] = {
     "mul": product,
     "div": _quotient,
-    "rsqrt": lambda x, **_: _rsqrt(x),
+    "rsqrt": lambda x, **_: rsqrt(x),
     "square": lambda x: product(x, x),
     "integer_pow": _power,
 }

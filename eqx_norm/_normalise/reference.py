@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from . import totals
@@ -118,6 +119,23 @@ def slope(
         return counted(g, *mask)
     _, tangent = jax.jvp(activation, (affine(a, b, x, mean, low),), (g,))
     return counted(tangent, *mask)
+
+
+@jax.custom_jvp
+def rsqrt(x: Array) -> Array:
+    r"""Returns $1 / \sqrt{x}$, with derivatives that hold wherever their results can be held.
+
+    That of `lax.rsqrt` is $-r / (2 x)$ times the tangent: in float32, 0 from $x = 10^{25}$ on,
+    and infinite below $10^{-25}$. Multiplied by $r$ three times the tangent (or the cotangent,
+    which is as large as the standard deviation) never leaves the range in between.
+    """
+    return lax.rsqrt(x)
+
+
+@rsqrt.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    r = rsqrt(*primals)
+    return r, -0.5 * (r * (r * (r * tangents[0])))
 
 
 def centred(x: Array, mean: Array, rest: Array) -> Array:

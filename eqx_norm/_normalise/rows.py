@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, kernels, rule
+from . import elementwise, kernels, reference, rule
 from .derivatives import all_zero, dense
 from .new_primitive import bind, like, new_primitive
 from .reference import Activation, compute_dtype
@@ -64,7 +64,7 @@ def _one(how: How, given: Sequence[Array] | None, x: Array, *affine: Array) -> l
     if given is not None:
         given = [jnp.full((1,), x.size, wide.dtype), *(vector[0] for vector in given)]
     count, mean, rest, m2 = rule.moments(x, wide, None, (), how.implementation, given)
-    rstd = lax.rsqrt(Moments(count, mean, m2, rest).variance + how.eps)
+    rstd = reference.rsqrt(Moments(count, mean, m2, rest).variance + how.eps)
     operands = (x, wide, mean, rest, rstd, jnp.zeros_like(rstd), None)
     if affine:
         weight, bias = affine
