@@ -80,7 +80,9 @@ def new_primitive(
 
     @primitive.def_impl
     def _(*arrays: Array, **parameters: Any) -> Any:
-        return compiled(**parameters)(*arrays)
+        # Under `jax.disable_jit` it would be this very rule again that is called.
+        with jax.disable_jit(False):
+            return compiled(**parameters)(*arrays)
 
     @primitive.def_abstract_eval
     def _(*arrays: Any, implementation: Any = "auto", **parameters: Any) -> list[Any]:
