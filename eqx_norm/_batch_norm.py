@@ -137,7 +137,9 @@ class BatchNorm(eqx.nn.BatchNorm):
             normalised values before they are rounded to the dtype of `x`. It is the same as
             applying it to the layer's output, in less time and memory: nothing of it is kept
             for the backward pass, which computes it again. A callable module
-            (`eqx.nn.PReLU`) is trained with the layer.
+            (`eqx.nn.PReLU`) is trained with the layer. What is not seen to be elementwise
+            (`jax.nn.softmax`) is applied to each example as it stands; what has no forward
+            derivative (a `jax.custom_vjp`), too, and then its input is kept.
         - `unbiased`: whether the running variance takes the factor n/(n-1), as in PyTorch, or
             not, as in Equinox, Flax and Haiku. Training batches are normalised by the biased
             variance either way.
@@ -176,7 +178,7 @@ class BatchNorm(eqx.nn.BatchNorm):
     @jax.named_scope("eqx_norm.BatchNorm")
     def __call__(
         self,
-        x: Array,
+        x: Array | np.ndarray,
         state: eqx.nn.State,
         *,
         key: PRNGKeyArray | None = None,
@@ -205,6 +207,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         raised before the state is touched, so the state given in can be used again.
         """
         del key
+        x = jnp.asarray(x)  # NumPy's float64 is float32 without x64
         inference = self.inference if inference is None else inference
         if not isinstance(inference, jax.Array):
             inference = bool(inference)  # NumPy's, too

@@ -85,17 +85,17 @@ class LayerNorm(eqx.nn.LayerNorm):
         self.implementation = implementation
 
     @overload
-    def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array: ...
+    def __call__(self, x: Array | np.ndarray, *, key: PRNGKeyArray | None = None) -> Array: ...
 
     @overload
     def __call__(
-        self, x: Array, state: eqx.nn.State, *, key: PRNGKeyArray | None = None
+        self, x: Array | np.ndarray, state: eqx.nn.State, *, key: PRNGKeyArray | None = None
     ) -> tuple[Array, eqx.nn.State]: ...
 
     @jax.named_scope("eqx_norm.LayerNorm")
     def __call__(
         self,
-        x: Array,
+        x: Array | np.ndarray,
         state: eqx.nn.State | None = None,
         *,
         key: PRNGKeyArray | None = None,
@@ -112,6 +112,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         **Raises:** `ValueError` for a wrong shape, `TypeError` for integers.
         """
         del key
+        x = jnp.asarray(x)
         self._check_input(x)
         y = _normalise.normalise_row(
             x,

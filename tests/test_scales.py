@@ -14,10 +14,10 @@ N = 32
 SCALES = 10.0 ** np.arange(-18, 19, 3)
 RANDOM = np.random.default_rng(0)
 UNIT = np.append(RANDOM.standard_normal((len(SCALES), N)), np.zeros((1, N)), axis=0)
-CHANNELS = np.float32(UNIT * np.append(SCALES, 1)[:, None])
+CHANNELS = (UNIT * np.append(SCALES, 1)[:, None]).astype(np.float32)
 CHANNELS[-1] = 0.7
 # In part along y, so that what the variance adds to dx is as large as dx.
-COTANGENT = np.float32(UNIT + RANDOM.standard_normal(UNIT.shape))
+COTANGENT = (UNIT + RANDOM.standard_normal(UNIT.shape)).astype(np.float32)
 
 
 def exact(eps):

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
@@ -160,8 +161,9 @@ def normalise(
         y = rule.normalise(*operands, activation, how)
     elif isinstance(how, invariant.Across):
         raise ValueError(
-            f"activation={activation} has arrays of its own, whose gradients are sums that "
-            f"JAX orders, and not implementation={implementation!r}. Apply it after the layer."
+            f"activation={activation} has arrays of its own, or is not seen to be elementwise: "
+            "its gradients are sums that JAX orders, and not "
+            f"implementation={implementation!r}. Apply it after the layer."
         )
     else:
         y = rule.normalise_and(activation, x.shape, *operands)
@@ -213,7 +215,9 @@ def normalise_row(
     x = x[None]
     wide = widened(x)
     used = moments(x, (), wide=wide, implementation=implementation)
-    how: Any = {"eps": eps, "activation": activation, "implementation": implementation}
+    # Of one channel, in front of the example's shape, which is what an activation is to see.
+    plain = plain and Partial(lambda plain, u: plain(u[0])[None], plain)
+    how: Any = {"eps": eps, "activation": plain, "implementation": implementation}
     return normalise(x, used, weight, bias, wide=wide, **how)[0]
 
 

@@ -5,6 +5,7 @@ which JAX differentiates and transposes as usual. `how` is the implementation, w
 hands on to `pushed`, and that to `pulled`.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -139,7 +140,8 @@ def _slope_jvp(primals: Any, tangents: Any, *, activation: Any) -> Any:
     (tangent,) = bind(SLOPE, dense(dg, g), *inner, activation=activation)
     if activation is not None and not all_zero(*d_inner[:5]):
         (u,), du = bind(AFFINE, *inner), _affine_tangent(inner, d_inner)
-        _, second = jax.jvp(lambda u: jax.jvp(activation, (u,), (g,))[1], (u,), (du,))
+        act = functools.partial(reference.applied, activation)
+        _, second = jax.jvp(lambda u: jax.jvp(act, (u,), (g,))[1], (u,), (du,))
         tangent = tangent + reference.counted(second, *inner[5:])
     return bind(SLOPE, *primals, activation=activation), [tangent]
 

@@ -1,10 +1,13 @@
 """What is done to each value once it is normalised: an activation, a weight of its own."""
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
 from jax.tree_util import Partial
 from jaxtyping import Array
 
@@ -36,42 +39,118 @@ class Affine(eqx.Module):
 
 
 def as_tree(activation: Activation | None) -> Activation | None:
-    """The same, as a layer's field: without leaves, a function passes through jax.jit, too."""
+    """Returns the activation as a layer's field: a tree, so that it passes through `jax.jit`.
+
+    **Raises:** `ValueError` for what JAX cannot call.
+    """
+    if isinstance(activation, np.ufunc):
+        raise ValueError(
+            f"activation={activation!r} is NumPy's and cannot be traced by JAX. Write "
+            f"activation=jax.numpy.{activation.__name__}."
+        )
+    if activation is not None and not callable(activation):
+        raise ValueError(
+            f"activation={activation!r} cannot be called. Give the function itself, for "
+            "example activation=jax.nn.relu."
+        )
     is_tree = activation is None or isinstance(activation, eqx.Module | Partial)
     return cast(Any, activation) if is_tree else Partial(activation)
 
 
 def function(activation: Activation | None) -> Activation | None:
-    """What `as_tree` was given."""
+    """Returns what `as_tree` was given."""
     if isinstance(activation, Partial):
         return activation if activation.args or activation.keywords else activation.func
     return activation
 
 
 def is_pure(activation: Activation, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Whether it has no arrays of its own, which might have to be differentiated.
+    """Returns whether the activation can be computed, and again, wherever a value is.
 
-    **Raises:** `ValueError` unless it is elementwise: of numbers; or, as its own arrays may
-    have a shape to broadcast, of `shape`.
+    So it can if it has no arrays of its own, which might have to be differentiated, and if it
+    is seen to treat each value alike and alone. Any other is a function of a whole example.
+
+    **Raises:** `ValueError` where it does not keep an example's `shape`.
     """
-    if not any(eqx.is_array(leaf) for leaf in jax.tree.leaves(activation)):
-        one = jax.ShapeDtypeStruct((), dtype)
-        _check(activation, one)
-        constants = jax.make_jaxpr(activation)(one).consts
-        if not any(map(eqx.is_array, constants)):
-            return True
-    _check(activation, jax.ShapeDtypeStruct(shape, dtype))
+    has_arrays = any(eqx.is_array(leaf) for leaf in jax.tree.leaves(activation))
+    if not has_arrays and _is_elementwise(activation, shape, dtype):
+        return True
+    try:
+        result: Any = jax.eval_shape(activation, jax.ShapeDtypeStruct(shape, dtype))
+    except Exception as error:  # whatever the user's function raises
+        result = error
+    if getattr(result, "shape", None) != shape:
+        raise ValueError(
+            f"activation={activation} must be elementwise: given an array of shape {shape}, it "
+            f"has to return one of the same shape, but here it is {result!r}. Apply it after "
+            "the layer instead."
+        )
     return False
 
 
-def _check(activation: Activation, given: jax.ShapeDtypeStruct) -> None:
+def has_forward_derivative(
+    activation: Activation, shape: tuple[int, ...], dtype: jnp.dtype
+) -> bool:
+    """Returns whether JAX can push a tangent through it: not so through a `jax.custom_vjp`."""
+    u = jax.ShapeDtypeStruct(shape, dtype)
     try:
-        result: Any = jax.eval_shape(activation, given)
-    except (TypeError, ValueError, IndexError) as error:
-        result = error
-    if getattr(result, "shape", None) != given.shape:
-        raise ValueError(
-            f"activation={activation} must be elementwise: given an array of shape "
-            f"{given.shape}, it has to return one of the same shape, but here it is "
-            f"{result!r}. Apply it after the layer instead."
-        )
+        closed = jax.make_jaxpr(lambda u, du: jax.jvp(activation, (u,), (du,)))(u, u)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    # What a `custom_vjp` leaves in place of its tangent, and refuses to evaluate. As text, it
+    # is found in whatever function is called (with jax 0.10.2 and 0.12.0.1).
+    return "custom_lin[" not in str(closed)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and, in their place, of the functions that it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _CALLS:
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            yield from equations(getattr(inner, "jaxpr", inner))
+        else:
+            yield equation
+
+
+def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Returns whether it does one and the same to each value, whatever array that is in.
+
+    Traced on its `own` shape and on two others, it takes the same steps, each of them
+    elementwise. (On a single number all functions would be so.)
+    """
+    steps = []
+    for shape in ((2, 3), (3, 5, 2), own):
+        try:
+            closed = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(shape, dtype))
+        except Exception:  # the user's function, which need not take these shapes
+            return False
+        is_kept = [result.aval.shape for result in closed.jaxpr.outvars] == [shape]
+        if not is_kept or any(map(eqx.is_array, closed.consts)):
+            return False
+        steps.append([_step(equation) for equation in equations(closed.jaxpr)])
+    return steps[0] == steps[1] == steps[2] and None not in steps[0]
+
+
+def _step(equation: Any) -> Any:
+    """Returns what an equation does but for its shapes, or `None` if it may mix values."""
+    name = equation.primitive.name
+    if name == "broadcast_in_dim" and equation.invars[0].aval.size == 1:
+        return name  # a constant: what depends on the values is larger
+    if name not in _ELEMENTWISE:
+        return None
+    constants = [str(a.val) for a in equation.invars if isinstance(a, Literal)]
+    parameters = [
+        str(equation.params.get(key)) for key in ("y", "new_dtype", "rounding_method")
+    ]
+    return name, constants, parameters
+
+
+_CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "remat2", "checkpoint", "closed_call"))
+_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+igamma igammac integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
+nextafter not or pow regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt
+square stop_gradient sub tan tanh xor zeta
+"""
+_ELEMENTWISE = frozenset(_NAMES.split())

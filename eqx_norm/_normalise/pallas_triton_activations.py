@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .elementwise import equations
 from .reference import Activation
 
 # Of what activations and their derivatives are made of, what Triton knows. All of it is
@@ -15,8 +16,6 @@ log1p logistic lt max min mul ne neg one_minus_square or pow rsqrt select_n sign
 stop_gradient sub tanh
 """
 _KNOWN = frozenset(_NAMES.split())
-# What these are made of is looked at instead.
-_WRAPPERS = frozenset(("jit", "pjit", "custom_jvp_call", "remat2", "checkpoint"))
 
 
 def unknown(activation: Activation) -> set[str]:
@@ -32,14 +31,8 @@ def unknown(activation: Activation) -> set[str]:
 
 def _primitives(jaxpr: Any) -> set[str]:
     found = set()
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in _WRAPPERS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            found |= _primitives(getattr(inner, "jaxpr", inner))
-        else:
-            found.add(name)
-            found |= _dtypes(equation.outvars)
+    for equation in equations(jaxpr):
+        found |= {equation.primitive.name, *_dtypes(equation.outvars)}
     return found
 
 

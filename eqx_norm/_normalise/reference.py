@@ -7,6 +7,7 @@ nothing to a sum, whatever is found there, and `affine` is 0 there. `total` is h
 sums best (`totals`).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,8 +107,7 @@ def activated(
 ) -> Array:
     """`activation(affine(a, b, x, ...))`; 0 where the mask is false."""
     mean, low, *mask = rest
-    u = affine(a, b, x, mean, low)
-    return counted(u if activation is None else activation(u), *mask)
+    return counted(applied(activation, affine(a, b, x, mean, low)), *mask)
 
 
 def slope(
@@ -117,8 +117,14 @@ def slope(
     mean, low, *mask = rest
     if activation is None:
         return counted(g, *mask)
-    _, tangent = jax.jvp(activation, (affine(a, b, x, mean, low),), (g,))
+    u = affine(a, b, x, mean, low)
+    _, tangent = jax.jvp(functools.partial(applied, activation), (u,), (g,))
     return counted(tangent, *mask)
+
+
+def applied(activation: Activation | None, u: Array) -> Array:
+    """Returns `activation(u)` in the dtype of `u`, whatever its own is."""
+    return u if activation is None else activation(u).astype(u.dtype)
 
 
 @jax.custom_jvp

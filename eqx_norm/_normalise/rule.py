@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 
 from eqx_norm.strategies import Moments
 
-from . import derivatives, invariant, primitives, reference
+from . import derivatives, elementwise, invariant, primitives, reference
 from .reference import Activation
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -154,15 +154,24 @@ def normalise_and(
     bias: Vector,
     mask: Mask,
 ) -> Example:
-    """For a function that has arrays, which are differentiated; in the vectors' dtype.
+    """Returns `function(normalised x)`, for any function of an example's values that keeps
+    their shape, with arrays that are differentiated for example; in the vectors' dtype.
 
     `shape` is that of the example before it was made flat, and what the function is given.
     """
     operands = _operands(x, mean, rest, scale, bias, mask)
     # XLA's, which can fuse the function's slope into the sums of the backward pass.
     u = _activated(_How(None, wide.dtype, "xla"), wide, *operands)
-    pure, arrays = jax.closure_convert(lambda u: function(u.reshape(shape)).reshape(u.shape), u)
-    return reference.counted(_applied(pure, arrays, u, *operands), mask)
+
+    def of_example(u: Array) -> Array:
+        return reference.applied(function, u.reshape(shape)).reshape(u.shape)
+
+    if elementwise.has_forward_derivative(of_example, u.shape, u.dtype):
+        pure, arrays = jax.closure_convert(of_example, u)
+        y = _applied(pure, arrays, u, *operands)
+    else:  # then u is kept, as if the function came after the layer
+        y = of_example(u)
+    return reference.counted(y, mask)
 
 
 def _operands(
