@@ -5,7 +5,6 @@
 # asks for one learns that it is not there.
 # pyright: reportIncompatibleVariableOverride=false
 
-import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -16,9 +15,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Int, PRNGKeyArray
 
-from eqx_norm import _approach, _arguments, _memory, _normalise
+from eqx_norm import _approach, _arguments, _contract, _memory, _normalise
 from eqx_norm._normalise import Activation, BatchImplementation
-from eqx_norm.strategies import AbstractStrategy, Moments
+from eqx_norm.strategies import AbstractStrategy, TrainingBatch
 
 
 class BatchNorm(eqx.nn.BatchNorm):
@@ -59,14 +58,14 @@ class BatchNorm(eqx.nn.BatchNorm):
     x64) whatever the dtypes of input and weights. They change exactly once per training call,
     and never in inference; no gradient flows into them. A training batch whose statistics are
     not finite is normalised like any other but leaves the memory as it was;
-    `state.get(layer.rejected_index)` counts such batches.
+    `state.get(layer.rejected_index)` counts such batches, and `accepted_index` the others.
 
     **It is an `eqx.nn.BatchNorm`.** Models ask `isinstance(layer, eqx.nn.BatchNorm)` to know
     which of their layers take a state, so this is a subclass of it. Equinox forbids virtual
     subclasses (`abc.ABCMeta.register`), so it is a real one, that overrides everything: of the
     parent's fields it keeps `weight`, `bias`, `axis_name`, `inference`, `input_size`, `eps`,
     `channelwise_affine` and `momentum`; `mode` and the four indices of running statistics
-    give way to `approach`, `memory_index` and `rejected_index`.
+    give way to `approach`, `memory_index`, `accepted_index` and `rejected_index`.
 
     **The same bits on 1, 2, 4 and 8 devices** are what `implementation="device_invariant"` is
     for: of outputs, statistics, memory, and the gradients of x, weight and bias in reverse
@@ -84,6 +83,7 @@ class BatchNorm(eqx.nn.BatchNorm):
 
     approach: AbstractStrategy[Any]
     memory_index: eqx.nn.StateIndex[Any]
+    accepted_index: eqx.nn.StateIndex[Int[Array, ""]]
     rejected_index: eqx.nn.StateIndex[Int[Array, ""]]
     axis_name: Hashable | tuple[Hashable, ...] = eqx.field(static=True)
     momentum: float | None = eqx.field(static=True)
@@ -163,6 +163,7 @@ class BatchNorm(eqx.nn.BatchNorm):
         self.memory_index = eqx.nn.StateIndex(
             self.approach.init(input_size, _memory.statistics_dtype(dtype))
         )
+        self.accepted_index = eqx.nn.StateIndex(jnp.zeros((), jnp.int32))
         self.rejected_index = eqx.nn.StateIndex(jnp.zeros((), jnp.int32))
         # A list of names would make the layer unhashable.
         self.axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
@@ -213,25 +214,26 @@ class BatchNorm(eqx.nn.BatchNorm):
             inference = bool(inference)  # NumPy's, too
         memory = _memory.recall(state, self.memory_index, self.approach, self.input_size)
         memory = jax.lax.stop_gradient(memory)
-        rejected = state.get(self.rejected_index)
+        accepted, rejected = (state.get(i) for i in (self.accepted_index, self.rejected_index))
         self._check_input(x, memory)
         mask = _check_mask(mask, x)
         wide = _normalise.widened(x)
         if inference is True:
-            used = self.approach.infer(memory)
+            used = _contract.infer(self.approach, memory, self.input_size)
         else:
-            batch = self._batch_moments(x, wide, mask)
-            update = _normalise.of_vectors(self.approach.update, self.implementation)
+            batch = self._training_batch(x, wide, mask, accepted)
+            update = _normalise.of_vectors(_contract.update(self.approach), self.implementation)
             used, learnt = update(batch, memory)
-            _memory.check_form(self.approach, memory, learnt)
             if inference is not False:  # only known at run time: jax.jit traces the flag
-                used = _select(inference, self.approach.infer(memory), used)
+                remembered = _contract.infer(self.approach, memory, self.input_size)
+                used = _select(inference, remembered, used)
             training = jnp.logical_not(inference)
-            accepted = training & batch.finite
+            accepts = training & batch.finite
             if mask is not None:
-                accepted = accepted & (batch.count > batch.ddof)
-            memory = _select(accepted, jax.lax.stop_gradient(learnt), memory)
-            rejected = rejected + (training & ~batch.finite).astype(rejected.dtype)
+                accepts = accepts & (batch.count > batch.ddof)
+            memory = _select(accepts, jax.lax.stop_gradient(learnt), memory)
+            accepted = _memory.counted(accepted, accepts)
+            rejected = _memory.counted(rejected, training & ~batch.finite)
         y = _normalise.normalise(
             x,
             used,
@@ -247,10 +249,13 @@ class BatchNorm(eqx.nn.BatchNorm):
         if inference is not True:
             # Last of all: from here on nothing can fail, and the old state is used up.
             state = state.set(self.memory_index, memory)
+            state = state.set(self.accepted_index, accepted)
             state = state.set(self.rejected_index, rejected)
         return y, state
 
-    def _batch_moments(self, x: Array, wide: Array, mask: Array | None) -> Moments:
+    def _training_batch(
+        self, x: Array, wide: Array, mask: Array | None, step: Array
+    ) -> TrainingBatch:
         count = _normalise.count(x, self.axis_name)
         if count <= int(self.unbiased):
             raise ValueError(
@@ -267,7 +272,15 @@ class BatchNorm(eqx.nn.BatchNorm):
             x, self.axis_name, mask, wide=wide, implementation=self.implementation
         )
         batch = batch.astype(_memory.statistics_dtype(batch.mean.dtype))
-        return dataclasses.replace(batch, ddof=int(self.unbiased))
+        return TrainingBatch(
+            batch.count,
+            batch.mean,
+            batch.m2,
+            batch.mean_rest,
+            int(self.unbiased),
+            eps=self.eps,
+            step=step,
+        )
 
     def _check_input(self, x: Array, memory: Any) -> None:
         if x.ndim == 0 or x.shape[0] != self.input_size:

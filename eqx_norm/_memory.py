@@ -6,17 +6,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
 
 from eqx_norm.strategies import AbstractStrategy
 
 
 def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype to remember means in, for an input or weight of `dtype`.
+    """Returns the dtype to remember means in, for an input or weight of `dtype`.
 
     The default float (float32, float64 under x64), or the complex dtype of that precision:
     a running average in half precision would stop moving.
     """
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
+
+
+def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
+    """Returns the count after `event`, whether it happened; the largest int is where it stays."""
+    return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)
 
 
 def recall(
@@ -25,7 +31,7 @@ def recall(
     approach: AbstractStrategy[Any],
     channels: int,
 ) -> Any:
-    """The memory at `index`, which `approach` must have made for so many channels."""
+    """Returns the memory at `index`, which `approach` must have made for so many channels."""
     try:
         memory = state.get(index)
     except KeyError:
@@ -34,30 +40,26 @@ def recall(
             "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass on "
             "the state that each call returns."
         ) from None
-    expected = jax.eval_shape(lambda: approach.init(channels, jnp.float32))
+    is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
+    dtype = statistics_dtype(complex if is_complex else float)
+    expected = jax.eval_shape(lambda: approach.init(channels, dtype))
     if _shapes(memory) != _shapes(expected):
         raise ValueError(
             f"The state given belongs to another layer. This one, with input_size={channels} "
             f"and approach={approach}, remembers\n    {eqx.tree_pformat(expected)}\n"
             f"but the state holds\n    {eqx.tree_pformat(memory)}"
         )
+    for held, made in zip(jax.tree.leaves(memory), jax.tree.leaves(expected), strict=True):
+        if held.dtype != made.dtype:
+            x64 = statistics_dtype(float) == "float64"
+            raise ValueError(
+                f"The state given holds {held.dtype}, but with jax_enable_x64={x64} this layer "
+                f"remembers {made.dtype}: the state was made under the other setting. Set "
+                f"that, jax.config.update('jax_enable_x64', {not x64}), or convert the state:\n"
+                f"    state = jax.tree.map(lambda a: a.astype('{made.dtype}') "
+                f"if a.dtype == '{held.dtype}' else a, state)"
+            )
     return memory
-
-
-def check_form(approach: AbstractStrategy[Any], before: Any, after: Any) -> None:
-    """`ValueError` unless `approach` gave its memory back in the form that it had."""
-    was, became = (_forms(memory) for memory in (before, after))
-    if not eqx.tree_equal(was, became):
-        raise ValueError(
-            f"{type(approach).__name__}.update returned a memory of another structure, shape "
-            f"or dtype:\n    {eqx.tree_pformat(became)}\nwhere it was given\n"
-            f"    {eqx.tree_pformat(was)}\n"
-            "A strategy's memory keeps the form that its `init` gave it."
-        )
-
-
-def _forms(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:

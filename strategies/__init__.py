@@ -13,5 +13,5 @@ from ._named import named as named
 from ._running import AbstractRunningStrategy as AbstractRunningStrategy
 from ._running import Running as Running
 from ._smooth_start import SmoothStart as SmoothStart
-from ._variance_clip import Clipped as Clipped
+from ._training_batch import TrainingBatch as TrainingBatch
 from ._variance_clip import VarianceClip as VarianceClip

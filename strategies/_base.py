@@ -7,6 +7,7 @@ import equinox as eqx
 from jax.typing import DTypeLike
 
 from ._moments import Moments
+from ._training_batch import TrainingBatch
 
 Memory = TypeVar("Memory")
 
@@ -24,7 +25,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
 
     - `init(channels, dtype) -> memory`: the memory before any batch. `dtype` is that of the
       statistics: float32, or float64 under x64, or their complex counterparts.
-    - `update(batch, memory) -> (used, memory)`: training. `used` are the moments that
+    - `update(batch, memory) -> (used, memory)`: training. `batch` is a `TrainingBatch`: its
+      `Moments`, the layer's `eps`, and the number of the `step`. `used` are the moments that
       normalise this batch. The new memory has the structure, shapes and dtypes of the old.
     - `infer(memory) -> used`: inference. Before any batch this must be the identity, mean 0
       and variance 1. (Not called `inference`: `eqx.nn.inference_mode` looks for attributes
@@ -47,12 +49,12 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
 
     @abc.abstractmethod
     def init(self, channels: int, dtype: DTypeLike) -> Memory:
-        """The memory before any batch."""
+        """Returns the memory before any batch."""
 
     @abc.abstractmethod
-    def update(self, batch: Moments, memory: Memory) -> tuple[Moments, Memory]:
-        """The moments that normalise a training batch, and the memory after it."""
+    def update(self, batch: TrainingBatch, memory: Memory) -> tuple[Moments, Memory]:
+        """Returns the moments that normalise a training batch, and the memory after it."""
 
     @abc.abstractmethod
     def infer(self, memory: Memory) -> Moments:
-        """The moments that normalise at inference."""
+        """Returns the moments that normalise at inference."""

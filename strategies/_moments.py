@@ -3,22 +3,20 @@
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
+
+from ._pair import Pair, between, rounded
 
 
 class Moments(eqx.Module):
     r"""Count, mean and sum of squared deviations of a set of values, per channel.
 
-    For values $x_1, \dots, x_n$ of one channel,
-
-    $$\text{count} = n, \qquad
-      \text{mean} = \frac{1}{n} \sum_i x_i, \qquad
+    $$\text{count} = n, \qquad \text{mean} = \frac{1}{n} \sum_i x_i, \qquad
       \text{m2} = \sum_i |x_i - \text{mean}|^2.$$
 
     Sums of squared deviations can be merged without cancellation, which sums of squares
     cannot; with `merge`, moments are a commutative monoid whose neutral element is
-    `Moments.zero`. So tiles, shards, micro-batches and whole epochs are all combined by
-    one rule, whatever their counts.
+    `Moments.zero`. So tiles, shards, micro-batches and whole epochs are combined by one rule.
 
     **Fields:**
 
@@ -28,10 +26,9 @@ class Moments(eqx.Module):
     - `mean_rest`: what rounding has left out of `mean`: `mean + mean_rest` is the mean to
         twice the precision, and what normalises; 0 unless given. (With a mean of 1e6 and a
         standard deviation of 1, a mean in float32 alone puts every output off by 0.03.)
-    - `ddof`: 0 or 1, static. What a running average subtracts from `count` when it takes
-        in the variance of this batch: 0 for the biased variance (Equinox, Flax, Haiku), 1
-        for the unbiased one (PyTorch, cuDNN). The variance that normalises a batch is the
-        biased one in all of them.
+    - `ddof`: 0 or 1, static: subtracted from `count` in `memory_variance`. 0 gives the biased
+        variance (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN). The variance
+        that normalises a batch is the biased one in all of them.
     """
 
     count: Float[Array, "*#channels"]
@@ -45,25 +42,26 @@ class Moments(eqx.Module):
         if self.mean_rest is None:
             self.mean_rest = jnp.zeros_like(self.mean)
 
-    @classmethod
-    def zero(cls, channels: int, dtype: DTypeLike) -> "Moments":
-        """The moments of no values at all; `dtype` is the mean's."""
+    @staticmethod
+    def zero(channels: int, dtype: DTypeLike) -> "Moments":
+        """Returns the moments of no values at all; `dtype` is the mean's."""
         mean = jnp.zeros((channels,), dtype)
-        return cls(jnp.zeros((), mean.real.dtype), mean, mean.real)
+        return Moments(jnp.zeros((), mean.real.dtype), mean, mean.real)
 
-    @classmethod
-    def of(
-        cls, mean: Inexact[Array, "*channels"], variance: Float[Array, "*channels"]
-    ) -> "Moments":
-        """Moments with the given mean and variance; the count, 1, is nominal."""
-        return cls(jnp.ones((), variance.dtype), mean, variance)
+    @staticmethod
+    def of(mean: Array, variance: Array, mean_rest: Array | None = None) -> "Moments":
+        """Returns moments with this mean and variance; the count, 1, is nominal.
+
+        Without `mean_rest`, any number that is small beside the mean, outputs are off by the
+        last digit of the mean, in standard deviations.
+        """
+        rest = jnp.zeros_like(mean) if mean_rest is None else mean_rest
+        return Moments(jnp.ones((), variance.dtype), mean, variance, rest)
 
     @property
     def variance(self) -> Float[Array, "*channels"]:
-        """`m2 / count`, the biased variance; 1 where `count` is 0.
-
-        (So that normalising by the moments of nothing changes nothing.)
-        """
+        """`m2 / count`, the biased variance; 1 where `count` is 0, so that normalising by the
+        moments of nothing changes nothing."""
         seen = self.count > 0
         return jnp.where(seen, self.m2 / jnp.where(seen, self.count, 1), 1)
 
@@ -77,7 +75,7 @@ class Moments(eqx.Module):
         return self.m2 / jnp.maximum(self.count - self.ddof, 1)
 
     def merge(self, other: "Moments") -> "Moments":
-        r"""The moments of both sets together; associative and commutative but for rounding.
+        r"""Returns the moments of both sets; associative and commutative but for rounding.
 
         With $n = n_a + n_b$ and $\delta = \text{mean}_b - \text{mean}_a$,
 
@@ -88,31 +86,33 @@ class Moments(eqx.Module):
         merging with `Moments.zero` changes nothing. `ddof` is this one's.
         """
         count = self.count + other.count
-        share = other.count / jnp.where(count > 0, count, 1)
-        high, low = other.mean - self.mean, other.mean_rest - self.mean_rest
-        delta = high + low
+        kept, share = (n / jnp.where(count > 0, count, 1) for n in (self.count, other.count))
+        delta = (other.mean - self.mean) + (other.mean_rest - self.mean_rest)
+        mean, rest = between(self._mean, other._mean, kept, share)
         squared = (delta * delta.conj()).real
-        share = share.astype(delta.dtype)
-        mean = self.mean + high * share
-        rest = (high * share - (mean - self.mean)) + (self.mean_rest + low * share)
-        return Moments(
-            count,
-            mean,
-            self.m2 + other.m2 + squared * self.count * share.real,
-            rest,
-            self.ddof,
-        )
+        m2 = self.m2 + other.m2 + squared * self.count * share
+        return Moments(count, mean, m2, rest, self.ddof)
+
+    def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
+        """Returns `(1 - share) * self + share * other`, of the mean and of the variance.
+
+        With a share of 0 these are this one's, with 1 the other's, to the bit. The mean keeps
+        its `mean_rest`. The count is nominal, as in `of`.
+        """
+        share = jnp.asarray(share, self.m2.dtype)
+        mean, rest = between(self._mean, other._mean, 1 - share, share)
+        (a, b), none = (rounded(m.variance) for m in (self, other)), jnp.zeros_like(self.m2)
+        return Moments.of(mean, between((a, none), (b, none), 1 - share, share)[0], rest)
+
+    @property
+    def _mean(self) -> Pair:
+        return self.mean, self.mean_rest
 
     def astype(self, dtype: DTypeLike) -> "Moments":
-        """The same moments in another precision; `dtype` is the mean's."""
+        """Returns these moments in another precision; `dtype` is the mean's."""
         real = jnp.zeros((), dtype).real.dtype
-        return Moments(
-            self.count.astype(real),
-            self.mean.astype(dtype),
-            self.m2.astype(real),
-            self.mean_rest.astype(dtype),
-            self.ddof,
-        )
+        mean, rest = self.mean.astype(dtype), self.mean_rest.astype(dtype)
+        return Moments(self.count.astype(real), mean, self.m2.astype(real), rest, self.ddof)
 
     @property
     def finite(self) -> Bool[Array, ""]:

@@ -6,21 +6,14 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
 
 from ._base import AbstractStrategy
 from ._batch import Batch
 from ._moments import Moments
+from ._training_batch import TrainingBatch
 
 
-class Clipped(eqx.Module):
-    """The memory of `VarianceClip`: the wrapped strategy's, and the batches it holds."""
-
-    wrapped: Any
-    batches: Int[Array, ""]
-
-
-class VarianceClip(AbstractStrategy[Clipped]):
+class VarianceClip(AbstractStrategy[Any]):
     r"""Clips each batch's variance, then does as the strategy that it wraps.
 
     With $g$ the running variance (what the wrapped strategy would use at inference), the
@@ -30,15 +23,20 @@ class VarianceClip(AbstractStrategy[Clipped]):
 
     Both the normalisation of this batch and the memory see the clipped variance, so the
     running variance grows by a small factor at most. The average over channels lets a channel
-    come back that has been quiet for long. What it does not do: the mean is not clipped, and
-    a batch of huge variance divided by a clipped one has huge outputs, and gradients
-    (measured in `experiments.variance_clipping`).
+    come back that has been quiet for long. Where that average is at most the layer's `eps`,
+    the layer has seen constants (a network whose last weights start at zero makes them), $g$
+    says nothing of batches to come, and nothing is clipped. What it does not do: the mean is
+    not clipped, and a batch of huge variance divided by a clipped one has huge outputs, and
+    gradients (measured in `experiments.variance_clipping`).
 
     **Arguments:**
 
     - `strategy`: the strategy to wrap; `Batch()` unless given.
     - `ratio`: the constant $c$, greater than 1.
     - `start`: the number of batches to learn from before clipping starts, 1 or more.
+
+    Its memory is that of the wrapped strategy; batches are counted by the layer, as
+    `TrainingBatch.step`.
 
     Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """
@@ -64,19 +62,18 @@ class VarianceClip(AbstractStrategy[Clipped]):
         """Returns the wrapped strategy's momentum, `None` if it has none."""
         return getattr(self.strategy, "momentum", None)
 
-    def init(self, channels: int, dtype: DTypeLike) -> Clipped:
-        return Clipped(self.strategy.init(channels, dtype), jnp.zeros((), jnp.int32))
+    def init(self, channels: int, dtype: DTypeLike) -> Any:
+        return self.strategy.init(channels, dtype)
 
-    def update(self, batch: Moments, memory: Clipped) -> tuple[Moments, Clipped]:
-        running = self.strategy.infer(memory.wrapped).variance
+    def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
+        running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
+        clips = (batch.step >= self.start) & (running.mean() > batch.eps)
         # Clipping m2 rather than the variance leaves a batch within the bounds as it was,
         # to the bit.
         m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
-        m2 = jnp.where(memory.batches >= self.start, m2, batch.m2)
-        clipped = dataclasses.replace(batch, m2=m2)
-        used, wrapped = self.strategy.update(clipped, memory.wrapped)
-        return used, Clipped(wrapped, memory.batches + 1)
+        clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))
+        return self.strategy.update(clipped, memory)
 
-    def infer(self, memory: Clipped) -> Moments:
-        return self.strategy.infer(memory.wrapped)
+    def infer(self, memory: Any) -> Moments:
+        return self.strategy.infer(memory)

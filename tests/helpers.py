@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import NAMED, Running
+from eqx_norm.strategies import NAMED, Moments, Running, TrainingBatch
 
 # Every test of a promise that all approaches make is parametrised with these.
 APPROACHES = tuple(NAMED)
@@ -54,6 +54,19 @@ def load(layer: BatchNorm, state: eqx.nn.State, mean: Any, variance: Any) -> eqx
     return state.set(
         layer.memory_index,
         Running.loaded(np.asarray(mean, np.float32), np.asarray(variance, np.float32)),
+    )
+
+
+def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
+    """The moments as a layer hands them to a strategy, after so many batches."""
+    return TrainingBatch(
+        batch.count,
+        batch.mean,
+        batch.m2,
+        batch.mean_rest,
+        batch.ddof,
+        eps=eps,
+        step=jnp.asarray(step, jnp.int32),
     )
 
 

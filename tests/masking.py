@@ -12,7 +12,7 @@ import pytest
 
 from eqx_norm.strategies import Batch, Moments, VarianceClip
 
-from .helpers import APPROACHES, bits, copy, f32, make, normal, over_batch
+from .helpers import APPROACHES, at_step, bits, copy, f32, make, normal, over_batch
 
 N, C, L = 6, 3, 5
 X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
@@ -45,9 +45,10 @@ def untrained(approach, activation=activation, axis_name="batch", **kwargs):
 def trained(approach, activation=activation, **kwargs):
     """After one batch, so that the memory matters."""
     layer, state = untrained(approach, activation, **kwargs)
-    batch = Moments.of(f32([1, 0, 2]), f32([1, 2, 3]))
+    batch = at_step(0, Moments.of(f32([1, 0, 2]), f32([1, 2, 3])))
     _, memory = layer.approach.update(batch, state.get(layer.memory_index))
-    return layer, state.set(layer.memory_index, memory)
+    state = state.set(layer.memory_index, memory)
+    return layer, state.set(layer.accepted_index, jnp.int32(1))
 
 
 def masked(layer):
@@ -83,7 +84,8 @@ def step(layer, state, x, mask, dy):
 
 
 def memory_of(layer, state):
-    return state.get(layer.memory_index), state.get(layer.rejected_index)
+    counts = state.get(layer.accepted_index), state.get(layer.rejected_index)
+    return state.get(layer.memory_index), counts
 
 
 def same(a, b):

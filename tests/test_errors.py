@@ -222,8 +222,21 @@ def test_a_state_that_belongs_to_another_model(layer_and_state):
     assert_usable(other, other_state)
 
 
+class Cumulative(AbstractStrategy[Moments]):
+    """The user's own, against the public contract alone: all values ever seen."""
+
+    def init(self, channels, dtype):
+        return Moments.zero(channels, dtype)
+
+    def update(self, batch, memory):
+        return batch, memory.merge(batch)
+
+    def infer(self, memory):
+        return memory
+
+
 @pytest.mark.parametrize(
-    "other", [{"input_size": 4}, {"approach": "variance_clip"}], ids=["channels", "approach"]
+    "other", [{"input_size": 4}, {"approach": Cumulative()}], ids=["channels", "approach"]
 )
 def test_a_state_that_belongs_to_another_layer(layer_and_state, other):
     """`make_with_state` gives both states the same key, so their form has to be looked at."""
@@ -311,19 +324,6 @@ def test_a_failed_call_leaves_the_state_usable(arguments, spoil):
     right, _ = call(good, make(3, "batch", approach="batch")[1], X)
     np.testing.assert_allclose(y, right, atol=1e-6)
     assert after.get(good.memory_index).weight > 0
-
-
-class Cumulative(AbstractStrategy[Moments]):
-    """The user's own, against the public contract alone: all values ever seen."""
-
-    def init(self, channels, dtype):
-        return Moments.zero(channels, dtype)
-
-    def update(self, batch, memory):
-        return batch, memory.merge(batch)
-
-    def infer(self, memory):
-        return memory
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

@@ -1,0 +1,98 @@
+"""What a strategy answers, checked: an error names the method and what it returned."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from eqx_norm.strategies import AbstractStrategy, Moments, TrainingBatch
+
+
+def update(approach: AbstractStrategy[Any]) -> Callable[..., tuple[Moments, Any]]:
+    """Returns `approach.update`, whose answer is checked and remembers plain `Moments`."""
+
+    def checked(batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
+        answer = approach.update(batch, memory)
+        name = f"{type(approach).__name__}.update"
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise ValueError(
+                f"{name} returned {_short(answer)}, but a training step needs two things, the "
+                "moments that normalise the batch and the new memory: return used, memory"
+            )
+        used, learnt = answer
+        returned = f"{name} returned, before the memory,"
+        used = _moments(used, memory, batch.mean.shape, returned)
+        learnt = _without_step(learnt)
+        _check_form(name, memory, learnt)
+        return used, learnt
+
+    return checked
+
+
+def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
+    """Returns `approach.infer(memory)`, checked."""
+    returned = f"{type(approach).__name__}.infer returned"
+    return _moments(approach.infer(memory), memory, (channels,), returned)
+
+
+def _moments(used: Any, memory: Any, shape: tuple[int, ...], returned: str) -> Moments:
+    if not isinstance(used, Moments):
+        swapped = isinstance(used, type(memory)) and not isinstance(used, tuple)
+        raise ValueError(
+            f"{returned} {_short(used)}"
+            + (", which is the memory" if swapped else "")
+            + ", but what normalises are Moments. Make them of a mean and a variance per "
+            "channel: eqx_norm.strategies.Moments.of(mean, variance, mean_rest)"
+            + (
+                "; of a running average, take memory.moments."
+                if isinstance(getattr(used, "moments", None), Moments)
+                else "."
+            )
+        )
+    if used.mean.shape != shape or used.m2.shape != shape:
+        raise ValueError(
+            f"{returned} Moments with a mean of shape {used.mean.shape} and an m2 of shape "
+            f"{used.m2.shape}, but this layer has the channels {shape}: give one value for each."
+        )
+    # No subclass, and no `ddof`, so that those of training and of inference have one form.
+    return Moments(used.count, used.mean, used.m2, used.mean_rest)
+
+
+def _check_form(name: str, before: Any, after: Any) -> None:
+    was, became = (_forms(memory) for memory in (before, after))
+    if not eqx.tree_equal(was, became):
+        raise ValueError(
+            f"{name} returned a memory of another structure, shape or dtype:\n"
+            f"    {eqx.tree_pformat(became)}\nwhere it was given\n"
+            f"    {eqx.tree_pformat(was)}\n"
+            "A strategy's memory keeps the form that its `init` gave it."
+        )
+
+
+def _without_step(tree: Any) -> Any:
+    """Returns `tree` with training batches replaced by their moments, as `init` makes them."""
+
+    def is_batch(node: Any) -> bool:
+        return isinstance(node, TrainingBatch)
+
+    return jax.tree.map(lambda n: n.moments if is_batch(n) else n, tree, is_leaf=is_batch)
+
+
+def _forms(tree: Any) -> Any:
+    def form(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+    return jax.tree.map(form, tree)
+
+
+def _short(answer: Any) -> str:
+    """Returns what to call `answer` in one line."""
+    if answer is None:
+        return "nothing (None)"
+    if isinstance(answer, tuple):
+        return f"a tuple of {len(answer)}, ({', '.join(map(_short, answer))})"
+    if eqx.is_array(answer):
+        return f"an array, {eqx.tree_pformat(answer)}"
+    return f"{type(answer).__name__}, {' '.join(eqx.tree_pformat(answer).split())[:200]}"
