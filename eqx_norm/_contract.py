@@ -54,7 +54,7 @@ def _moments(used: Any, memory: Any, shape: tuple[int, ...], returned: str) -> M
     if used.mean.shape != shape or used.m2.shape != shape:
         raise ValueError(
             f"{returned} Moments with a mean of shape {used.mean.shape} and an m2 of shape "
-            f"{used.m2.shape}, but this layer has the channels {shape}: give one value for each."
+            f"{used.m2.shape}, but this layer has {shape[0]} channels: give one value for each."
         )
     # No subclass, and no `ddof`, so that those of training and of inference have one form.
     return Moments(used.count, used.mean, used.m2, used.mean_rest)

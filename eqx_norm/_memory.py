@@ -21,7 +21,7 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
-    """Returns the count after `event`, whether it happened; the largest int is where it stays."""
+    """Returns `count`, or one more if `event` happened; at the largest integer it stays."""
     return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)
 
 

@@ -1,6 +1,6 @@
 """How accurate batch normalisation is, where it is hard: this layer and its peers.
 
-    python -m experiments.accuracy           the whole job: about a minute, 2 cores
+    python -m experiments.accuracy           the whole job: about two minutes, 2 cores
     python -m experiments.accuracy --quick   under 30 seconds; fails if a claim fails
 
 One training step on each of a set of batches that tell accurate implementations from
@@ -16,7 +16,8 @@ a million values a channel, outliers, half precision. The errors of
 
 are the largest over the batch, against the same in extended precision from the same values.
 In float16 and bfloat16, y and dx may be off by half an ulp, which is free. Compared are
-Equinox's, Flax's and PyTorch's layers; those not installed are left out.
+Equinox's, Flax's and PyTorch's layers; those not installed are left out. Then, of this layer,
+every approach in training and in inference over many steps (`accuracy_approaches`).
 
 The first case is https://github.com/BVLC/caffe/issues/3963, brought up to date: a channel that
 is constant has to come out as zero.
@@ -32,6 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from . import (
+    accuracy_approaches,
     accuracy_cases,
     accuracy_claims,
     accuracy_figures,
@@ -49,11 +51,12 @@ from .accuracy_reference import FAILED, Errors, errors, reference, worst
 class Job:
     cases: tuple[Case, ...] = accuracy_cases.CASES
     layers: tuple[Layer, ...] = LAYERS
+    approaches: accuracy_approaches.Job = accuracy_approaches.WHOLE
 
 
 WHOLE = Job()
 # Fewer values a channel, and only what is installed wherever the package is.
-QUICK = Job(accuracy_cases.QUICK, accuracy_peers.ALWAYS)
+QUICK = Job(accuracy_cases.QUICK, accuracy_peers.ALWAYS, accuracy_approaches.QUICK)
 
 # The rows of the summary: what is hard, and the cases that are hard in that way.
 SUMMARY = {
@@ -108,12 +111,7 @@ def report(measured: Measured) -> tuple[str, list[accuracy_claims.Verdict]]:
             rows.append((name, *map(_cell, largest)))
     summary = results.table(("largest error of y", *layers), rows)
     verdicts = accuracy_claims.judge(measured)
-    words = {True: "holds", False: "DOES NOT HOLD", None: "not run"}
-    claims = results.table(
-        (f"claim of {OURS}", "worst that was measured", "verdict"),
-        [(v.claim, v.measured, words[v.holds]) for v in verdicts],
-    )
-    return f"{summary}\n\n{claims}", verdicts
+    return f"{summary}\n\n{accuracy_claims.table(verdicts)}", verdicts
 
 
 def details(measured: Measured) -> str:
@@ -147,6 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured, raised = run(job)
     tables, verdicts = report(measured)
     save(folder / "accuracy.csv", measured)
+    by_approach = accuracy_approaches.run(job.approaches)
+    more_tables, more_verdicts = accuracy_approaches.report(by_approach)
+    verdicts += more_verdicts
+    accuracy_approaches.save(folder / "accuracy_approaches.csv", by_approach)
     figure = accuracy_figures.draw(out)
     seconds = round(time.perf_counter() - started, 1)
     packages = {layer.package for layer in job.layers} & {"flax", "torch"}
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "claims": [verdict._asdict() for verdict in verdicts],
         },
     )
-    print(f"\n{details(measured)}\n\n{tables}\n")
+    print(f"\n{details(measured)}\n\n{tables}\n\n{more_tables}\n")
     for where, why in raised.items():
         print(f"fails: {where}: {why}")
     print(f"in {seconds} s; results in {folder}, figure:\n  {figure}")

@@ -5,10 +5,11 @@ change from step to step, and are compared with the same recursion in extended p
 Errors are of y, in units of max(1, abs(xhat)), as in `experiments.accuracy`.
 """
 
+import csv
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,12 +23,15 @@ from eqx_norm.strategies import NAMED, AbstractStrategy, Batch, VarianceClip, na
 
 from . import results
 from .accuracy_cases import CHANNELS, EPS
+from .accuracy_claims import Verdict, Y
+from .accuracy_claims import table as claims_table
 from .accuracy_measured import text
 
 RATIOS = (1.0, 1e3, 1e5, 1e7)
 MOMENTA = (0.5, 0.99)
 EXAMPLES, VALUES = 16, 4
 CLIP_START = 5
+CLAIM = "10. y to 1e-6 of max(1, abs(xhat)), by every approach, in training and inference"
 HEADER = ("approach", "momentum", "mean/std", "use", "error")
 
 
@@ -37,7 +41,7 @@ class Job:
     ratios: tuple[float, ...] = RATIOS
     momenta: tuple[float, ...] = MOMENTA
     approaches: tuple[str, ...] = tuple(NAMED)
-    implementation: str = "auto"
+    implementation: Literal["auto", "xla", "device_invariant"] = "auto"
 
 
 WHOLE = Job()
@@ -51,6 +55,10 @@ class Run(NamedTuple):
     momentum: float
     ratio: float
     use: str  # "training" or "inference"
+
+    @property
+    def at(self) -> str:
+        return f"1e{round(np.log10(self.ratio))}"
 
 
 Measured = dict[Run, float]
@@ -128,7 +136,7 @@ def _call(
     return jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
 
 
-def run(job: Job) -> Measured:
+def run(job: Job, call: Any = _call) -> Measured:
     """Returns the largest error over all steps; inference is on the batch just trained on."""
     measured: Measured = {}
     cases = [(a, m, r) for a in job.approaches for m in job.momenta for r in job.ratios]
@@ -145,26 +153,33 @@ def run(job: Job) -> Measured:
         worst = {"training": 0.0, "inference": 0.0}
         rights = recursion(approach, momentum, map(of_batch, drawn))
         for x, (used, remembered) in zip(drawn, rights, strict=True):
-            y, state = _call(layer, jax.numpy.asarray(x), state)
+            y, state = call(layer, jax.numpy.asarray(x), state)
             worst["training"] = max(worst["training"], error(y, x, used))
-            y, _ = _call(inference, jax.numpy.asarray(x), state)
+            y, _ = call(inference, jax.numpy.asarray(x), state)
             worst["inference"] = max(worst["inference"], error(y, x, remembered))
         for use, largest in worst.items():
             measured[Run(approach, momentum, ratio, use)] = largest
     return measured
 
 
-def table(measured: Measured) -> str:
-    """Returns one row for each approach and use, the worst over momenta."""
-    ratios = list(dict.fromkeys(run.ratio for run in measured))
-    rows: dict[tuple[str, str], dict[float, float]] = {}
-    for (approach, _, ratio, use), largest in measured.items():
-        row = rows.setdefault((approach, use), {})
-        row[ratio] = max(row.get(ratio, 0.0), largest)
-    header = (
-        "largest error of y",
-        *(f"mean/std {ratio:.0e}".replace("+0", "") for ratio in ratios),
+def report(measured: Measured) -> tuple[str, list[Verdict]]:
+    """Returns the tables for the terminal and the README, and the verdict."""
+    largest = max(measured, key=lambda run: measured[run])
+    worst = (
+        f"{measured[largest]:.1e} ({largest.approach}, {largest.use}, mean/std = {largest.at})"
     )
+    verdicts = [Verdict(CLAIM, worst, measured[largest] <= Y)]
+    return f"{_table(measured)}\n\n{claims_table(verdicts)}", verdicts
+
+
+def _table(measured: Measured) -> str:
+    """Returns one row for each approach and use, the worst over momenta."""
+    ratios = list(dict.fromkeys(run.at for run in measured))
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for of, largest in measured.items():
+        row = rows.setdefault((of.approach, of.use), {})
+        row[of.at] = max(row.get(of.at, 0.0), largest)
+    header = ("largest error of y", *(f"mean/std = {ratio}" for ratio in ratios))
     return results.table(
         header,
         [
@@ -180,3 +195,15 @@ def save(path: Path, measured: Measured) -> None:
         for of, largest in measured.items()
     ]
     results.write_csv(path, HEADER, rows)
+
+
+def load(path: Path) -> Measured:
+    """Returns what `save` wrote."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        Run(row["approach"], float(row["momentum"]), float(row["mean/std"]), row["use"]): float(
+            row["error"]
+        )
+        for row in rows
+    }

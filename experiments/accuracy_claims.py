@@ -1,11 +1,11 @@
 """What this layer claims of its accuracy, each with the worst that was measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from . import accuracy_cases
+from . import accuracy_cases, results
 from .accuracy_cases import CONSTANT, HALF, Case
 from .accuracy_measured import Measured
 from .accuracy_peers import OURS
@@ -75,6 +75,15 @@ CLAIMS = (
     Claim("8. half precision: 3 and 5 plus half an ulp", ("y", "dx"), Y, _half),
     Claim("9. nothing is NaN or infinite", ("nonfinite",), 0, _any),
 )
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Returns the verdicts for the terminal and the README."""
+    words = {True: "holds", False: "DOES NOT HOLD", None: "not run"}
+    return results.table(
+        (f"claim of {OURS}", "worst that was measured", "verdict"),
+        [(v.claim, v.measured, words[v.holds]) for v in verdicts],
+    )
 
 
 def judge(measured: Measured) -> list[Verdict]:

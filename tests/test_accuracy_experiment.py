@@ -9,6 +9,7 @@ import pytest
 
 from experiments import (
     accuracy,
+    accuracy_approaches,
     accuracy_cases,
     accuracy_claims,
     accuracy_measured,
@@ -32,16 +33,17 @@ EASY = "mean/std = 1e0"
 def test_quick_holds_every_claim(tmp_path, capsys):
     assert accuracy.main(["--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| holds") == len(accuracy_claims.CLAIMS)
+    claims = len(accuracy_claims.CLAIMS) + 1  # and that of accuracy_approaches
+    assert printed.count("| holds") == claims
     assert "not installed" not in printed
     written = json.loads((tmp_path / "results" / "accuracy.json").read_text())
     assert {"device", "python", "jax", "equinox", "numpy"} <= set(written["environment"])
-    assert [claim["holds"] for claim in written["claims"]] == [True] * len(
-        accuracy_claims.CLAIMS
-    )
+    assert [claim["holds"] for claim in written["claims"]] == [True] * claims
     assert (tmp_path / "figures" / "accuracy.png").stat().st_size > 10_000
 
 
+FEW_STEPS = accuracy_approaches.Job(2, (1.0,), (0.5,), ("ema",))
+BY_APPROACH = {accuracy_approaches.Run("ema", 0.5, 1.0, "training"): 1e-7}
 # What the figure has an axis for.
 FEW = (
     *(f"constants to {high}, n = 7" for high in (1, 1000, 65504)),
@@ -54,14 +56,14 @@ FEW = (
 def test_the_same_batches_give_the_same_files(tmp_path, capsys, monkeypatch):
     """Byte for byte, also for the figure; and a layer that raises is said to fail."""
     few = tuple(CASES[name] for name in FEW)
-    monkeypatch.setattr(accuracy, "QUICK", accuracy.Job(few, ALWAYS))
+    monkeypatch.setattr(accuracy, "QUICK", accuracy.Job(few, ALWAYS, FEW_STEPS))
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         accuracy.main(["--quick", "--out", str(folder)])
         files = sorted(folder.rglob("*.*"))
         written.append({f.name: f.read_bytes() for f in files if f.suffix != ".json"})
     assert written[0] == written[1]
-    assert set(written[0]) == {"accuracy.csv", "accuracy.png"}
+    assert set(written[0]) == {"accuracy.csv", "accuracy_approaches.csv", "accuracy.png"}
     assert "fails: Equinox ema, float16, mean 0, std 300: TypeError" in capsys.readouterr().out
     path = tmp_path / "a" / "results" / "accuracy.csv"
     measured = accuracy_measured.load(path)
@@ -81,7 +83,7 @@ def test_a_missing_peer_is_said(tmp_path, capsys, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name in absent else found(name)
     )
     few = tuple(CASES[name] for name in FEW)
-    monkeypatch.setattr(accuracy, "WHOLE", accuracy.Job(cases=few))
+    monkeypatch.setattr(accuracy, "WHOLE", accuracy.Job(cases=few, approaches=FEW_STEPS))
     assert accuracy.main(["--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     for package in absent:
@@ -131,6 +133,7 @@ def test_a_wrong_layer_is_caught(quantity, error, at, claim):
 def test_a_claim_that_does_not_hold_is_printed_as_such(tmp_path, capsys, monkeypatch):
     measured = fabricated("y", 3e-5, "mean/std = 1e4")
     monkeypatch.setattr(accuracy, "run", lambda job: (measured, {}))
+    monkeypatch.setattr(accuracy_approaches, "run", lambda job: BY_APPROACH)
     assert accuracy.main(["--quick", "--out", str(tmp_path)]) == 1
     assert accuracy.main(["--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -8,6 +8,7 @@ import pytest
 
 from experiments import (
     accuracy,
+    accuracy_approaches,
     accuracy_measured,
     benchmark,
     benchmark_runs,
@@ -58,6 +59,9 @@ TABLES = {
     "stability": lambda path: stability.report(stability_runs.load(path))[0],
     "stability_large": lambda path: stability.report(stability_runs.load(path))[0],
     "accuracy": lambda path: accuracy.report(accuracy_measured.load(path))[0],
+    "accuracy_approaches": lambda path: accuracy_approaches.report(
+        accuracy_approaches.load(path)
+    )[0],
     "layer_norm": lambda path: layer_norm.report(layer_norm_measured.load(path.parent)),
     "state_consistency": lambda path: state_consistency.report(
         state_consistency_rows.load(path)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import Running
+from eqx_norm.strategies import Running, VarianceClip
 
 from .helpers import (
     APPROACHES,
@@ -182,3 +182,59 @@ def test_sequential(approach):
     y, state = call(model, state, normal(0, (4, 1, 7, 7)))
     assert y.shape == (4, 2, 3, 3)
     assert not equal(before, state)
+
+
+def test_batches_are_counted():
+    layer, state = make(3, "batch", approach="batch")
+    for x in (X, X.at[0].set(jnp.nan), X, X):
+        _, state = call(layer, state, x)
+    assert state.get(layer.accepted_index) == 3
+    assert state.get(layer.rejected_index) == 1
+
+
+def test_counts_stay_at_the_largest_integer():
+    layer, state = make(3, "batch", approach=VarianceClip(start=5))
+    largest = jnp.int32(2**31 - 1)
+    for index, x in ((layer.accepted_index, X), (layer.rejected_index, X * jnp.nan)):
+        state = state.set(index, largest - 1)
+        for _ in range(3):
+            _, state = call(layer, state, x)
+        assert state.get(index) == largest
+
+
+def test_steps_are_one_program():
+    traces = 0
+
+    @eqx.filter_jit
+    def step(layer, state, x):
+        nonlocal traces
+        traces += 1
+        return over_batch(layer)(x, state)
+
+    for approach in APPROACHES:
+        layer, state = make(3, "batch", approach=approach)
+        traces = 0
+        for _ in range(4):
+            _, state = step(layer, state, X)
+        assert traces == 1
+
+
+@pytest.mark.parametrize("made_with", [False, True], ids=["made in 32 bits", "made in 64 bits"])
+def test_a_state_of_the_other_x64_setting(made_with):
+    """It was an error of `update`'s, which a user has not written."""
+    with jax.enable_x64(made_with):
+        layer, state = make(3, "batch", approach="ema")
+    with jax.enable_x64(not made_with):
+        held, makes = ("float64", "float32")[:: 1 if made_with else -1]
+        for mode in (layer, eqx.nn.inference_mode(layer)):
+            with pytest.raises(ValueError, match="made under the other setting") as error:
+                call(mode, copy(state), X)
+            said = str(error.value)
+            assert f"holds {held}" in said
+            assert f"remembers {makes}" in said
+            assert f"'jax_enable_x64', {made_with}" in said
+        # The fix that is given.
+        namespace = {"jax": jax, "state": state}
+        exec(said.splitlines()[-1].strip(), namespace)
+        _, after = call(layer, namespace["state"], X)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(after)} == {makes, "int32"}
