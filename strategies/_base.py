@@ -20,6 +20,7 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
     `eqx.nn.State`, hands it in and takes it back. A strategy knows nothing of layers, axis
     names, devices or kernels: it sees per-channel vectors and is written in plain JAX. Its
     derivative is JAX's; the layer sees to it that no gradient flows into the memory.
+    `README.md` beside this file says how to write one, and how to keep it exact.
 
     Three methods are all there is to implement:
 
