@@ -68,7 +68,7 @@ def test_the_yardstick_is_the_recursion(approach):
     history = [Statistics(*random.uniform(1, 2, (2, channels))) for _ in range(9)]
     ours = accuracy_approaches.recursion(approach, 0.7, iter(history))
     for found, right in zip(ours, golden(history, 0.7), strict=True):
-        np.testing.assert_allclose(np.float64(found), right, rtol=1e-14)
+        np.testing.assert_allclose(np.asarray(found, np.float64), right, rtol=1e-14)
 
 
 def test_of_several_roundings_the_error_is_the_largest():

@@ -50,7 +50,7 @@ class Renorm(AbstractStrategy[Running]):
 
 def renormed(history, momentum, warmup, eps):
     """Yields y, dx of sum(y * dy), and the running mean and variance, of each (x, dy)."""
-    average, weight = 0.0, 0.0
+    average, weight = np.zeros((2, C)), 0.0
     for step, (x, dy) in enumerate(history):
         x, dy = (np.asarray(a, np.longdouble) for a in (x, dy))
         mean, variance = x.mean((0, 2)), x.var((0, 2))
@@ -86,7 +86,7 @@ def test_batch_renormalisation_written_by_a_user(ratio):
         np.testing.assert_allclose(ours, np.float64(y), rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(our_dx, np.float64(dx), rtol=1e-5, atol=1e-5)
         inferred, _ = call(eqx.nn.inference_mode(layer), copy(state), x)
-        mean, variance = (np.float64(v)[:, None] for v in remembered)
+        mean, variance = (np.asarray(v, np.float64)[:, None] for v in remembered)
         right = (np.float64(x) - mean) / np.sqrt(variance + eps)
         np.testing.assert_allclose(inferred, right, rtol=2e-6, atol=2e-6)
     assert opened == {False, True}
