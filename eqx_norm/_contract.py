@@ -1,5 +1,6 @@
 """What a strategy answers, checked: an error names the method and what it returned."""
 
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,14 @@ def update(approach: AbstractStrategy[Any]) -> Callable[..., tuple[Moments, Any]
     def checked(batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
         answer = approach.update(batch, memory)
         name = f"{type(approach).__name__}.update"
-        if not (isinstance(answer, tuple) and len(answer) == 2):
+        if not (isinstance(answer, tuple | list) and len(answer) == 2):
             raise ValueError(
                 f"{name} returned {_short(answer)}, but a training step needs two things, the "
                 "moments that normalise the batch and the new memory: return used, memory"
             )
         used, learnt = answer
         returned = f"{name} returned, before the memory,"
-        used = _moments(used, memory, batch.mean.shape, returned)
+        used = _moments(used, batch.mean.shape, returned)
         learnt = _without_step(learnt)
         _check_form(name, memory, learnt)
         return used, learnt
@@ -34,21 +35,19 @@ def update(approach: AbstractStrategy[Any]) -> Callable[..., tuple[Moments, Any]
 def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
     """Returns `approach.infer(memory)`, checked."""
     returned = f"{type(approach).__name__}.infer returned"
-    return _moments(approach.infer(memory), memory, (channels,), returned)
+    return _moments(approach.infer(memory), (channels,), returned)
 
 
-def _moments(used: Any, memory: Any, shape: tuple[int, ...], returned: str) -> Moments:
+def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     if not isinstance(used, Moments):
-        swapped = isinstance(used, type(memory)) and not isinstance(used, tuple)
+        has_moments = isinstance(getattr(used, "moments", None), Moments)
         raise ValueError(
-            f"{returned} {_short(used)}"
-            + (", which is the memory" if swapped else "")
-            + ", but what normalises are Moments. Make them of a mean and a variance per "
-            "channel: eqx_norm.strategies.Moments.of(mean, variance, mean_rest)"
+            f"{returned} {_short(used)}, but what normalises are Moments. "
             + (
-                "; of a running average, take memory.moments."
-                if isinstance(getattr(used, "moments", None), Moments)
-                else "."
+                "This has them: answer with its .moments."
+                if has_moments
+                else "Make them of a mean and a variance per channel: "
+                "eqx_norm.strategies.Moments.of(mean, variance, mean_rest)."
             )
         )
     if used.mean.shape != shape or used.m2.shape != shape:
@@ -65,8 +64,8 @@ def _check_form(name: str, before: Any, after: Any) -> None:
     if not eqx.tree_equal(was, became):
         raise ValueError(
             f"{name} returned a memory of another structure, shape or dtype:\n"
-            f"    {eqx.tree_pformat(became)}\nwhere it was given\n"
-            f"    {eqx.tree_pformat(was)}\n"
+            f"    {eqx.tree_pformat(became, struct_as_array=True)}\nwhere it was given\n"
+            f"    {eqx.tree_pformat(was, struct_as_array=True)}\n"
             "A strategy's memory keeps the form that its `init` gave it."
         )
 
@@ -88,11 +87,10 @@ def _forms(tree: Any) -> Any:
 
 
 def _short(answer: Any) -> str:
-    """Returns what to call `answer` in one line."""
+    """Returns one line about `answer`."""
     if answer is None:
         return "nothing (None)"
     if isinstance(answer, tuple):
         return f"a tuple of {len(answer)}, ({', '.join(map(_short, answer))})"
-    if eqx.is_array(answer):
-        return f"an array, {eqx.tree_pformat(answer)}"
-    return f"{type(answer).__name__}, {' '.join(eqx.tree_pformat(answer).split())[:200]}"
+    kind = "an array, " if eqx.is_array(answer) else ""
+    return kind + textwrap.shorten(eqx.tree_pformat(answer), 120)

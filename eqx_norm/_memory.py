@@ -44,9 +44,10 @@ def recall(
     dtype = statistics_dtype(complex if is_complex else float)
     expected = jax.eval_shape(lambda: approach.init(channels, dtype))
     if _shapes(memory) != _shapes(expected):
+        form = eqx.tree_pformat(expected, struct_as_array=True)
         raise ValueError(
             f"The state given belongs to another layer. This one, with input_size={channels} "
-            f"and approach={approach}, remembers\n    {eqx.tree_pformat(expected)}\n"
+            f"and approach={approach}, remembers\n    {form}\n"
             f"but the state holds\n    {eqx.tree_pformat(memory)}"
         )
     for held, made in zip(jax.tree.leaves(memory), jax.tree.leaves(expected), strict=True):
