@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._pair import Pair, between, rounded
+from ._pair import Pair, between, once
 
 
 class Moments(eqx.Module):
@@ -69,8 +69,7 @@ class Moments(eqx.Module):
     def memory_variance(self) -> Float[Array, "*channels"]:
         """`m2 / (count - ddof)`: the variance as a running average takes it in.
 
-        Finite even where there is none (`count <= ddof`, when a mask has left too few values):
-        the layer keeps such a batch out of the memory.
+        Finite even where there is none (`count <= ddof`); the layer does not remember that.
         """
         return self.m2 / jnp.maximum(self.count - self.ddof, 1)
 
@@ -101,8 +100,9 @@ class Moments(eqx.Module):
         """
         share = jnp.asarray(share, self.m2.dtype)
         mean, rest = between(self._mean, other._mean, 1 - share, share)
-        (a, b), none = (rounded(m.variance) for m in (self, other)), jnp.zeros_like(self.m2)
-        return Moments.of(mean, between((a, none), (b, none), 1 - share, share)[0], rest)
+        a, b = self.variance, other.variance
+        variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
+        return Moments.of(*once((mean, variance, rest)))
 
     @property
     def _mean(self) -> Pair:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import between, rounded
+from ._pair import between, once, rounded
 
 
 class Running(eqx.Module):
@@ -79,7 +79,7 @@ class Running(eqx.Module):
             variances,
             weights,
         )
-        return Running(mean, variance, weight, mean_rest, variance_rest, weight_rest)
+        return once(Running(mean, variance, weight, mean_rest, variance_rest, weight_rest))
 
     @property
     def moments(self) -> Moments:
