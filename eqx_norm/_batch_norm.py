@@ -227,13 +227,13 @@ class BatchNorm(eqx.nn.BatchNorm):
             if inference is not False:  # only known at run time: jax.jit traces the flag
                 remembered = _contract.infer(self.approach, memory, self.input_size)
                 used = _select(inference, remembered, used)
-            training = jnp.logical_not(inference)
-            accepts = training & batch.finite
+            training, finite = jnp.logical_not(inference), batch.finite
+            accepts = training & finite
             if mask is not None:
                 accepts = accepts & (batch.count > batch.ddof)
             memory = _select(accepts, jax.lax.stop_gradient(learnt), memory)
             accepted = _memory.counted(accepted, accepts)
-            rejected = _memory.counted(rejected, training & ~batch.finite)
+            rejected = _memory.counted(rejected, training & ~finite)
         y = _normalise.normalise(
             x,
             used,
@@ -334,5 +334,6 @@ def _check_mask(mask: Any, x: Array) -> Array | None:
     return mask
 
 
+@jax.jit
 def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

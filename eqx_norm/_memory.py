@@ -20,6 +20,7 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
+@jax.jit
 def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
     """Returns `count`, or one more if `event` happened; at the largest integer it stays."""
     return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)

@@ -1,6 +1,9 @@
 """`Running`, the running average that most strategies remember, and their common part."""
 
+import functools
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Inexact
@@ -62,24 +65,7 @@ class Running(eqx.Module):
 
     def push(self, batch: Moments, momentum: float) -> "Running":
         """Returns the average after one more batch; of its variance, `memory_variance`."""
-        one, zeros = jnp.ones_like(self.weight), jnp.zeros_like(self.variance)
-        kept, share = momentum * one, (1 - momentum) * one
-        # The weight is the average of ones.
-        weights = between((self.weight, self.weight_rest), (one, 0 * one), kept, share)
-        kept, share = kept * self.weight / weights[0], share / weights[0]
-        means, variances = (
-            between(old, new, kept, share)
-            for old, new in (
-                ((self.mean, self.mean_rest), (batch.mean, batch.mean_rest)),
-                ((self.variance, self.variance_rest), (rounded(batch.memory_variance), zeros)),
-            )
-        )
-        (mean, mean_rest), (variance, variance_rest), (weight, weight_rest) = (
-            means,
-            variances,
-            weights,
-        )
-        return once(Running(mean, variance, weight, mean_rest, variance_rest, weight_rest))
+        return _pushed(self, batch, momentum)
 
     @property
     def moments(self) -> Moments:
@@ -90,6 +76,28 @@ class Running(eqx.Module):
     def fill(self, batch: Moments) -> Moments:
         """Returns `h + (1 - w) b`: what no batch has filled yet is taken from this one."""
         return batch.towards(self.moments, self.weight)
+
+
+# Traced once for all layers of one size, and one call where a program is run op by op.
+@functools.partial(jax.jit, static_argnums=2)
+def _pushed(running: Running, batch: Moments, momentum: float) -> Running:
+    one, zeros = jnp.ones_like(running.weight), jnp.zeros_like(running.variance)
+    kept, share = momentum * one, (1 - momentum) * one
+    # The weight is the average of ones.
+    weight = between((running.weight, running.weight_rest), (one, 0 * one), kept, share)
+    kept, share = kept * running.weight / weight[0], share / weight[0]
+    mean, variance = (
+        between(old, new, kept, share)
+        for old, new in (
+            ((running.mean, running.mean_rest), (batch.mean, batch.mean_rest)),
+            (
+                (running.variance, running.variance_rest),
+                (rounded(batch.memory_variance), zeros),
+            ),
+        )
+    )
+    highs, rests = zip(mean, variance, weight, strict=True)
+    return once(Running(*highs, *rests))
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):
