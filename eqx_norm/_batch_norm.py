@@ -58,7 +58,7 @@ class BatchNorm(eqx.nn.BatchNorm):
     x64) whatever the dtypes of input and weights. They change exactly once per training call,
     and never in inference; no gradient flows into them. A training batch whose statistics are
     not finite is normalised like any other but leaves the memory as it was;
-    `state.get(layer.rejected_index)` counts such batches, and `accepted_index` the others.
+    `state.get(layer.rejected_index)` counts such batches, `accepted_index` those remembered.
 
     **It is an `eqx.nn.BatchNorm`.** Models ask `isinstance(layer, eqx.nn.BatchNorm)` to know
     which of their layers take a state, so this is a subclass of it. Equinox forbids virtual

@@ -81,23 +81,18 @@ class Running(eqx.Module):
 # Traced once for all layers of one size, and one call where a program is run op by op.
 @functools.partial(jax.jit, static_argnums=2)
 def _pushed(running: Running, batch: Moments, momentum: float) -> Running:
-    one, zeros = jnp.ones_like(running.weight), jnp.zeros_like(running.variance)
+    one = jnp.ones_like(running.weight)
     kept, share = momentum * one, (1 - momentum) * one
     # The weight is the average of ones.
-    weight = between((running.weight, running.weight_rest), (one, 0 * one), kept, share)
-    kept, share = kept * running.weight / weight[0], share / weight[0]
-    mean, variance = (
-        between(old, new, kept, share)
-        for old, new in (
-            ((running.mean, running.mean_rest), (batch.mean, batch.mean_rest)),
-            (
-                (running.variance, running.variance_rest),
-                (rounded(batch.memory_variance), zeros),
-            ),
-        )
-    )
-    highs, rests = zip(mean, variance, weight, strict=True)
-    return once(Running(*highs, *rests))
+    old, new = (running.weight, running.weight_rest), (one, 0 * one)
+    weight, weight_rest = between(old, new, kept, share)
+    kept, share = kept * running.weight / weight, share / weight
+    old, new = (running.mean, running.mean_rest), (batch.mean, batch.mean_rest)
+    mean, mean_rest = between(old, new, kept, share)
+    seen = rounded(batch.memory_variance)
+    old, new = (running.variance, running.variance_rest), (seen, jnp.zeros_like(seen))
+    variance, variance_rest = between(old, new, kept, share)
+    return once(Running(mean, variance, weight, mean_rest, variance_rest, weight_rest))
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):
