@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._pair import Pair, between, once
+from ._pair import Pair, between
 
 
 class Moments(eqx.Module):
@@ -102,7 +102,7 @@ class Moments(eqx.Module):
         mean, rest = between(self._mean, other._mean, 1 - share, share)
         a, b = self.variance, other.variance
         variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
-        return Moments.of(*once((mean, variance, rest)))
+        return Moments.of(mean, variance, rest)
 
     @property
     def _mean(self) -> Pair:

@@ -1,14 +1,11 @@
 """Pairs: a number as the sum of two, of which the second holds what the first rounds away."""
 
-from typing import TypeVar
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact
 
 Pair = tuple[Inexact[Array, "*shape"], Inexact[Array, "*shape"]]
 Share = Float[Array, "*#shape"]
-Vectors = TypeVar("Vectors")
 
 
 def rounded(value: Array) -> Array:
@@ -48,11 +45,3 @@ def between(a: Pair, b: Pair, kept: Share, share: Share) -> Pair:
     # What is left of a large number and a small one takes no more than this (Dekker, 1971).
     nearest = total + low
     return nearest, lax.stop_gradient(low - (nearest - total))
-
-
-def once(vectors: Vectors) -> Vectors:
-    """Returns `vectors`, as numbers that a loop over x takes and does not calculate again.
-
-    On a CPU, XLA would calculate them for every value: a third of a training step's time.
-    """
-    return lax.optimization_barrier(vectors)

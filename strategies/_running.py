@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import between, once, rounded
+from ._pair import between, rounded
 
 
 class Running(eqx.Module):
@@ -92,7 +92,7 @@ def _pushed(running: Running, batch: Moments, momentum: float) -> Running:
     seen = rounded(batch.memory_variance)
     old, new = (running.variance, running.variance_rest), (seen, jnp.zeros_like(seen))
     variance, variance_rest = between(old, new, kept, share)
-    return once(Running(mean, variance, weight, mean_rest, variance_rest, weight_rest))
+    return Running(mean, variance, weight, mean_rest, variance_rest, weight_rest)
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):
