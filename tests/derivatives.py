@@ -10,6 +10,7 @@ import numpy as np
 
 from eqx_norm.strategies import Running
 
+from .compiling import jit
 from .helpers import copy, make, over_batch
 
 N, C, L = 4, 2, 3
@@ -153,10 +154,7 @@ FIRST_ORDER = (gradient, directional, jacobian, linearized, rematerialised)
 ENSEMBLES = (ensemble_of_gradients, gradient_of_ensemble)
 HIGHER = (hessian, slope_of_gradient, gradient_of_slope, gradient_of_gradient, third_order)
 
-# What is tested are rules of differentiation: they need no program that took long to compile.
-compiled = functools.partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
-)
+compiled = functools.partial(jit, static_argnums=0)
 
 
 def assert_agree(transforms, f, right, primals, tangents, **tolerance):

@@ -14,10 +14,9 @@ import pytest
 
 from eqx_norm._normalise import pallas_triton, pallas_triton_lanes, reference, tiling
 
+from .compiling import jit
 from .helpers import bits, f32
 
-# What is tested is arithmetic: it needs no program that took long to compile.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ULP = 2.0**-23  # of float32
 EPS = 1e-5  # the layer's
 
@@ -78,11 +77,13 @@ def some(shape):
 
 
 def statistics(x, mask=None):
-    return compiled(_statistics)(x, mask)
+    # How the work is cut up is no argument: without this, the first cut would serve all.
+    return compiled_statistics(*(getattr(tiling, name) for name in CUTS["slices"]))(x, mask)
 
 
-def _statistics(x, mask):
-    return pallas_triton.statistics(x, mask, interpret=True)
+@functools.cache
+def compiled_statistics(*cut):
+    return jit(functools.partial(pallas_triton.statistics, interpret=True))
 
 
 def check(x, mask=None):
@@ -182,7 +183,7 @@ def check_sums(activation, shape, masked, dtype="float32", g_dtype="float32"):
     mask = some(shape) if masked else None
     # A slope is not calculated where nothing counts.
     x = x if mask is None else jnp.where(mask, x, jnp.nan)
-    sums = compiled(functools.partial(_pulled_sums, activation))(g, a, b, x, mean, rest, mask)
+    sums = jit(functools.partial(_pulled_sums, activation))(g, a, b, x, mean, rest, mask)
     wide = g.astype(jnp.float32)
     if activation is None:
         pulled = reference.counted(wide, mask)
@@ -235,7 +236,7 @@ def test_equal_values_do_not_round_the_same_way(cut):
     """Each lane adds 256 of them, and all lanes the same: no error is averaged out."""
     g = jnp.full((1, 1, 1, 2**17), 0.1)
     zero = jnp.zeros((1, 1, 1, 1))
-    sums = compiled(functools.partial(_pulled_sums, None))(g, None, None, g, zero, zero, None)
+    sums = jit(functools.partial(_pulled_sums, None))(g, None, None, g, zero, zero, None)
     exact = np.float64(g[0, 0, 0, 0]) * g.size
     assert abs(float(sums[0][0, 0, 0, 0]) - exact) <= 2e-7 * exact
 

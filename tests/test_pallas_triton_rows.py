@@ -9,6 +9,8 @@ import pytest
 
 from eqx_norm._normalise import pallas_triton_rows, rows, tiling
 
+from .compiling import jit
+
 EPS = 1e-5
 # Ragged in every direction: rows that share a program, a warp each, and all the warps of one.
 SHAPES = [(5, 1), (300, 3), (37, 64), (9, 100), (70, 513), (3, 1500), (2, 4096)]
@@ -24,6 +26,7 @@ def arrays(shape, dtype="float32", mean=0.0, seed=0):
     return *(jnp.asarray(v, dtype) for v in (x + mean, g)), *map(jnp.asarray, (weight, bias))
 
 
+@functools.partial(jit, static_argnums=0)
 def composed(activation, x, *affine):
     how = rows.How(EPS, activation, "xla")
     return rows._rows_of(x, *affine, how=how)
@@ -35,6 +38,7 @@ def exactly(f, *inputs):
         return f(*(jnp.asarray(np.asarray(v, "float64")) for v in inputs))
 
 
+@functools.partial(jit, static_argnames="activation")
 def reference(x, g, *affine, activation):
     """y; the gradients of x, weight and bias."""
 
@@ -45,15 +49,21 @@ def reference(x, g, *affine, activation):
         return u if activation is None else activation(u)
 
     y, pull = jax.vjp(normalised, x, *affine)
-    return [np.asarray(v) for v in (y, *pull(g))]
+    return y, *pull(g)
 
 
+@functools.partial(jit, static_argnames=("activation", "learns"))
 def by_kernels(x, g, *affine, activation=None, learns=True):
     y, *given = pallas_triton_rows.rows(activation, EPS, x, *affine, interpret=True)
     pulled = pallas_triton_rows.pulled_rows(
         activation, EPS, learns and bool(affine), g, x, *affine, *given, interpret=True
     )
     return y, *pulled
+
+
+@jit
+def kernel(x, *affine):
+    return pallas_triton_rows.rows(None, EPS, x, *affine, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_without_weight_and_bias_and_where_they_do_not_learn():
 
 def test_the_moments_are_those_of_the_composed_passes():
     x, _, *affine = arrays((37, 200), mean=1e4)
-    found = pallas_triton_rows.rows(None, EPS, x, *affine, interpret=True)
+    found = kernel(x, *affine)
     right = composed(None, x, *affine)
     for a, b in zip(found[1:], right[1:], strict=True):
         assert a.shape == b.shape == (37, 1, 1)
@@ -109,7 +119,7 @@ def test_a_constant_row_gives_exactly_the_bias(values):
     constants = jnp.asarray([1e-3, 0.1, 1 / 3, 7.7, 1000.1, 65504.0])
     x = jnp.broadcast_to(constants[:, None, None], (6, 1, values))
     _, _, weight, bias = arrays((6, values))
-    y, _, _, m2 = pallas_triton_rows.rows(None, EPS, x, weight, bias, interpret=True)
+    y, _, _, m2 = kernel(x, weight, bias)
     assert np.array_equal(m2, np.zeros((6, 1, 1)))
     assert np.array_equal(y, np.broadcast_to(bias, y.shape))
 
@@ -117,7 +127,7 @@ def test_a_constant_row_gives_exactly_the_bias(values):
 def test_the_variance_far_from_zero():
     """The bounds of float32: see tests/test_layer_norm_accuracy.py."""
     x, *_ = arrays((20, 1000), mean=1e6)
-    _, _, _, m2 = pallas_triton_rows.rows(None, EPS, x, interpret=True)
+    _, _, _, m2 = kernel(x)
     wide = np.asarray(x, "float64")
     variance = wide.var(-1, keepdims=True)
     assert (np.abs(m2 / 1000 - variance) <= 5e-7 * (variance + EPS)).all()

@@ -1,0 +1,40 @@
+"""Compiles for tests that ask what a function is, and not how fast or by what instructions.
+
+XLA:CPU spends most of a test's time on making a program of a few numbers fast. Without that it
+takes a fifth. Tests of bits, of accuracy, of memory and of the compiled program itself compile
+by `jax.jit` and `eqx.filter_jit`, as users do.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of `options` that this version of XLA has."""
+    known = {}
+    for name, value in options.items():
+        try:
+            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            known[name] = value
+    return known
+
+
+OPTIONS = _known(
+    {
+        "xla_backend_optimization_level": 0,
+        "xla_cpu_parallel_codegen_split_count": 1,
+        "xla_cpu_use_fusion_emitters": False,  # jax 0.12 has no choice left
+    }
+)
+# The same for a process that is started by a test.
+XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
+
+jit = functools.partial(jax.jit, compiler_options=OPTIONS)
+filter_jit = functools.partial(eqx.filter_jit, compiler_options=OPTIONS)
