@@ -1,8 +1,9 @@
 # Everything here works on a machine that has python3, pip and make; `make help` lists it.
 
 PYTHON ?= python3
-# Tests are many small compilations: two processes, whatever the number of cores.
-PYTEST_FLAGS ?= -n 2
+# Tests are many small compilations, of which those of a file share some: two processes, whatever
+# the number of cores, and each file in one of them.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest

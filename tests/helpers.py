@@ -11,6 +11,8 @@ from jaxtyping import Array
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED, Moments, Running, TrainingBatch
 
+from .compiling import filter_jit
+
 # Every test of a promise that all approaches make is parametrised with these.
 APPROACHES = tuple(NAMED)
 
@@ -24,13 +26,11 @@ def over_batch(model: Any, axis_name: str = "batch") -> Any:
     return jax.vmap(model, axis_name=axis_name, in_axes=(0, None), out_axes=(0, None))
 
 
-@eqx.filter_jit
-def call(model: Any, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.State]:
+def _call(model: Any, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.State]:
     return over_batch(model)(x, state)
 
 
-@eqx.filter_jit
-def call_and_grad(
+def _call_and_grad(
     model: Any, state: eqx.nn.State, x: Array, dy: Array
 ) -> tuple[Array, eqx.nn.State, tuple[Any, Array]]:
     """Output, state, and the gradients of sum(output * dy) in (model, x)."""
@@ -42,6 +42,10 @@ def call_and_grad(
 
     gradients, (y, state) = eqx.filter_grad(loss, has_aux=True)((model, x))
     return y, state, gradients
+
+
+call, call_and_grad = map(eqx.filter_jit, (_call, _call_and_grad))
+quick_call, quick_call_and_grad = map(filter_jit, (_call, _call_and_grad))
 
 
 def copy(state: eqx.nn.State) -> eqx.nn.State:

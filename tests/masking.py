@@ -12,6 +12,7 @@ import pytest
 
 from eqx_norm.strategies import Batch, Moments, VarianceClip
 
+from .compiling import filter_jit
 from .helpers import APPROACHES, at_step, bits, copy, f32, make, normal, over_batch
 
 N, C, L = 6, 3, 5
@@ -64,13 +65,12 @@ def forward(layer, x, mask, state):
     return over_batch(layer)(x, state) if mask is None else masked(layer)(x, mask, state)
 
 
-@eqx.filter_jit
+@filter_jit
 def call_masked(layer, state, x, mask):
     return masked(layer)(x, mask, state)
 
 
-@eqx.filter_jit
-def step(layer, state, x, mask, dy):
+def differentiated(layer, state, x, mask, dy):
     """Output, memory, and the gradients of sum(output * dy) in weight, bias and x."""
 
     def loss(vectors, x):
@@ -81,6 +81,9 @@ def step(layer, state, x, mask, dy):
     gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
     ((dweight, dbias), dx), (y, memory) = gradient((layer.weight, layer.bias), x)
     return y, memory, dweight, dbias, dx
+
+
+step = filter_jit(differentiated)
 
 
 def memory_of(layer, state):

@@ -9,14 +9,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_devices(
-    count: int, *arguments: str, fails: bool = False
+    count: int, *arguments: str, fails: bool = False, flags: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """`python ARGUMENTS`, whose JAX takes the CPU for so many devices."""
     finished = subprocess.run(
         [sys.executable, *arguments],
         env={
             **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {flags}",
             "JAX_PLATFORMS": "cpu",
         },
         cwd=ROOT,

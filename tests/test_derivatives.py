@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 
 from eqx_norm.strategies import Running
 
+from .compiling import filter_jit, jit
 from .derivatives import (
     ACTIVATIONS,
     COTANGENT,
@@ -102,7 +103,7 @@ def test_float32_against_the_formula_in_float64(name):
 
 
 def test_finite_differences(x64):
-    f = jax.jit(ours("smooth_start", jax.nn.gelu))
+    f = jit(ours("smooth_start", jax.nn.gelu))
     check_grads(f, arrays()[0], order=2, modes=("fwd", "rev"), eps=1e-5)
 
 
@@ -110,7 +111,7 @@ def test_compiled_before_it_is_differentiated(x64):
     """Then what is differentiated has been mapped already: grad(jit(vmap(layer)))."""
 
     def mapped_and_compiled(model):
-        return jax.jit(over_batch(model))
+        return jit(over_batch(model))
 
     f, right = ours("batch", jax.nn.silu, mapped_and_compiled), definition("batch", jax.nn.silu)
     for transform in (gradient, slope_of_gradient):
@@ -138,7 +139,7 @@ def test_a_gradient_taken_inside_of_the_named_vmap(approach, name, x64):
         return lambda x, state: jax.vmap(one, **axes)(x, jnp.asarray(COTANGENT), state)
 
     primals, tangents = arrays()
-    (dweights, dbiases), dx = jax.jit(ours(approach, ACTIVATIONS[name], inside))(*primals)
+    (dweights, dbiases), dx = jit(ours(approach, ACTIVATIONS[name], inside))(*primals)
     right = compiled(gradient)(definition(approach, ACTIVATIONS[name]), primals, tangents)
     for a, b in zip((dweights.sum(0), dbiases.sum(0), dx), right, strict=True):
         np.testing.assert_allclose(a, b, **exactly)
@@ -200,14 +201,14 @@ def test_no_gradient_flows_into_memory(approach):
     layer, state = make(C, "batch", approach=approach, activation=jax.nn.silu)
     x = jnp.asarray(X, jnp.float32)
 
-    @eqx.filter_jit
+    @filter_jit
     @eqx.filter_grad
     def remembered(both):
         layer, x = both
         _, new_state = over_batch(layer)(x, copy(state))
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(new_state.get(layer.memory_index)))
 
-    @jax.jit
+    @jit
     @jax.grad
     def output(memory):
         return jnp.sum(over_batch(layer)(x, state.set(layer.memory_index, memory))[0] ** 2)

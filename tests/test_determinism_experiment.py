@@ -12,6 +12,8 @@ from experiments.determinism_run import Run, environment
 from experiments.determinism_runs import Result, Setting
 from experiments.determinism_settings import FAULT, INVARIANT, NO_SEED, RECIPE, THREADS, Job
 
+from .compiling import XLA_FLAGS
+
 
 def test_a_fault_is_found_and_the_rest_is_the_same(monkeypatch, tmp_path, capsys):
     """Three processes: the recipe, on one core, and with a bit flipped."""
@@ -19,6 +21,8 @@ def test_a_fault_is_found_and_the_rest_is_the_same(monkeypatch, tmp_path, capsys
         determinism_settings.QUICK, names=(RECIPE, FAULT), steps=3, flipped_at=1
     )
     monkeypatch.setattr(determinism, "QUICK", job)
+    quick = {"XLA_FLAGS": XLA_FLAGS}
+    monkeypatch.setattr(determinism_runs, "environment", lambda run: environment(run) | quick)
     assert determinism_runs.count(job.settings) == 3
     assert determinism.main(["--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

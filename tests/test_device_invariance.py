@@ -15,6 +15,7 @@ from eqx_norm import BatchNorm
 from eqx_norm._normalise import invariant
 from eqx_norm.strategies import Moments
 
+from .compiling import jit
 from .helpers import bits, call, make
 from .over_devices import CASES, QUANTITIES
 from .processes import on_devices
@@ -99,14 +100,14 @@ def test_derivatives_of_what_is_rounded():
         return z * x[:, :1]
 
     x, y = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, (2, 3, 4)), jnp.float32)
-    rounded = invariant.rounded(f)
+    rounded = jit(invariant.rounded(f))
     np.testing.assert_allclose(rounded(x, y), f(x, y), rtol=1e-6)
     np.testing.assert_allclose(
         jax.vmap(rounded, (1, None))(x[:, None], y), [f(x, y)], rtol=1e-6
     )
     check_grads(rounded, (x, y), 2, atol=1e-2, rtol=1e-2)
-    gradients = jax.grad(lambda *a: rounded(*a).sum(), (0, 1))(x, y)
-    right = jax.grad(lambda *a: f(*a).sum(), (0, 1))(x, y)
+    gradients = jit(jax.grad(lambda *a: rounded(*a).sum(), (0, 1)))(x, y)
+    right = jit(jax.grad(lambda *a: f(*a).sum(), (0, 1)))(x, y)
     for ours, theirs in zip(gradients, right, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     scaled = jax.grad(lambda s: invariant.rounded(operator.mul)(s, x[0]).sum())(jnp.float32(2))
@@ -147,7 +148,7 @@ def test_other_derivatives_are_right():
             over = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
             return (over(x, state)[0] ** 3).sum()
 
-        return jax.jvp(jax.jit(jax.grad(f)), (x,), (dx,))
+        return jit(lambda x, dx: jax.jvp(jax.grad(f), (x,), (dx,)))(x, dx)
 
     for ours, theirs in zip(hessian_of(MODE), hessian_of("auto"), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)

@@ -12,7 +12,9 @@ import pytest
 
 from eqx_norm import BatchNorm, strategies
 
-from .helpers import APPROACHES, call, call_and_grad, make, normal
+from .helpers import APPROACHES, make, normal
+from .helpers import quick_call as call
+from .helpers import quick_call_and_grad as call_and_grad
 
 SHAPES = [(8, 5), (8, 5, 6), (4, 5, 3, 2), (4, 5, 2, 3, 2), (3, 5, 2, 2, 3, 2)]
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)

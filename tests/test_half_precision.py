@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from .helpers import APPROACHES, call, call_and_grad, copy, make, normal, over_batch, remembered
+from .compiling import filter_jit
+from .helpers import APPROACHES, copy, make, normal, over_batch, remembered
+from .helpers import quick_call as call
+from .helpers import quick_call_and_grad as call_and_grad
 
 HALVES = [jnp.bfloat16, jnp.float16]
 each_half = pytest.mark.parametrize("half", HALVES)
@@ -65,7 +68,7 @@ def test_strict_promotion(masked, half, approach):
     x = normal(0, (8, 3, 2), 2, 3).astype(half)
     mask = jnp.arange(8) < 5 if masked else None
 
-    @eqx.filter_jit
+    @filter_jit
     def loss(model_and_x, state):
         layer, x = model_and_x
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from .helpers import bits, call, copy
+from .helpers import bits, copy
+from .helpers import quick_call as call
 from .masking import (
     DY,
     LENGTHS,

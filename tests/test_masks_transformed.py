@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from .helpers import APPROACHES, call, copy, member, normal
+from .compiling import XLA_FLAGS, jit
+from .helpers import APPROACHES, copy, member, normal
+from .helpers import quick_call as call
 from .masking import (
     LENGTHS,
     NOT_THE_FIRST,
@@ -32,7 +34,7 @@ def test_masks_are_traced():
     layer, state = trained("batch")
     traces = 0
 
-    @jax.jit
+    @jit
     def run(state, x, mask, inference):
         nonlocal traces
         traces += 1
@@ -54,12 +56,16 @@ def test_scan_over_batches_of_different_lengths():
     masks = np.stack([LENGTHS, np.zeros_like(LENGTHS), NOT_THE_FIRST])
     over_batch_and_masks = masked(layer)
 
-    def one(state, x_and_mask):
-        x, mask = x_and_mask
-        y, state = over_batch_and_masks(x, mask, state)
-        return state, y
+    @jit
+    def scan(state, xs, masks):
+        def one(state, x_and_mask):
+            x, mask = x_and_mask
+            y, state = over_batch_and_masks(x, mask, state)
+            return state, y
 
-    scanned, _ = jax.lax.scan(one, copy(state), (xs, masks))
+        return jax.lax.scan(one, state, (xs, masks))
+
+    scanned, _ = scan(copy(state), xs, masks)
     for i in (0, 2):
         _, state = call(layer, state, unpadded(xs[i], masks[i]))
     all_close(scanned, state)
@@ -70,7 +76,7 @@ def test_ensemble(mask_axis):
     layer, state = trained("batch")
     xs = normal(6, (2, *X.shape))
     masks = np.stack([LENGTHS, NOT_THE_FIRST]) if mask_axis == 0 else LENGTHS
-    members = jax.jit(jax.vmap(masked(layer), in_axes=(0, mask_axis, None)))
+    members = jit(jax.vmap(masked(layer), in_axes=(0, mask_axis, None)))
     ys, states = members(xs, masks, copy(state))
     for i in range(2):
         mask = masks[i] if mask_axis == 0 else masks
@@ -96,7 +102,7 @@ def test_unequal_counts_over_two_axes(approach, names):
 
     axes = {"in_axes": (0, 0, None), "out_axes": (0, None)}
     both = jax.vmap(jax.vmap(inner, axis_name="inner", **axes), axis_name="outer", **axes)
-    both = jax.jit(both)
+    both = jit(both)
     _, state_of_two = both(x, mask, state_of_two)
     y, state_of_two = both(2 * x, mask, state_of_two)
     flat = mask.reshape(N, L)
@@ -155,4 +161,4 @@ check(("devices", "batch"), "smooth_start")
 
 
 def test_unequal_counts_over_devices():
-    on_devices(2, "-c", SHARDED)
+    on_devices(2, "-c", SHARDED, flags=XLA_FLAGS)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm._normalise import primitives
 
 from . import over_mesh
+from .compiling import XLA_FLAGS
 from .processes import on_devices
 
 SCRIPT = """
@@ -60,7 +61,7 @@ for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
     ids="-".join,
 )
 def test_equals_one_device(arguments):
-    on_devices(2, "-c", SCRIPT, *arguments)
+    on_devices(2, "-c", SCRIPT, *arguments, flags=XLA_FLAGS)
 
 
 def test_with_check_vma_a_sentence_says_what_to_do():

@@ -12,7 +12,10 @@ from jax import lax
 
 from eqx_norm import BatchNorm
 
-from .helpers import APPROACHES, call, call_and_grad, copy, make, member, normal, over_batch
+from .compiling import filter_jit, jit
+from .helpers import APPROACHES, copy, make, member, normal, over_batch
+from .helpers import quick_call as call
+from .helpers import quick_call_and_grad as call_and_grad
 
 X = normal(0, (6, 3, 2), 1, 2)
 DX = normal(1, (6, 3, 2))
@@ -34,27 +37,33 @@ def output(layer, state, x):
 @each_approach
 def test_derivatives_agree_with_finite_differences(approach):
     layer, state = trained(approach)
+    h = 1e-5
 
-    def f(x):
-        return jnp.sum(jnp.sin(output(layer, state, x)))
+    @filter_jit
+    def derive(layer, state, x, dx):
+        def f(x):
+            return jnp.sum(jnp.sin(output(layer, state, x)))
+
+        values = jnp.stack([f(x + h * dx), f(x - h * dx)])
+        gradients = jnp.stack([jax.grad(f)(at) for at in (x, x + h * dx, x - h * dx)])
+        return values, jax.jvp(f, (x,), (dx,)), gradients, jax.hessian(f)(x)
 
     # In float64, so that the error of a central difference is h^2 and not rounding.
     with jax.enable_x64(True):
-        layer, state = jax.tree.map(
-            lambda a: a.astype(jnp.float64) if eqx.is_inexact_array(a) else a, (layer, state)
+        layer, state, x, dx = jax.tree.map(
+            lambda a: jnp.asarray(np.float64(a)) if eqx.is_inexact_array(a) else a,
+            (layer, state, X, DX),
         )
-        x, dx = X.astype(jnp.float64), DX.astype(jnp.float64)
-        h = 1e-5
-        difference = (f(x + h * dx) - f(x - h * dx)) / (2 * h)
-        value, slope = jax.jvp(f, (x,), (dx,))
-        np.testing.assert_allclose(slope, difference, rtol=1e-8)
-        np.testing.assert_allclose(jnp.vdot(jax.grad(f)(x), dx), slope, rtol=1e-12)
-        assert value.dtype == jnp.float64
+        values, (value, slope), gradients, hessian = derive(layer, state, x, dx)
+    assert value.dtype == jnp.float64
+    values, gradients, hessian = map(np.asarray, (values, gradients, hessian))
+    np.testing.assert_allclose(slope, (values[0] - values[1]) / (2 * h), rtol=1e-8)
+    np.testing.assert_allclose(np.vdot(gradients[0], dx), slope, rtol=1e-12)
 
-        # Second order: the Hessian along dx is the difference of two gradients.
-        hessian = jax.hessian(f)(x).reshape(x.size, x.size)
-        along = (jax.grad(f)(x + h * dx) - jax.grad(f)(x - h * dx)) / (2 * h)
-        np.testing.assert_allclose(hessian @ dx.ravel(), along.ravel(), rtol=1e-6, atol=1e-8)
+    # Second order: the Hessian along dx is the difference of two gradients.
+    along = (gradients[1] - gradients[2]) / (2 * h)
+    hessian = hessian.reshape(dx.size, dx.size)
+    np.testing.assert_allclose(hessian @ dx.ravel(), along.ravel(), rtol=1e-6, atol=1e-8)
 
 
 @each_approach
@@ -75,7 +84,7 @@ def test_scan_equals_a_loop(approach):
     layer, state = make(3, "batch", approach=approach, momentum=0.7)
     xs = normal(3, (5, *X.shape), 2, 3)
 
-    @jax.jit
+    @jit
     def scanned(state, xs):
         def step(state, x):
             y, state = over_batch(layer)(x, state)
@@ -109,7 +118,7 @@ def test_ensemble_is_each_member_alone(approach):
 
     layers, states = members(jax.random.split(jax.random.key(0), 3))
     x = normal(4, (3, *X.shape), 1, 2)
-    run = eqx.filter_jit(eqx.filter_vmap(lambda m, s, x: over_batch(m)(x, s)))
+    run = filter_jit(eqx.filter_vmap(lambda m, s, x: over_batch(m)(x, s)))
     _, states = run(layers, states, x)
     ys, after = run(layers, copy(states), x)
     for i in range(3):
@@ -123,12 +132,11 @@ def test_nested_vmaps_without_a_name(outer):
     layer, state = make(3, "batch", approach="batch")
     x = normal(0, (4, 6, 3, 2))
     if outer:
-        y, states = jax.vmap(over_batch(layer), in_axes=(0, None))(x, copy(state))
+        nested = jax.vmap(over_batch(layer), in_axes=(0, None))
     else:
         inside = jax.vmap(layer, in_axes=(0, None))
-        y, states = jax.vmap(inside, axis_name="batch", in_axes=(1, None), out_axes=(1, None))(
-            x, copy(state)
-        )
+        nested = jax.vmap(inside, axis_name="batch", in_axes=(1, None), out_axes=(1, None))
+    y, states = jit(nested)(x, copy(state))
     for i in range(4):
         right, right_state = call(layer, copy(state), x[i])
         np.testing.assert_allclose(y[i], right, atol=1e-6)
@@ -141,9 +149,7 @@ def test_several_axis_names_are_one_large_batch(approach, names):
     several, state = make(3, names, approach=approach, momentum=0.7)
     one, one_state = make(3, "batch", approach=approach, momentum=0.7)
     x = normal(0, (4, 5, 3, 2), 2, 3)
-    mapped = several
-    for name in ("a", "b"):
-        mapped = over_batch(mapped, name)
+    mapped = jit(over_batch(over_batch(several, "a"), "b"))
     _, state = mapped(2 * x, state)
     y, state = mapped(x, state)
     _, one_state = call(one, one_state, 2 * x.reshape(20, 3, 2))
@@ -160,7 +166,7 @@ def test_plain_jit_takes_the_layer_as_an_argument(approach):
     """Equinox's layer fails here: its axis name is no JAX type (issue 1074)."""
     layer, state = trained(approach)
 
-    @jax.jit
+    @jit
     def run(layer, state, x):
         return over_batch(layer)(x, state)
 
@@ -176,7 +182,7 @@ def test_one_program_serves_both_modes_where_the_flag_is_traced():
 
     traces = 0
 
-    @jax.jit
+    @jit
     def run(state, x, inference):
         nonlocal traces
         traces += 1
@@ -203,16 +209,18 @@ def test_strict_dtype_promotion(approach):
     with jax.numpy_dtype_promotion("strict"):
         layer, state = make(3, "batch", approach=approach)
         for dtype in (jnp.float32, jnp.bfloat16):
-            y, state, _ = call_and_grad(layer, state, X.astype(dtype), DX.astype(dtype))
-            call(eqx.nn.inference_mode(layer), copy(state), X.astype(dtype))
+            x, dy = X.astype(dtype), DX.astype(dtype)
+            y, state, _ = call_and_grad(layer, state, x, dy)
             assert y.dtype == dtype
+            # Whatever is promoted is so before it is compiled.
+            call.lower(eqx.nn.inference_mode(layer), state, x)
 
 
 def test_two_layers_are_equal_keys_of_one_compiled_function():
     """Static fields are hashable and compare by value: a new layer is not a new program."""
     count = 0
 
-    @eqx.filter_jit
+    @filter_jit
     def run(layer, state, x):
         nonlocal count
         count += 1
