@@ -12,7 +12,7 @@ import pytest
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import Running, VarianceClip
 
-from .compiling import filter_jit, jit
+from .compiling import filter_jit
 from .helpers import (
     APPROACHES,
     bits,
@@ -182,7 +182,7 @@ def test_sequential():
             ]
         )
 
-    model, state = eqx.nn.make_with_state(jit(build))(jax.random.key(0))
+    model, state = filter_jit(eqx.nn.make_with_state(build))(jax.random.key(0))
     before = copy(state)
     y, state = quick_call(model, state, normal(0, (4, 1, 7, 7)))
     assert y.shape == (4, 2, 3, 3)

@@ -56,7 +56,7 @@ def test_derivatives_agree_with_finite_differences(approach):
         )
         values, (value, slope), gradients, hessian = derive(layer, state, x, dx)
     assert value.dtype == jnp.float64
-    values, gradients, hessian = map(np.asarray, (values, gradients, hessian))
+    values, gradients, hessian, dx = map(np.asarray, (values, gradients, hessian, dx))
     np.testing.assert_allclose(slope, (values[0] - values[1]) / (2 * h), rtol=1e-8)
     np.testing.assert_allclose(np.vdot(gradients[0], dx), slope, rtol=1e-12)
 
