@@ -103,7 +103,7 @@ def test_float32_against_the_formula_in_float64(name):
 
 
 def test_finite_differences(x64):
-    f = jit(ours("smooth_start", jax.nn.gelu))
+    f = jax.jit(ours("smooth_start", jax.nn.gelu))
     check_grads(f, arrays()[0], order=2, modes=("fwd", "rev"), eps=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_compiled_before_it_is_differentiated(x64):
     """Then what is differentiated has been mapped already: grad(jit(vmap(layer)))."""
 
     def mapped_and_compiled(model):
-        return jit(over_batch(model))
+        return jax.jit(over_batch(model))
 
     f, right = ours("batch", jax.nn.silu, mapped_and_compiled), definition("batch", jax.nn.silu)
     for transform in (gradient, slope_of_gradient):

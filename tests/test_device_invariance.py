@@ -100,7 +100,7 @@ def test_derivatives_of_what_is_rounded():
         return z * x[:, :1]
 
     x, y = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, (2, 3, 4)), jnp.float32)
-    rounded = jit(invariant.rounded(f))
+    rounded = jax.jit(invariant.rounded(f))
     np.testing.assert_allclose(rounded(x, y), f(x, y), rtol=1e-6)
     np.testing.assert_allclose(
         jax.vmap(rounded, (1, None))(x[:, None], y), [f(x, y)], rtol=1e-6

@@ -14,6 +14,8 @@ from experiments.networks import Large, Small
 from experiments.stability_runs import Setting
 from experiments.training import Record
 
+from .compiling import filter_jit
+
 
 def test_quick_holds_every_claim(tmp_path, capsys):
     assert stability.main(["--quick", "--out", str(tmp_path)]) == 0
@@ -110,7 +112,10 @@ def test_an_output_folder_that_cannot_be_made_is_known_before_the_training(tmp_p
 
 
 @pytest.mark.parametrize("network", [Small, Large])
-def test_every_network_trains_with_and_without_norm(network):
+def test_every_network_trains_with_and_without_norm(network, monkeypatch):
+    for name in ("step", "_accuracy"):
+        compiled = filter_jit(getattr(training, name).__wrapped__)
+        monkeypatch.setattr(training, name, compiled)
     data = stability.mnist.load()
     data = data._replace(test=stability.mnist.Split(*(values[:8] for values in data.test)))
     for norm in (Setting("none", 0.0), Setting("smooth_start", 0.9)):

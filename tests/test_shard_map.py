@@ -29,50 +29,45 @@ def gradient(f, x, state):
     return jax.grad(lambda x: (f(x, state)[0] ** 3).sum())(x)
 
 mesh = Mesh(np.array(jax.devices()), ("devices",))
-names, approach, how = sys.argv[1].split("+"), sys.argv[2], sys.argv[3]
 make = eqx.nn.make_with_state(BatchNorm)
 x = 5 + 2 * jax.random.normal(jax.random.key(0), (8, 3, 5))
-one, state = make(3, "batch", approach=approach)
-right = jax.jit(over_batch(one))
-if how == "auto":
-    sharded, xs = jax.jit(over_batch(one)), jax.device_put(x, NamedSharding(mesh, P("devices")))
-else:
-    layer, _ = make(3, names, approach=approach)
-    specs = dict(in_specs=(P("devices"), P()), out_specs=(P("devices"), P()))
-    f = jax.shard_map(over_batch(layer), mesh=mesh, check_vma=how == "check_vma", **specs)
-    sharded, xs = jax.jit(f), x
-    if how == "shard_map":
-        program = sharded.lower(xs, state).compile().as_text()
-        assert program.count(" all-gather(") == 1 and " all-reduce(" not in program, program
-ours = sharded(xs, state), gradient(sharded, xs, state)
-theirs = right(x, state), gradient(right, x, state)
-for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-    np.testing.assert_allclose(a, b, atol=2e-5)
+
+def check(names, approach, how):
+    one, state = make(3, "batch", approach=approach)
+    right = jax.jit(over_batch(one))
+    if how == "auto":
+        sharded, xs = right, jax.device_put(x, NamedSharding(mesh, P("devices")))
+    else:
+        layer, _ = make(3, names.split("+"), approach=approach)
+        specs = dict(in_specs=(P("devices"), P()), out_specs=(P("devices"), P()))
+        f = jax.shard_map(over_batch(layer), mesh=mesh, check_vma=how == "check_vma", **specs)
+        sharded, xs = jax.jit(f), x
+        if how == "shard_map":
+            program = sharded.lower(xs, state).compile().as_text()
+            assert program.count(" all-gather(") == 1 and " all-reduce(" not in program, program
+    ours = sharded(xs, state), gradient(sharded, xs, state)
+    theirs = right(x, state), gradient(right, x, state)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, err_msg=f"{names}, {approach}, {how}")
+
+for case in sys.argv[1:]:
+    check(*case.split(","))
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("batch+devices", "batch", "shard_map"),
-        ("devices+batch", "smooth_start", "shard_map"),
-        ("batch", "ema", "auto"),
-    ],
-    ids="-".join,
-)
-def test_equals_one_device(arguments):
-    on_devices(2, "-c", SCRIPT, *arguments, flags=XLA_FLAGS)
+def test_equals_one_device():
+    cases = "batch+devices,batch,shard_map", "devices+batch,smooth_start,shard_map"
+    on_devices(2, "-c", SCRIPT, *cases, "batch,ema,auto", flags=XLA_FLAGS)
 
 
 def test_with_check_vma_a_sentence_says_what_to_do():
-    how = "batch+devices", "batch", "check_vma"
-    result = on_devices(2, "-c", SCRIPT, *how, fails=True)
+    result = on_devices(2, "-c", SCRIPT, "batch+devices,batch,check_vma", fails=True)
     assert "jax.shard_map(..., check_vma=False) around this layer" in result.stderr
 
 
 @pytest.fixture(scope="module")
 def errors():
-    return json.loads(on_devices(8, "-m", "tests.over_mesh").stdout)
+    return json.loads(on_devices(8, "-m", "tests.over_mesh", flags=XLA_FLAGS).stdout)
 
 
 @pytest.mark.parametrize("name", over_mesh.CASES)
