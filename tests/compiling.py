@@ -37,4 +37,8 @@ OPTIONS = _known(
 XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
-filter_jit = functools.partial(eqx.filter_jit, compiler_options=OPTIONS)
+
+
+def filter_jit(function: Any) -> Any:
+    how: Any = {"compiler_options": OPTIONS}  # which Equinox's annotations leave out
+    return eqx.filter_jit(function, **how)

@@ -44,8 +44,8 @@ def _call_and_grad(
     return y, state, gradients
 
 
-call, call_and_grad = map(eqx.filter_jit, (_call, _call_and_grad))
-quick_call, quick_call_and_grad = map(filter_jit, (_call, _call_and_grad))
+call, call_and_grad = eqx.filter_jit(_call), eqx.filter_jit(_call_and_grad)
+quick_call, quick_call_and_grad = filter_jit(_call), filter_jit(_call_and_grad)
 
 
 def copy(state: eqx.nn.State) -> eqx.nn.State:
