@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqx_norm import BatchNorm
+from eqx_norm import BatchNorm, LayerNorm
 
 from .compiling import filter_jit, jit
 from .helpers import APPROACHES, copy, make, member, normal, over_batch
@@ -229,3 +229,29 @@ def test_two_layers_are_equal_keys_of_one_compiled_function():
     for _ in range(2):
         run(*make(3, ["batch"], approach=BatchNorm(3, "b", approach="ema").approach), X)
     assert count == 1
+
+
+@pytest.mark.parametrize("how", ["relu", "mask", "device_invariant", "LayerNorm, silu"])
+def test_without_jit(how):
+    """A primitive that is evaluated by a compiled program must not call itself for ever."""
+    layer, state = make(
+        3,
+        "batch",
+        approach="smooth_start",
+        activation=jax.nn.relu if how == "relu" else None,
+        implementation=how if how == "device_invariant" else "auto",
+    )
+    mask = jnp.array([True, False]) if how == "mask" else None
+    row = LayerNorm(X.shape[1:], activation=jax.nn.silu)
+
+    def loss(x):
+        if how == "LayerNorm, silu":
+            return jnp.sum(jnp.sin(jax.vmap(row)(x)))
+        y, after = over_batch(lambda x, state: layer(x, state, mask=mask))(x, copy(state))
+        return jnp.sum(jnp.sin(y)), after.get(layer.memory_index)
+
+    derive = jax.grad(loss, has_aux=how != "LayerNorm, silu")
+    with jax.disable_jit():
+        ours = derive(X)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jit(derive)(X)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
