@@ -65,7 +65,10 @@ class Running(eqx.Module):
 
     def push(self, batch: Moments, momentum: float) -> "Running":
         """Returns the average after one more batch; of its variance, `memory_variance`."""
-        return _pushed(self, batch, momentum)
+        # Divided outside of the call, where it may be run by itself: in another program XLA may
+        # multiply by a reciprocal instead.
+        variance = rounded(batch.memory_variance)
+        return _pushed(self, batch.mean, batch.mean_rest, variance, momentum)
 
     @property
     def moments(self) -> Moments:
@@ -79,18 +82,19 @@ class Running(eqx.Module):
 
 
 # Traced once for all layers of one size, and one call where a program is run op by op.
-@functools.partial(jax.jit, static_argnums=2)
-def _pushed(running: Running, batch: Moments, momentum: float) -> Running:
+@functools.partial(jax.jit, static_argnums=4)
+def _pushed(
+    running: Running, mean: Array, rest: Array, variance: Array, momentum: float
+) -> Running:
     one = jnp.ones_like(running.weight)
     kept, share = momentum * one, (1 - momentum) * one
     # The weight is the average of ones.
     old, new = (running.weight, running.weight_rest), (one, 0 * one)
     weight, weight_rest = between(old, new, kept, share)
     kept, share = kept * running.weight / weight, share / weight
-    old, new = (running.mean, running.mean_rest), (batch.mean, batch.mean_rest)
+    old, new = (running.mean, running.mean_rest), (mean, rest)
     mean, mean_rest = between(old, new, kept, share)
-    seen = rounded(batch.memory_variance)
-    old, new = (running.variance, running.variance_rest), (seen, jnp.zeros_like(seen))
+    old, new = (running.variance, running.variance_rest), (variance, jnp.zeros_like(variance))
     variance, variance_rest = between(old, new, kept, share)
     return Running(mean, variance, weight, mean_rest, variance_rest, weight_rest)
 
