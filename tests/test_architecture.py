@@ -39,7 +39,8 @@ def test_annotations_are_checked_while_testing():
 
 @pytest.mark.parametrize("path", STRATEGIES, ids=lambda path: path.stem)
 def test_strategies_import_only_their_siblings(path):
-    allowed = ("abc", "collections", "dataclasses", "typing", "jax", "jaxtyping", "equinox")
+    python = ("abc", "collections", "dataclasses", "functools", "typing")
+    allowed = (*python, "jax", "jaxtyping", "equinox")
     for name in imports(path):
         sibling = name.startswith("._") and not name.startswith("..")
         assert sibling or name.split(".")[0] in allowed, name
