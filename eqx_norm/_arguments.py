@@ -15,7 +15,7 @@ def checked_eps(eps: float) -> float:
 
 
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
-    """That of weight and bias; the default float where nothing is said."""
+    """Returns the dtype of weight and bias; the default float where nothing is said."""
     dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 STAND_IN = """#!/bin/sh
 case "$*" in
 *version_info*) exec {python!r} -c "import sys
-sys.version_info = ({version}, 'final', 0); sys.base_prefix = '/opt/python {version}'
+sys.version_info = ({version}, 'final', 0); sys.base_prefix = '/somewhere/python {version}'
 exec(sys.argv[1])" "$2" ;;
 *sys.executable*) echo "$0" ;;
 *'import signal, venv'*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -71,7 +71,7 @@ def test_an_environment_is_made_once_and_anew_for_another_python(checkout, pytho
     first, second = python("3.11.7"), python("3.12.1")
     done, installed = make("setup", f"PYTHON={first}")
     assert done.returncode == 0, done.stderr
-    assert ".venv: a new environment, of Python 3.11.7 in /opt/python" in done.stdout
+    assert ".venv: a new environment, of Python 3.11.7 in /somewhere/python" in done.stdout
     assert "--editable .[dev]" in installed
     assert "--quiet" not in installed
     assert (checkout / ".venv" / "ready").exists()

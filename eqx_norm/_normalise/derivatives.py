@@ -25,7 +25,7 @@ from .reference import Activation
 def tangent(
     activation: Activation | None, dtype: jnp.dtype, operands: Any, tangents: Any, **how: Any
 ) -> Array:
-    """That of `activated`, for operands without a `None`.
+    """Returns the tangent of `activated`, for operands without a `None`.
 
     Its own derivative, except that the tangent of x may be of a higher precision than x.
     """
@@ -52,7 +52,7 @@ def _affine_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _affine_tangent(primals: Any, tangents: Any) -> Array:
-    """Of `affine`; where the mask is false it may be anything."""
+    """Returns the tangent of `affine`; where the mask is false it may be anything."""
     da, db, du = _linear_parts(primals, tangents)
     (tangent,) = bind(AFFINE, da, db, *primals[2:])
     return tangent if du is None else tangent + du
@@ -110,7 +110,7 @@ def _pushed_jvp(primals: Any, tangents: Any, *, activation: Any, dtype: Any, **h
 
 
 def _pulled_jvp(primals: Any, tangents: Any, *, activation: Any, shape: Any, **how: Any) -> Any:
-    """Likewise, linear in the first."""
+    """Linear in the first; in the others, the derivative of what it is made of."""
 
     def composed(g: Array, *inner: Array) -> list[Array]:
         g = g.astype(inner[0].dtype)

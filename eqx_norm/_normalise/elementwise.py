@@ -1,4 +1,4 @@
-"""What is done to each value once it is normalised: an activation, a weight of its own."""
+"""Functions of each value once it is normalised: an activation, a weight of its own."""
 
 from collections.abc import Iterator
 from typing import Any, cast

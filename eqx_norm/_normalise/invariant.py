@@ -1,4 +1,4 @@
-"""The same bits on any number of devices: `implementation="device_invariant"`.
+"""Bits that do not depend on the number of devices: `implementation="device_invariant"`.
 
 A sum depends on its order, and the order on how the batch is cut up. Here it is fixed: the
 values of each example in an order that knows nothing of other examples, then the examples by a
@@ -120,7 +120,7 @@ def _merge_moments(a: Any, b: Any) -> list[Array]:
 
 
 def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> Moments:
-    """Of moments with an axis of examples in front, of all devices."""
+    """Returns the moments of all devices, of moments with an axis of examples in front."""
     vectors = _of_examples(jnp.broadcast_arrays(*jax.tree.leaves(examples)), _merge)
     for name in reversed(across.mesh_axes):
         devices = lax.psum(1, name)

@@ -58,7 +58,7 @@ def of_pulled(
     activation: Any,
     shape: tuple[int, ...],
 ) -> Pass | None:
-    """The same for the sums of the slope; the slope itself is left to XLA, to fuse."""
+    """Returns the kernel for the sums of the slope, or `None`; the slope is left to XLA."""
     del g, a, b, mean, rest
     if shape != tuple(1 if i in (x.ndim - 3, x.ndim - 1) else n for i, n in enumerate(x.shape)):
         return None  # an ensemble that shares what is summed
@@ -83,7 +83,7 @@ def of_pulled_rows(
     learns: bool,
     shape: tuple[int, ...],
 ) -> Pass | None:
-    """The same for `rows.PULLED_ROWS`."""
+    """Returns the kernel for `rows.PULLED_ROWS`, or `None`."""
     x, *affine = inner[:-3]
     if g.shape != x.shape or math.prod(shape[:-1]) != 1:
         return None

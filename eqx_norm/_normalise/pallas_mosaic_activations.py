@@ -37,7 +37,7 @@ _LACKING = frozenset(("pow",))
 
 
 def known(function: Callable[..., Array]) -> Callable[..., Array]:
-    """The same function of arrays, in other words."""
+    """Returns the function of arrays, in words that Mosaic GPU knows."""
 
     def in_other_words(*arrays: Array) -> Array:
         closed = jax.make_jaxpr(function)(*arrays)
