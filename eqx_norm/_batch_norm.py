@@ -73,9 +73,9 @@ class BatchNorm(eqx.nn.BatchNorm):
     `jax.shard_map(..., check_vma=False)` around the `vmap`, with
     `axis_name=("batch", "devices")` (or by `jax.jit`, which is slower); the approach and the
     activation are made of elementwise operations. Sums then have an order of their own, and
-    every operation is rounded by itself: about twice the time at most. Inside `shard_map` the first
-    device has the gradients of weight and bias, and the others 0. Sum them over devices, or
-    take their mean, as one does with the rest of a model; here that changes no bit.
+    every operation is rounded by itself: about twice the time at most. Inside `shard_map` the
+    first device has the gradients of weight and bias, and the others 0. Sum them over devices,
+    or take their mean, as one does with the rest of a model; here that changes no bit.
 
     Ioffe and Szegedy, "Batch Normalization", https://arxiv.org/abs/1502.03167; the approaches
     are those of https://github.com/patrick-kidger/equinox/issues/659.
