@@ -138,6 +138,9 @@ COUPLED = {
     "softmax": jax.nn.softmax,
     "position": lambda u: u * jnp.arange(1.0, 1 + u.shape[-1]),
     "size": lambda u: u * u.shape[0],
+    "size in a call": lambda u: jnp.where(u > 0, u, float(u.shape[0])),
+    "size, filled in": lambda u: u * jnp.full_like(u, u.shape[0]),
+    "NumPy's positions": lambda u: u * np.arange(u.size, dtype=np.float32).reshape(u.shape),
     "rank": lambda u: u if u.ndim == 2 else 2 * u,
     "reversed pieces": lambda u: jnp.where(u > 0, u[::-1], u),
 }

@@ -103,13 +103,12 @@ def has_forward_derivative(
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and, in their place, of the functions that it calls."""
+    """Yields the equations of a jaxpr, and after each call those of what is called."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _CALLS:
+        yield equation
+        if equation.primitive.name in CALLS:
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
             yield from equations(getattr(inner, "jaxpr", inner))
-        else:
-            yield equation
 
 
 def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dtype) -> bool:
@@ -125,7 +124,7 @@ def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dty
         except Exception:  # the user's function, which need not take these shapes
             return False
         is_kept = [result.aval.shape for result in closed.jaxpr.outvars] == [shape]
-        if not is_kept or any(map(eqx.is_array, closed.consts)):
+        if not is_kept or closed.consts:
             return False
         steps.append([_step(equation) for equation in equations(closed.jaxpr)])
     return steps[0] == steps[1] == steps[2] and None not in steps[0]
@@ -134,9 +133,9 @@ def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dty
 def _step(equation: Any) -> Any:
     """Returns what an equation does but for its shapes, or `None` if it may mix values."""
     name = equation.primitive.name
-    if name == "broadcast_in_dim" and equation.invars[0].aval.size == 1:
-        return name  # a constant: what depends on the values is larger
-    if name not in _ELEMENTWISE:
+    # What is broadcast of one number is a constant: what depends on the values is larger.
+    is_constant = name == "broadcast_in_dim" and equation.invars[0].aval.size == 1
+    if not (is_constant or name in CALLS or name in _ELEMENTWISE):
         return None
     constants = [str(a.val) for a in equation.invars if isinstance(a, Literal)]
     parameters = [
@@ -145,7 +144,7 @@ def _step(equation: Any) -> Any:
     return name, constants, parameters
 
 
-_CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "remat2", "checkpoint", "closed_call"))
+CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "remat2", "checkpoint", "closed_call"))
 _NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .elementwise import equations
+from .elementwise import CALLS, equations
 from .reference import Activation
 
 # Of what activations and their derivatives are made of, what Triton knows. All of it is
@@ -32,7 +32,8 @@ def unknown(activation: Activation) -> set[str]:
 def _primitives(jaxpr: Any) -> set[str]:
     found = set()
     for equation in equations(jaxpr):
-        found |= {equation.primitive.name, *_dtypes(equation.outvars)}
+        if equation.primitive.name not in CALLS:
+            found |= {equation.primitive.name, *_dtypes(equation.outvars)}
     return found
 
 
