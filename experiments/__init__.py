@@ -1,6 +1,6 @@
 """Experiments: each file makes one figure or table; run as `python -m experiments.NAME`."""
 
-from . import interrupt
+from .lab import interrupt
 
 # Before anything else is imported: it takes seconds.
 interrupt.say_so()

@@ -25,9 +25,10 @@ import numpy as np
 from eqx_norm import BatchNorm
 from eqx_norm.determinism import Ledger, monitor_module, recorded, recorded_into
 
-from . import benchmark_timing, mnist, training
+from . import benchmark_timing
 from .benchmark_layers import Program
-from .networks import NETWORKS
+from .lab import mnist, training
+from .lab.networks import NETWORKS
 
 ROUNDS = 100
 # Of the fingerprints among the outputs of a step. (What a ledger or a callback costs is said,

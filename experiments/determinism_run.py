@@ -31,9 +31,10 @@ from eqx_norm.determinism import (
     summarise,
 )
 
-from . import command, mnist
-from .networks import Small
-from .training import AXIS, BATCH_SIZE, OPTIMISER
+from . import command
+from .lab import mnist
+from .lab.networks import Small
+from .lab.training import AXIS, BATCH_SIZE, OPTIMISER
 
 SEED = 0
 CPU_THREADS = 2  # of the recipe

@@ -28,14 +28,13 @@ from eqx_norm.strategies import NAMED
 
 from . import (
     command,
-    mnist,
     results,
     stability_claims,
     stability_figures,
     stability_runs,
-    training,
 )
-from .networks import NETWORKS, MakeNorm
+from .lab import mnist, training
+from .lab.networks import NETWORKS, MakeNorm
 from .stability_runs import FIGURE_1, NO_NORM, SETTINGS, Runs, Setting
 
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .lab.training import Record
 from .stability_runs import Runs, Setting
-from .training import Record
 
 # The issue sees the gradients spike "2-3 iterations in"; ten steps leave room for seeds.
 FIRST_STEPS = 10

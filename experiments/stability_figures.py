@@ -21,8 +21,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from . import command, stability_runs
+from .lab.training import Record
 from .stability_runs import FIGURE_1, FIGURE_2, FIGURE_3, MOMENTA, Runs, Setting
-from .training import Record
 
 # Okabe and Ito's colours, told apart with any colour vision; line styles for print.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import results
-from .training import Record
+from .lab.training import Record
 
 NO_NORM = "none"
 

@@ -32,15 +32,14 @@ from eqx_norm.strategies import VarianceClip, named
 
 from . import (
     command,
-    mnist,
     results,
-    training,
     variance_clipping_claims,
     variance_clipping_figures,
     variance_clipping_runs,
     variance_clipping_tables,
 )
-from .networks import MakeNorm
+from .lab import mnist, training
+from .lab.networks import MakeNorm
 from .variance_clipping_claims import Verdict
 from .variance_clipping_corruptions import (
     CLEAN,

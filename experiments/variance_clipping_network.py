@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .networks import NETWORKS as THEIRS
-from .networks import MakeNorm, Output, normalised
+from .lab.networks import NETWORKS as THEIRS
+from .lab.networks import MakeNorm, Output, normalised
 
 HIDDEN = 64
 

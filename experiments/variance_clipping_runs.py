@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import results
-from .training import Record
+from .lab.training import Record
 
 MOMENTUM = 0.99
 # Ginsburg's factor. He starts after 200 batches; here training has settled after 100. (All of

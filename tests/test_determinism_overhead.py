@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import determinism_overhead
-from experiments.networks import NETWORKS, normalised
+from experiments.lab.networks import NETWORKS, normalised
 
 
 class Tiny(eqx.Module):

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import stability, stability_claims, stability_runs, training
-from experiments.networks import Large, Small
+from experiments import stability, stability_claims, stability_runs
+from experiments.lab import training
+from experiments.lab.networks import Large, Small
 from experiments.stability_runs import Setting
-from experiments.training import Record
+from experiments.lab.training import Record
 
 from .compiling import filter_jit
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import interrupt
+from experiments.lab import interrupt
 
 ROOT = Path(__file__).parents[1]
 # Beyond this something hangs, however busy the machine is.

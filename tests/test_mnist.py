@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import make_subset, mnist
+from experiments.lab import mnist
+from experiments.lab import subset as make_subset
 
 NAMES = (*mnist.TRAIN, *mnist.TEST)
 TRAIN_IMAGES, TRAIN_LABELS = mnist.TRAIN

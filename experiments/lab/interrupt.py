@@ -31,9 +31,9 @@ def _end(number: int, frame: FrameType | None) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     spec = sys.modules["__main__"].__spec__
-    name = f"python -m {spec.name}" if spec else "experiments"
+    name = spec.name.removesuffix(".__main__") if spec else "experiments"
     # Not by print, which cannot be called while it is being called; below a bar of progress.
     below = "\n" if sys.stderr.isatty() else ""
     with contextlib.suppress(OSError):  # nobody reads it
-        os.write(2, f"{below}{name}: interrupted\n".encode())
+        os.write(2, f"{below}python -m {name}: interrupted\n".encode())
     signal.raise_signal(signal.SIGINT)

@@ -1,7 +1,7 @@
 """Rebuild the MNIST subset in `experiments/data/mnist/`, or check that it is what it says.
 
-    python -m experiments.make_subset --data DIR
-    python -m experiments.make_subset --data DIR --check
+    python -m experiments.lab.subset --data DIR
+    python -m experiments.lab.subset --data DIR --check
 
 The subset is the first 10,000 training and the first 2,000 test images with their labels,
 each again an IDX file, packed as .xz: 15% smaller than .gz. Nothing but the content goes
@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from . import command, mnist
+from . import mnist
+from .experiment import parser as make_parser
 
 TRAIN_COUNT, TEST_COUNT = 10_000, 2_000
 
@@ -68,7 +69,7 @@ def _compare(path: Path, content: bytes) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.plain_parser("make_subset", __doc__)
+    parser = make_parser("lab.subset", __doc__)
     parser.add_argument(
         "--data",
         required=True,

@@ -32,7 +32,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-SUBSET = Path(__file__).parent / "data" / "mnist"
+from .errors import UserError
+
+SUBSET = Path(__file__).parents[1] / "data" / "mnist"
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -57,7 +59,7 @@ _UNPACK: dict[str, Callable[[BinaryIO], _Opened]] = {
 }
 
 
-class DataError(Exception):
+class DataError(UserError):
     """MNIST cannot be read: which file, what was expected and found, and what to do."""
 
 

@@ -1,0 +1,83 @@
+"""What results were measured with: device, processor, versions.
+
+Trained numbers differ by processor in their digits, so the files beside the results name it.
+Nothing here identifies a machine.
+"""
+
+import os
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_CPUINFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
+# What decides in which order and how rounded compiled code sums and multiplies.
+_VECTORS = re.compile(r"sse4_2|avx.*|fma.*|f16c|amx.*|asimd.*|sve.*|sme(?!p).*|bf16|i8mm")
+_ALWAYS = ("jax", "jaxlib", "equinox", "numpy")
+_IF_USED = ("optax", "flax", "torch")
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Returns device, processor, and the versions of Python and of all that was imported.
+
+    `packages` are named as well, where they are installed: plugins, say, that nobody imports.
+    """
+    device = jax.devices()[0]
+    used = (*_ALWAYS, *(name for name in _IF_USED if name in sys.modules), *packages)
+    found = {
+        "device": f"{device.platform}: {device.device_kind}",
+        "processor": processor(),
+        "instruction set": instruction_set(),
+        "cores": cores(),
+        "python": platform.python_version(),
+        **{name: found for name in used if (found := _version(name))},
+    }
+    if device.platform != "cpu":
+        found["platform"] = " ".join(device.client.platform_version.split())
+        if _DRIVER.exists():
+            found["driver"] = _DRIVER.read_text(encoding="utf-8").partition("\n")[0]
+    return found
+
+
+def cores() -> int:
+    """Returns how many cores this process may use, which is how many XLA uses."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Returns its name; that of its architecture where the system has no `/proc/cpuinfo`."""
+    about = _about()
+    name = about.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key} {about[key]}" for key in ("cpu family", "model") if key in about]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
+def instruction_set() -> str:
+    """Returns its architecture, and which instructions on vectors and matrices it has."""
+    about = _about()
+    flags = (about.get("flags") or about.get("Features") or "").split()
+    return " ".join([platform.machine(), *sorted(filter(_VECTORS.fullmatch, flags))])
+
+
+def _about() -> dict[str, str]:
+    """Returns what Linux says of the first core; nothing elsewhere."""
+    try:
+        first, *_ = _CPUINFO.read_text(encoding="utf-8").split("\n\n")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

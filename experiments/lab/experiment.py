@@ -1,0 +1,226 @@
+"""One experiment, and the steps that every run of one takes.
+
+    python -m experiments.NAME             measures, writes rows, and shows tables and figures
+    python -m experiments.NAME --quick     under 30 seconds; fails where a claim does not hold
+    python -m experiments.NAME --redraw    shows tables and figures of what was measured before
+
+What is measured is written to files first, and whatever is shown, judged or drawn is read from
+these files. So a table can be had again from the committed results, to the digit.
+
+    measure(job, files)   writes rows, and returns what is to be noted beside them
+    report(files)         reads them, and returns tables and verdicts
+    draw(files)           reads them, and returns the figures that it drew
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from . import figures
+from .claims import Verdict
+from .environment import environment
+from .errors import UserError
+
+COMMITTED = Path(__file__).parents[1]
+
+Job = TypeVar("Job")
+
+
+class Files(NamedTuple):
+    """Where one run reads and writes: `out/results/STEM*.csv` and `out/figures/STEM*.png`."""
+
+    out: Path
+    stem: str
+
+    def csv(self, suffix: str = "") -> Path:
+        return self.out / "results" / f"{self.stem}{suffix}.csv"
+
+    def figure(self, suffix: str = "") -> Path:
+        return self.out / "figures" / f"{self.stem}{suffix}.png"
+
+    @property
+    def json(self) -> Path:
+        return self.out / "results" / f"{self.stem}.json"
+
+
+class Report(NamedTuple):
+    text: str  # all tables, for the terminal
+    verdicts: Sequence[Verdict]
+    summary: str = ""  # the tables that documents show, where these are not all
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[Job]):
+    """What an experiment is made of; `main` is its command."""
+
+    name: str
+    about: str | None  # the docstring that --help shows
+    whole: Job
+    quick: Job
+    measure: Callable[[Job, Files], dict[str, Any]]
+    report: Callable[[Files], Report]
+    draw: Callable[[Files], list[Path]] = lambda files: []
+    quick_help: str = "less of everything; exits with 1 if a claim does not hold"
+    whole_help: str = "the whole job"
+    # Options of its own: adds them, and changes a job as they ask for.
+    add_arguments: Callable[[argparse.ArgumentParser], None] = _nothing
+    choose: Callable[[Job, argparse.Namespace], Job] = lambda job, options: job
+    # Returns the job without what cannot run here, and why not: by name.
+    present: Callable[[Job], tuple[Job, dict[str, str]]] = lambda job: (job, {})
+    # Whether a job is the whole one, of which --commit replaces what is committed.
+    is_whole: Callable[[Job], bool] | None = None
+    stem: Callable[[Job], str] | None = None  # of the files of a job, where there are several
+    strict: bool = False  # whether the whole job fails, too, where a claim does not hold
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Runs the command line, and returns the exit code."""
+        parser = self.parser()
+        options = parser.parse_args(arguments)
+        try:
+            if options.redraw:
+                return self._redraw(options.out or committed())
+            return self._run(options)
+        except UserError as error:
+            parser.exit(2, f"{error}\n")
+
+    def parser(self) -> argparse.ArgumentParser:
+        made = parser(self.name, self.about)
+        add = made.add_argument
+        add("--quick", action="store_true", help=self.quick_help)
+        add(
+            "--redraw",
+            action="store_true",
+            help="measures nothing: shows tables and figures of the results in DIR (default: "
+            "the committed ones, in experiments)",
+        )
+        where = made.add_mutually_exclusive_group()
+        where.add_argument(
+            "--out",
+            type=Path,
+            metavar="DIR",
+            help=f"writes DIR/results and DIR/figures (default: build/{self.name})",
+        )
+        where.add_argument(
+            "--commit",
+            action="store_true",
+            help=f"replaces the committed results, in experiments; only of {self.whole_help}",
+        )
+        self.add_arguments(made)
+        return made
+
+    def stems(self, out: Path) -> list[str]:
+        """Returns the stems of the results of this experiment in a folder."""
+        found = sorted(path.stem for path in (out / "results").glob(f"{self.name}*.json"))
+        return [stem for stem in found if stem == self.name or self.stem is not None]
+
+    def _run(self, options: argparse.Namespace) -> int:
+        job, left_out = self.present(
+            self.choose(self.quick if options.quick else self.whole, options)
+        )
+        for name, why in left_out.items():
+            print(f"{name} is left out: {why}")
+        whole = job == self.whole if self.is_whole is None else self.is_whole(job)
+        files = Files(self._folder(options, whole=whole), self._stem(job))
+        started = time.perf_counter()
+        noted = self.measure(job, files)
+        report = self.report(files)
+        with figures.style():
+            drawn = self.draw(files)
+        seconds = round(time.perf_counter() - started, 1)
+        about = {
+            "environment": noted.pop("environment", None) or environment(),
+            **noted,
+            "left out": left_out,
+            "seconds": seconds,
+            "claims": [
+                {"claim": v.claim, "measured": v.measured, "holds": v.holds}
+                for v in report.verdicts
+            ],
+        }
+        files.json.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        _show(report, drawn)
+        print(f"\nin {seconds} s; results in {files.json.parent}")
+        if options.quick:
+            return int(any(verdict.quick and not verdict.holds for verdict in report.verdicts))
+        return int(self.strict and any(v.holds is False for v in report.verdicts))
+
+    def _redraw(self, out: Path) -> int:
+        stems = self.stems(out)
+        if not stems:
+            raise UserError(
+                f"--out {out}: there are no results of {self.name} in {out}/results"
+            )
+        for stem in stems:
+            files = Files(out, stem)
+            try:
+                report = self.report(files)
+                with figures.style():
+                    drawn = self.draw(files)
+            except FileNotFoundError as error:
+                raise UserError(f"--out {out}: there is no {error.filename} to read") from error
+            _show(report, drawn)
+        return 0
+
+    def _stem(self, job: Job) -> str:
+        return self.name if self.stem is None else self.stem(job)
+
+    def _folder(self, options: argparse.Namespace, *, whole: bool) -> Path:
+        """Returns the folder to write to: `--out`, else the committed one or one below `build`.
+
+        The committed results differ by processor, and documents quote them. So they are
+        replaced where `--commit` asks for it, and only by the whole job. `results` in the
+        folder is made now rather than after the work.
+        """
+        if options.commit and not whole:
+            raise UserError(
+                "--commit: the committed results are those of the whole job with every peer, "
+                "and this is less. Leave out what selects a part of it, and run it where all "
+                "that it compares with is installed (make experiments), or leave out --commit."
+            )
+        out = options.out or (committed() if options.commit else Path("build") / self.name)
+        made = out / "results"
+        try:
+            made.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"{made} cannot be made ({error.strerror})"
+            raise UserError(f"{why}: name another folder with --out") from error
+        return out
+
+
+def parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with nothing but `--help`, for a command that is no experiment."""
+    return argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def committed() -> Path:
+    """Returns the folder of the committed results, as short as it can be written from here."""
+    return Path(os.path.relpath(COMMITTED))
+
+
+@contextlib.contextmanager
+def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the program in words where a `UserError` is raised inside."""
+    try:
+        yield
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+
+
+def _show(report: Report, drawn: Sequence[Path]) -> None:
+    print(f"\n{report.text}")
+    if drawn:
+        print("\nfigures:", *(f"  {figure}" for figure in drawn), sep="\n")

@@ -1,0 +1,80 @@
+"""The look of all figures: colours, fonts, scales, and how they are saved.
+
+Figures are made without pyplot, which keeps state:
+
+    with style():
+        figure = Figure(figsize=(9, 4))
+        axes = figure.subplots()
+        ...
+        save(figure, path)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from .peers import names
+
+# Okabe and Ito's colours, told apart with any colour vision; line styles for print.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+
+# One colour for each package, and one for its variants.
+PEERS: dict[str, str] = {
+    names.OURS: BLUE,
+    names.OURS_INVARIANT: BLUE,
+    names.OURS_XLA: SKY,
+    names.EQUINOX: VERMILION,
+    names.EQUINOX_EMA: PURPLE,
+    names.EQUINOX_BATCH: VERMILION,
+    names.LINEN: GREEN,
+    names.LINEN_TWO_PASS: GREEN,
+    names.NNX: SKY,
+    names.NNX_TWO_PASS: SKY,
+    names.TORCH: ORANGE,
+    names.TORCH_COMPILED: "#B8860B",
+}
+
+_STYLE: dict[str, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "savefig.dpi": 150,
+    "figure.constrained_layout.use": True,
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Gives what is drawn inside the look of all figures here."""
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Writes the figure, and returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the version in its metadata, a figure changes only when its content does.
+    figure.savefig(path, metadata={"Software": None})
+    return path
+
+
+def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:
+    """Makes the axis `"x"` or `"y"` logarithmic, with ticks at such multiples, in digits."""
+    set_scale: Callable[[str], Any] = getattr(axes, f"set_{name}scale")
+    set_scale("log")
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,46 @@
+"""PyTorch's operators, run eagerly, as they usually are; and tensors from and to NumPy."""
+
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]  (only with the peers)
+from numpy.typing import NDArray
+
+from experiments.lab.environment import cores
+
+
+def tensor(values: NDArray[Any], device: str = "cpu") -> Any:
+    """Returns a tensor of these values and their dtype, bfloat16 included."""
+    # By way of float64, since torch reads no bfloat16 from NumPy; the values stay.
+    copied = torch.from_numpy(np.array(values, np.float64, order="C"))
+    return copied.to(getattr(torch, values.dtype.name)).to(device)
+
+
+def array(values: Any) -> NDArray[Any]:
+    """Returns a tensor as an array of NumPy: float64 as it is, anything else as float32."""
+    values = values.detach().cpu()
+    return (values if values.dtype == torch.float64 else values.float()).numpy()
+
+
+def batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    memory: tuple[Any, Any] | tuple[None, None] = (None, None),
+    *,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Returns y in training; the memory, running mean and variance, is changed in place.
+
+    `momentum` is, as everywhere here, the share that a batch leaves; what PyTorch calls so is
+    the other share.
+    """
+    return torch.nn.functional.batch_norm(
+        x, *memory, weight, bias, training=True, momentum=1 - momentum, eps=eps
+    )
+
+
+def use_all_cores() -> None:
+    """Has torch use as many threads as XLA does."""
+    torch.set_num_threads(cores())
