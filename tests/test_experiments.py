@@ -12,8 +12,8 @@ import pytest
 from experiments import stability, stability_claims, stability_runs
 from experiments.lab import training
 from experiments.lab.networks import Large, Small
-from experiments.stability_runs import Setting
 from experiments.lab.training import Record
+from experiments.stability_runs import Setting
 
 from .compiling import filter_jit
 

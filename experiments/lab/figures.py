@@ -41,7 +41,7 @@ PEERS: dict[str, str] = {
     names.TORCH_COMPILED: "#B8860B",
 }
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
