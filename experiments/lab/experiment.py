@@ -53,6 +53,9 @@ class Report(NamedTuple):
     text: str  # all tables, for the terminal
     verdicts: Sequence[Verdict]
     summary: str = ""  # the tables that documents show, where these are not all
+    # What the README's one table says of the thread: this package's numbers, and its peers'.
+    ours: str = ""
+    peers: str = ""
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +68,7 @@ class Experiment(Generic[Job]):
 
     name: str
     about: str | None  # the docstring that --help shows
+    thread: str  # what is to be reproduced, or shown: a link, for the README's table
     whole: Job
     quick: Job
     measure: Callable[[Job, Files], dict[str, Any]]

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.lab import interrupt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Beyond this something hangs, however busy the machine is.
 LONG = 120
 
@@ -58,7 +58,7 @@ def interrupted(process):
     return process.returncode, said.splitlines()
 
 
-@pytest.mark.parametrize("module", ["stability", "stability_figures"])
+@pytest.mark.parametrize("module", ["stability", "variance_clipping"])
 @pytest.mark.parametrize("imported", ["numpy.", "jax"])
 def test_while_it_imports(module, imported):
     """There NumPy and jaxlib cannot bear an exception: they crash."""
@@ -115,7 +115,7 @@ def test_an_import_changes_nothing():
 
 
 def test_in_the_background_it_goes_on():
-    command = 'trap "" INT; exec "$0" -X importtime -m experiments.stability_figures --help'
+    command = 'trap "" INT; exec "$0" -X importtime -m experiments.stability --help'
     process = start("sh", "-c", command, sys.executable)
     wait_for(process, "numpy.")
     code, _ = interrupted(process)
