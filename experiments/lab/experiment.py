@@ -68,12 +68,12 @@ class Experiment(Generic[Job]):
 
     name: str
     about: str | None  # the docstring that --help shows
-    thread: str  # what is to be reproduced, or shown: a link, for the README's table
     whole: Job
     quick: Job
     measure: Callable[[Job, Files], dict[str, Any]]
     report: Callable[[Files], Report]
     draw: Callable[[Files], list[Path]] = lambda files: []
+    thread: str = ""  # what it reproduces, or shows: a link, for the README's table
     quick_help: str = "less of everything; exits with 1 if a claim does not hold"
     whole_help: str = "the whole job"
     # Options of its own: adds them, and changes a job as they ask for.

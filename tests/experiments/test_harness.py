@@ -51,6 +51,7 @@ def test_these_are_the_experiments():
     assert set(NAMES) == folders
     for name, experiment in BY_NAME.items():
         assert experiment.about is not None
+        assert experiment.thread
         assert f"python -m experiments.{name}" in experiment.about
         assert experiment.stems(COMMITTED), name
 
@@ -226,10 +227,8 @@ def test_a_claim_that_cannot_be_judged_is_neither_true_nor_false():
     def nothing(measured):
         raise NotMeasured
 
-    several = (
-        Claim("1. small", lambda x: (f"{x}", x < 3)),
-        Claim("2. not here", nothing, False),
-    )
+    small = Claim("1. small", lambda x: (f"{x}", x < 3))
+    several = (small, Claim("2. not here", nothing, quick=False))
     assert claims.judge(several, 4) == [
         Verdict("1. small", "4", False),
         Verdict("2. not here", "-", None, False),
