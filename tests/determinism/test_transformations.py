@@ -25,9 +25,9 @@ from eqx_norm.determinism import (
     recorded,
     recorded_into,
 )
-from eqx_norm.determinism._plan import places
+from eqx_norm.determinism._record import places
 
-from .helpers import bits, normal
+from ..helpers import bits, normal
 
 W, X = normal(0, (3, 3)), normal(1, (4, 3))
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from eqx_norm.determinism import _fingerprint, fingerprint, hexadecimal, summarise
 
-from .helpers import normal
+from ..helpers import normal
 
 WRAP = 2**32
 

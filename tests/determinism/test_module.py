@@ -10,9 +10,9 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.determinism import monitor_module, recorded
-from eqx_norm.determinism._plan import places
+from eqx_norm.determinism._record import places
 
-from .helpers import bits, normal
+from ..helpers import bits, normal
 
 X = normal(0, (4, 3))
 

@@ -13,7 +13,7 @@ import pytest
 
 from eqx_norm.determinism import deterministic
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FLAG = "--xla_gpu_deterministic_ops"
 VARIABLES = ("XLA_FLAGS", "PJRT_NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED")
 

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.determinism import Ledger, LedgerError, _read, compare, monitor, read, recorded
+from eqx_norm.determinism import Ledger, LedgerError, _ledger, compare, monitor, read, recorded
 
-from .helpers import bits, normal
+from ..helpers import bits, normal
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 X = normal(0, (2, 3))
 
 
@@ -388,7 +388,7 @@ def test_reading_has_bounds(ledger):
         read(ledger)
     ledger.write_bytes(content)
     # A run that goes on writing is read as far as it was.
-    lines = _read._lines(ledger)
+    lines = _ledger._lines(ledger)
     first = next(lines)
     with open(ledger, "ab") as more:
         more.write(content)
