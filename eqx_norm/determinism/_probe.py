@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array
 
 from ._fingerprint import is_array, is_numpy
@@ -117,7 +117,8 @@ def _jvp(primals: Any, tangents: Any, *, kind: Kind, **rest: Any) -> Any:
     y = PROBE.bind(x, kind=kind, **rest)
     if isinstance(tangent, ad.Zero) or kind == "cotangent":
         return y, tangent
-    return y, PROBE.bind(tangent, kind="tangent", **rest)
+    kind = "recomputed" if kind == "recomputed" else "tangent"
+    return y, PROBE.bind(tangent, kind=kind, **rest)
 
 
 def _transpose(cotangent: Any, x: Any, *, kind: Kind, **rest: Any) -> list[Any]:
@@ -135,12 +136,27 @@ def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> An
     return PROBE.bind(x, order=order, **rest), batch
 
 
+def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
+    """Splits a mark in what is under `remat` into that of the first time and that of the second.
+
+    Returns the equations for either, whether the result is unknown the first time and known the
+    second, and what has to be saved for the second. A mark costs nothing, so that it is no
+    matter what the policy, `saveable`, says of it.
+    """
+    del saveable
+    if unknown[0]:
+        return None, equation, [True], [True], []
+    again = equation.replace(params={**equation.params, "kind": "recomputed"})
+    return equation, again, [False], [True], [] if instantiated[0] else [*equation.invars]
+
+
 PROBE.def_impl(lambda x, **_: x)
 PROBE.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(PROBE, lambda context, x, **_: [x])
 ad.primitive_jvps[PROBE] = _jvp
 ad.primitive_transposes[PROBE] = _transpose
 batching.primitive_batchers[PROBE] = _batch
+partial_eval.partial_eval_jaxpr_custom_rules[PROBE] = _partial_eval
 
 
 # --- All layers of a model.

@@ -40,7 +40,6 @@ class Context(NamedTuple):
     """Says where in the program we are."""
 
     keep_values: bool
-    recomputing: bool = False  # what is computed for a second time, in the backward pass
     mesh_axes: tuple[tuple[str, int], ...] = ()  # of each `shard_map` around: name and size
     check_vma: bool = True  # whether JAX knows over which of these a value varies
 
@@ -83,13 +82,11 @@ def _inline(equation: Any, context: Context, stage: Stage) -> Staged:
 
 
 def _checkpoint(equation: Any, context: Context, stage: Stage) -> Staged:
-    if not equation.params["differentiated"]:
-        return stage(equation.params["jaxpr"], context)
-    inside = stage(equation.params["jaxpr"], context._replace(recomputing=True))
-    prevented = equation.params["prevent_cse"]
+    inside = stage(equation.params["jaxpr"], context)
+    prevented = equation.params["differentiated"] and equation.params["prevent_cse"]
 
     def run(*arguments: Any) -> Results:
-        # What keeps XLA from finding that all this has been computed before.
+        # Keeps XLA from finding that all this has been computed before.
         known = list(arguments)
         barred = [i for i in range(len(known)) if prevented is True or prevented[i]]
         through = lax.optimization_barrier([known[i] for i in barred])

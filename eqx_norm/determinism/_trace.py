@@ -125,6 +125,10 @@ def recorded_into(
     return into
 
 
+# The kinds of marks that give no row.
+_WITHOUT_ROW = ("recomputed", "done")
+
+
 def stage(jaxpr: Any, context: Context) -> Staged:
     """Returns the plan of a program's rows, and the program that gives them.
 
@@ -179,7 +183,7 @@ def _stage_equation(equation: Any, context: Context) -> Staged:
 
 def _stage_probe(equation: Any, context: Context) -> Staged:
     name, kind, order = (equation.params[key] for key in ("name", "kind", "order"))
-    if kind == "done" or (context.recomputing and kind != "cotangent"):
+    if kind in _WITHOUT_ROW:
         return Staged((), lambda x: Results((x,)))
     aval = equation.invars[0].aval
     varying = aval.manual_axis_type.varying if context.check_vma else context.axes
@@ -240,6 +244,6 @@ def _refuse_probes_in(equation: Any) -> None:
 def _names_in(equation: Any) -> Any:
     for jaxpr in jaxprs_in_params(equation.params):
         for inner in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if inner.primitive is PROBE and inner.params["kind"] != "done":
+            if inner.primitive is PROBE and inner.params["kind"] not in _WITHOUT_ROW:
                 yield inner.params["name"]
             yield from _names_in(inner)
