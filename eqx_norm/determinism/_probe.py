@@ -38,22 +38,19 @@ def monitor(tree: Tree, name: str) -> Tree:
 
     Each array gets a row in the record: `encoder` for an array, `encoder.0` and `encoder.mean`
     for those of a tree. Where a derivative is taken, so do its tangent (forward mode) and its
-    cotangent (reverse mode), under the same name and a kind of their own: `encoder` cotangent.
-    Nothing is recorded unless the program is run by `recorded` or `recorded_into`; without
-    these the probes vanish when it is compiled, and may stay where they are.
+    cotangent (reverse mode), under the same name and a kind of their own. Without `recorded`
+    or `recorded_into` the probes vanish when the program is compiled, and may stay.
 
-    It may stand under `jit`, `vmap`, `grad`, `jvp`, `scan`, `cond`, `remat`, `shard_map` and
-    functions with a derivative rule of their own:
+    It may stand under `jit`, `grad`, `jvp`, functions with a derivative rule of their own, and
 
-    - under `vmap` the batch is one value, with one row;
-    - in a `scan` there is a row for each iteration;
-    - in a `cond` the branch that is not taken has a row that says so (under `vmap` both are
-        taken);
-    - what `remat` computes again for a gradient is recorded once;
-    - in a `shard_map` the parts on all devices are one value, put together along the first
-        axis; where that is how it is sharded, the row is the same on any number of devices.
-        (With `check_vma=False` JAX does not tell which values are the same on all devices:
-        they, too, are then taken for parts.)
+    - `vmap`: the batch is one value, with one row;
+    - `scan`: there is a row for each iteration;
+    - `cond`: the branch that is not taken has a row that says so (under `vmap` both are taken);
+    - `remat`: what is computed again for a gradient is recorded once;
+    - `shard_map`: the parts on all devices are one value, put together along the first axis;
+        where that is how it is sharded, the row is the same on any number of devices. (With
+        `check_vma=False` JAX does not tell which values are the same on all devices: they,
+        too, are then taken for parts.)
 
     **Use what it returns.** Derivatives go through it, and JAX drops from them what nothing
     depends on.
@@ -61,8 +58,7 @@ def monitor(tree: Tree, name: str) -> Tree:
     **Arguments:**
 
     - `tree`: any tree. Arrays of every dtype, keys included, are recorded, the rest is not.
-    - `name`: its name in the record. Of a name that occurs more than once in a step, the
-        second is told as `again` 2, and so on.
+    - `name`: its name in the record. Where it occurs a second time in a step, `again` is 2.
 
     **Returns:** `tree`, the same values. NumPy's arrays become JAX's.
 
@@ -137,11 +133,11 @@ def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> An
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
-    """Splits a mark in what is under `remat` into that of the first time and that of the second.
+    """Returns a mark under `remat` for the first time and for the second.
 
-    Returns the equations for either, whether the result is unknown the first time and known the
-    second, and what has to be saved for the second. A mark costs nothing, so that it is no
-    matter what the policy, `saveable`, says of it.
+    With the two equations: whether the result is unknown the first time, whether the second has
+    it, and what has to be saved for that. A mark costs nothing, so that it does not matter what
+    the policy, `saveable`, says.
     """
     del saveable
     if unknown[0]:
@@ -177,21 +173,20 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
     ```
 
     gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is any
-    `eqx.Module` that can be called, wherever it is in the model: in fields, lists, dicts,
-    `eqx.nn.Sequential`. Of a block that is made of layers, these are monitored and then the
-    block; so, if it has a name, is the model. A model that is itself the one layer goes by the
-    name of its class if it is given none: `Linear`. Of what a layer returns together with an
-    `eqx.nn.State`, the state is left out.
+    `eqx.Module` that can be called, wherever it is in the model. Of a block that is made of
+    layers, these are monitored and then the block; so, if it has a name, is the model. A model
+    that is itself the one layer goes by the name of its class if it is given none: `Linear`.
+    Where a layer returns an `eqx.nn.State` as well, the state is left out.
 
     Each layer stays what it was: an instance of (a subclass of) its class, with its fields and
     its leaves. So `isinstance`, attributes, `eqx.tree_at`, `eqx.filter`,
     `eqx.nn.inference_mode` and serialisation work on the result as on the model, and a file
-    written from one can be read into the other. It costs nothing to make; used inside the loss
-    as above, the model that is trained is not changed.
+    written from one can be read into the other. Used inside the loss as above, the model that
+    is trained is not changed.
 
-    Not seen are: layers that are no modules (functions; `jax.nn.relu` in `eqx.nn.Lambda` is
-    one), methods other than `__call__`, the inside of a `BatchNorm` or `LayerNorm`, and
-    comparisons like `type(layer) is eqx.nn.Linear`, which then fail.
+    Not seen are functions (but `jax.nn.relu` in an `eqx.nn.Lambda` is), methods other than
+    `__call__`, and the inside of a `BatchNorm` or `LayerNorm`. Comparisons like
+    `type(layer) is eqx.nn.Linear` fail.
 
     **Arguments:**
 

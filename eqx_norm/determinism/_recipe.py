@@ -51,11 +51,8 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     It sets what JAX reads when it starts, the seeds of Python's and NumPy's global generators,
     and JAX's configuration; looks at what cannot be set from here; and says of each what it is
     for. The same device, the same number of devices and the same versions are still needed:
-    `docs/determinism.md` has what was measured. JAX has no hidden generator to seed: its
-    random numbers are those of the keys that the program makes.
-
-    It is a function, not a context: what JAX has read when it started stays as it is, so there
-    could be no end of a block after which it would be undone.
+    `docs/determinism.md` has what was measured. JAX's random numbers are those of the keys
+    that the program makes: there is no hidden generator to seed. Nothing of it is undone.
 
     **Arguments:**
 

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Shaped, UInt32
 
-# What is marked: "recomputed" what `remat` computes for a second time, in the backward pass, and
-# "done" a value whose row has been taken.
+# What is marked; "recomputed" is what `remat` computes for a second time, in the backward pass,
+# and "done" a value whose row has been taken.
 Kind = Literal["forward", "tangent", "cotangent", "recomputed", "done"]
 
 

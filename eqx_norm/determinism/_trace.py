@@ -43,12 +43,11 @@ def recorded(
 
     There is no callback: the fingerprints are outputs of the program, which is otherwise as it
     was. It goes around the whole step, the part that takes the gradient included, and inside
-    of `jit`. (Outside of one it works like the function: what is not jitted runs operation by
-    operation, and everything is traced again at each call.)
+    of `jit`. (Outside of one, everything is traced again at each call.)
 
-    The values are unchanged by it, with one reservation: XLA compiles another program now, one
-    with more outputs, and where it had merged a multiplication with an addition, it may not do
-    so with a probe between them. Compare recorded runs with recorded runs.
+    Compare recorded runs with recorded runs: XLA compiles a program with more outputs now, and
+    where it had merged a multiplication with an addition, it may not do so with a probe
+    between them.
 
     **Arguments:**
 
@@ -93,11 +92,10 @@ def recorded_into(
             model, loss = step(jnp.asarray(i), model, batch(i))
     ```
 
-    For where what a step returns cannot be changed, or where it stands in a `lax.scan` over
-    steps. One callback a step brings all its rows, the same as those of `recorded`. Their order
-    is that of the program, whenever the callback comes. It takes longer than `recorded`: a
-    program with a callback is launched by JAX from Python, which takes a time for each array
-    that goes in or out.
+    Use it where what a step returns cannot be changed, or in a `lax.scan` over steps. One
+    callback a step brings all its rows, those of `recorded`, in the order of the program. It
+    takes longer than `recorded`: a program with a callback is launched by JAX from Python,
+    which takes a time for each array that goes in or out.
 
     **Arguments:**
 
