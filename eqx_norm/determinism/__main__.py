@@ -79,7 +79,7 @@ def _failed(why: str) -> int:
 
 
 def _write(text: str, stream: Any) -> None:
-    """Writes all of it, with escapes for what the stream has no letters for."""
+    """Writes the whole text, with escapes for the letters that the stream does not have."""
     if stream is None:  # `>&-`
         return
     encoding = stream.encoding or "utf-8"

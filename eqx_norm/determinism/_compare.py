@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
-    """Compares the ledgers of two runs of one program.
+    """Returns the first row in which the ledgers of two runs of one program differ.
 
     Rows are matched by step and name, and compared in the order of the program: step by step,
     forward before backward. Where values were kept, the verdict says how many elements differ,
@@ -122,8 +122,8 @@ def _notes(first: Contents, second: Contents) -> list[str]:
 
 
 def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
-    """Says by how much two arrays of one dtype differ: in how many elements, where first, and
-    how far they are apart at most, for floats in ulps as well."""
+    """Returns by how much two arrays of one dtype differ, in words: in how many elements, where
+    first, and what the largest difference is, for floats in ulps as well."""
     if a.shape != b.shape:
         if a.size != b.size:
             return [f"shapes {a.shape} and {b.shape}"]
@@ -161,7 +161,7 @@ def _bytes(x: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
-    """Returns how many steps from number to number of the dtype lie between them at most."""
+    """Returns the largest difference, in numbers of the dtype from the one to the other."""
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{max(size, 8)}")
     sign = np.uint64(1) << np.uint64(size - 1)

@@ -1,4 +1,4 @@
-"""`fingerprint` gives two integer sums over the bits of an array, in whatever order.
+"""`fingerprint` sums the bits of an array to two integers, which no order of summing changes.
 
 There are two implementations: one by JAX, for values inside of a program, and one by NumPy, on
 the host, for arrays that JAX would narrow. `summarise` describes a whole tree in one line.
@@ -78,12 +78,12 @@ def hexadecimal(pair: UInt32[Array, "2"] | NDArray[np.uint32]) -> str:
 
 
 def is_array(leaf: Any) -> bool:
-    """Says whether it has bits: JAX's and NumPy's arrays have, but no tangents of integers."""
+    """Returns whether a leaf is an array of JAX or NumPy. Tangents of integers have no bits."""
     return (eqx.is_array(leaf) or is_numpy(leaf)) and leaf.dtype != jax.dtypes.float0
 
 
 def is_numpy(leaf: Any) -> bool:
-    """Says whether it is an array or a scalar of NumPy's, which JAX may narrow."""
+    """Returns whether a leaf is an array or a scalar of NumPy, which JAX may narrow."""
     return isinstance(leaf, np.ndarray | np.generic)
 
 
@@ -141,7 +141,7 @@ def of_array(
 
 
 def _words(x: Array) -> Array:
-    """Returns the bits of each element; with an axis more where these are several words."""
+    """Returns the bits of each element, with one more axis where they take several words."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return _words(jax.random.key_data(x))
     if jnp.iscomplexobj(x):
@@ -160,12 +160,12 @@ def _bits(dtype: Any) -> int:
 
 
 def _salts(words: int) -> np.uint32:
-    """Returns how far the salt goes over so many words."""
+    """Returns by how much the salt grows over so many words."""
     return np.uint32(words * _STEP % 2**32)
 
 
 def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, Array]:
-    """Returns what is to be summed. The strides are those of the words in row-major order."""
+    """Returns the terms of both sums. The strides are those of the words in row-major order."""
     # One term an axis, rather than the position in a flattened array, so that XLA can leave a
     # sharded array where it is.
     salt = jnp.broadcast_to(start, words.shape)

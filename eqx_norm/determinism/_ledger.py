@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
 
 class LedgerError(ValueError):
-    """A file that is no ledger, is damaged, or is not of the same program as another."""
+    """Tells of a file that is no ledger, is damaged, or is of another program."""
 
 
 def printable(text: str) -> str:
@@ -234,8 +234,10 @@ class Ledger:
             self._file.seek(self._end)
 
     def _keep(self, step: int, rows: list[Row], values: list[NDArray[Any]]) -> list[Row]:
-        """Writes the values of a step to a file, which is on the disk before the rows, and
-        returns the rows, that say where in it each begins, and how many bytes it has."""
+        """Writes the values of a step to a file, and returns the rows with their places in it.
+
+        The file is on the disk before the rows are written.
+        """
         if not self._has_values:
             self._values.mkdir()
             self._has_values = True
@@ -264,7 +266,7 @@ class Ledger:
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk: only then a new file in it is, too."""
+    """Waits until the names in a folder are on the disk, without which a new file is not."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -296,7 +298,7 @@ class Contents(NamedTuple):
     is_truncated: bool  # its last line is incomplete: the run was killed
 
     def values(self, row: Row) -> NDArray[Any] | None:
-        """Returns those that were kept of a row that was passed: of keys their data.
+        """Returns the values that were kept for a row, or `None`; for keys, their data.
 
         **Raises:** `LedgerError` where they cannot be read, or are not those that the row has
         the fingerprint of.
@@ -326,11 +328,10 @@ class Contents(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """Returns what is in a ledger. An incomplete last line, as a killed run leaves it, is left
-    out.
+    """Returns what is in a ledger.
 
-    It is read line by line, as long as it was when it was opened, and one line is 64 KiB at
-    most, the whole 4 GiB.
+    An incomplete last line, as a killed run leaves it, is left out. The file is read to where
+    its end was when it was opened. A line has at most 64 KiB, and the file 4 GiB.
 
     **Raises:** `LedgerError` for a file that cannot be read, is no ledger, is of another
     version, or is damaged, saying where.
@@ -386,7 +387,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _opened(path: Path, flags: int = 0) -> BinaryIO:
-    """Opens a regular file; of a pipe it does not wait for a writer."""
+    """Opens a regular file, and does not wait for the writer of a pipe."""
 
     def opener(name: str, mode: int) -> int:
         descriptor = os.open(name, mode | flags | _DO_NOT_WAIT)

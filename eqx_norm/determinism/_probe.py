@@ -102,7 +102,7 @@ PROBE = Primitive("eqx_norm_probe")
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: Kind, **rest: Any) -> Any:
-    """Marks the tangent in turn, and with it, when that is transposed, the cotangent."""
+    """Marks the tangent too. Transposed, that mark is one on the cotangent."""
     (x,), (tangent,) = primals, tangents
     if kind == "done":
         raise ValueError(

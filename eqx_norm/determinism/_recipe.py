@@ -155,7 +155,7 @@ def _has_started() -> bool:
 
 
 def _found(cpu_threads: int | None) -> list[Setting]:
-    """Returns what there is to look at only."""
+    """Returns the settings that can be looked at, and not set from here."""
     impl = str(jax.config.values["jax_default_prng_impl"])
     status = "checked" if impl == "threefry2x32" else "NOT FIXED: threefry2x32 is"
     hashes = os.environ.get("PYTHONHASHSEED", "random")

@@ -1,4 +1,4 @@
-"""The rows that a step gives: which they are, known before it runs, and their fingerprints."""
+"""Defines the rows of a step: a plan, which is known before it runs, and the fingerprints."""
 
 import functools
 from collections import Counter
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def places(plan: Plan) -> tuple[Place, ...]:
-    """Returns one for each row, in order: of a loop, iteration by iteration, as it runs."""
+    """Returns the place of each row, in order; a loop gives its rows iteration by iteration."""
     seen: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
     result = []
     for probe, number, iteration in _passed(plan):

@@ -1,7 +1,7 @@
-"""How the equations that have programs inside of them are staged.
+"""Stages the equations that have programs inside of them.
 
 Each is built anew by the public function that the user wrote it with, around the staged inside.
-A derivative rule of the user's has been used by now, where it was needed.
+Custom derivative rules have been applied before; what is left of them are plain calls.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Staged(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Says where in the program we are."""
+    """Says where in the program an equation stands."""
 
     keep_values: bool
     mesh_axes: tuple[tuple[str, int], ...] = ()  # of each `shard_map` around: name and size

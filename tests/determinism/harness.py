@@ -1,4 +1,4 @@
-"""What the tests of the probe share: ledgers written and forged, and processes of Python."""
+"""Writes ledgers, forges them, and starts Python, for several tests of the probe."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The verdict on two ledgers: where they part first, and by how much."""
+"""`compare` names where two ledgers part first, and by how much, and ends with a status."""
 
 import contextlib
 import io
@@ -248,7 +248,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
 
 
 def forged(random, lines):
-    """The lines of a ledger with something else in them, and checksums that are right."""
+    """Returns the lines of a ledger, some of them changed, with checksums that are right."""
     lines = [*lines]
     for i in random.sample(range(len(lines)), random.randint(1, 2)):
         fields = json.loads(lines[i])

@@ -1,4 +1,4 @@
-"""The faults for which the probe is there: each is found where it is."""
+"""The probe finds each of the faults for which it is there, where it is."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ GLOBAL = {"scale": 1.0}
 
 
 class Pool(eqx.Module):
-    """A sum in the given order, one term after the other."""
+    """Sums in the given order, one term after the other."""
 
     order: Array
 
@@ -24,7 +24,7 @@ class Pool(eqx.Module):
 
 
 class Reader(eqx.Module):
-    """Reads what is no argument of its."""
+    """Reads a global variable."""
 
     def __call__(self, x):
         return GLOBAL["scale"] * x
@@ -68,7 +68,7 @@ def train_step(model, state, x, y, key):
 
 
 def data(seed):
-    """A loader: an order of the images for each seed, and the batches in it."""
+    """Returns the batches of a loader, which shuffles by a seed."""
     random = np.random.RandomState(0)
     x = random.standard_normal((400, 4)).astype(np.float32)
     y = np.sin(x.sum(axis=1))

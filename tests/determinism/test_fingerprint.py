@@ -1,4 +1,4 @@
-"""A fingerprint is that of its formula, and sees each bit and where it is."""
+"""A fingerprint agrees with its formula, and sees each bit and where it is."""
 
 import math
 
@@ -17,7 +17,7 @@ WRAP = 2**32
 
 
 def by_the_formula(words):
-    """In Python's integers, word by word."""
+    """Returns the fingerprint of words, calculated in Python's integers."""
 
     def mix(word):
         word = ((word ^ word >> 16) * 0x85EBCA6B) % WRAP
@@ -52,7 +52,7 @@ DTYPES = (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_that_of_the_formula_and_no_flipped_bit_goes_unseen(dtype):
-    """Each single bit, and 200 changes of 2 to 8 bits, of random places."""
+    """Flips each single bit, and 200 times 2 to 8 bits in random places."""
     random = np.random.RandomState(0)
     size = 15
     width = 8 if dtype == "key" else np.dtype(jnp.dtype(dtype)).itemsize
@@ -176,7 +176,7 @@ STRUCTURED = {
 
 
 def orders():
-    """Swaps, reversals of parts, shifts forwards and backwards, and transpositions."""
+    """Yields swaps, reversals of parts, shifts forwards and backwards, and transpositions."""
     places = np.arange(64)
     for i in range(64):
         yield np.roll(places, i)

@@ -140,7 +140,7 @@ def test_empty_arrays_are_there(tmp_path):
 
 @contextlib.contextmanager
 def full_after(size):
-    """No file can grow beyond so many bytes; what is written to it until there, is."""
+    """Lets no file grow beyond so many bytes, and gives the error that is due."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -175,7 +175,7 @@ def test_a_model_that_is_one_layer_goes_by_the_name_of_its_class(model, name):
 
 
 class Weights(eqx.Module):
-    """A module that is not called."""
+    """Has no `__call__`."""
 
     weight: Any
 

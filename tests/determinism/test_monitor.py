@@ -64,7 +64,7 @@ def key_bits(leaf):
 
 
 def whole_and_rows(tree):
-    """Of each leaf: its fingerprint, and then that of each of its rows."""
+    """Returns the fingerprint of each leaf, and then that of each of its rows."""
     return jax.tree.map(
         lambda leaf: jnp.stack([fingerprint(leaf), *jax.vmap(fingerprint)(leaf)]), tree
     )

@@ -46,7 +46,7 @@ def fresh():
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    """JAX has started; the environment says nothing; generators are put back."""
+    """Starts JAX, empties the environment, and puts the generators back."""
     jax.devices()
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -125,7 +125,7 @@ def test_an_error_changes_nothing(monkeypatch, variable, value, arguments, words
 
 
 def state():
-    """Of what `deterministic` sets. (Python's generator serves the checks of annotations.)"""
+    """Returns what `deterministic` sets, but for Python's generator, which beartype uses."""
     variables = {name: os.environ.get(name) for name in VARIABLES}
     return variables, np.random.get_state(legacy=False)["state"]["key"].tobytes()
 

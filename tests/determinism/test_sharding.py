@@ -1,4 +1,4 @@
-"""The rows of a run do not depend on over how many devices its arrays are sharded.
+"""Sharding over another number of devices does not change the rows of a run.
 
 Runs in a process of its own, because the number of CPU devices is fixed when JAX starts.
 """

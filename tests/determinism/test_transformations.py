@@ -101,7 +101,7 @@ def with_own_vjp(m, w, x):
 
 
 def in_everything(m, w, x):
-    """The layers of this package, a scan of remat of jit, under vmap."""
+    """Has a layer of this package, and a scan of a remat of a jit, under vmap."""
     layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
 
     def one(x):
@@ -117,7 +117,7 @@ def in_everything(m, w, x):
 
 
 def in_shard_map(m, w, x):
-    """A cond in a scan in a remat: jax 0.12 has its backward pass in an `eval_jaxpr`."""
+    """Has a cond in a scan in a remat, whose gradient is an `eval_jaxpr` in jax 0.12."""
 
     def step(h, _):
         yes, no = (lambda h: m(jnp.tanh(h @ w), "yes")), (lambda h: m(h, "no"))
@@ -247,7 +247,7 @@ def labels(rows):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_changes_and_the_rows_are_those_due(name, tmp_path):
-    """By either transport; and each row is the fingerprint of the value that was kept."""
+    """Compares both transports, and each row with the value that was kept."""
     function, expected = PROGRAMS[name]
     outputs = jax.jit(functools.partial(function, unmonitored))(W, X)
     probed = functools.partial(function, monitor)
