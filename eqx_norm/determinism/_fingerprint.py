@@ -264,7 +264,8 @@ def summarise(tree: Any, name: str) -> Summary:
     if not arrays:
         raise ValueError(f"summarise({tree!r}, {name!r}): there is no array in it.")
     is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in arrays]
-    numbers = [np.asarray(x) for x, key in zip(arrays, is_key, strict=True) if not key]
+    pairs = zip(arrays, is_key, strict=True)
+    numbers: list[Any] = [np.asarray(leaf) for leaf, key in pairs if not key]
     total: complex | float = _exact(x.real for x in numbers)
     if any(map(np.iscomplexobj, numbers)):
         total = complex(total, _exact(x.imag for x in numbers if np.iscomplexobj(x)))

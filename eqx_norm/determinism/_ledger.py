@@ -174,15 +174,14 @@ class Ledger:
     ) -> None:
         """Does what `append` does, with the parts of a record, on the host."""
         rows, kept = [], []
-        for (probe, number, iteration, again), pair in zip(
-            places(plan), fingerprints, strict=True
-        ):
+        for place, pair in zip(places(plan), fingerprints, strict=True):
+            name, kind, shape, dtype, _ = place.probe
             # Sums of 0 are those of a branch that was not taken, or of no values.
-            passed = hexadecimal(pair) if pair.any() or 0 in probe.shape else None
-            what = (passed, probe.shape, probe.dtype)
-            rows.append(Row(step, probe.name, probe.kind, iteration, again, *what, None))
+            passed = hexadecimal(pair) if pair.any() or 0 in shape else None
+            where = (step, name, kind, place.iteration, place.again)
+            rows.append(Row(*where, passed, shape, dtype, None))
             if values:
-                kept.append(values[number][iteration])
+                kept.append(values[place.number][place.iteration])
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self.path} has been closed: step {step} comes too late.")

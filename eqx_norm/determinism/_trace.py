@@ -27,6 +27,9 @@ from ._probe import PROBE
 from ._record import Probe, Record
 from ._rules import NO_ROWS, RULES, Context, Results, Staged
 
+# The kinds of marks that give no row.
+_WITHOUT_ROW = ("recomputed", "done")
+
 
 def recorded(
     function: Callable[..., Any], *, keep_values: bool = False
@@ -121,10 +124,6 @@ def recorded_into(
         return output
 
     return into
-
-
-# The kinds of marks that give no row.
-_WITHOUT_ROW = ("recomputed", "done")
 
 
 def stage(jaxpr: Any, context: Context) -> Staged:

@@ -172,6 +172,10 @@ def tangent(function):
     return lambda m, w, x: jax.jvp(lambda w: function(m, w, x), (w,), (jnp.ones_like(w),))
 
 
+def linear(function):
+    return lambda m, w, x: jax.linearize(lambda w: function(m, w, x), w)[1](w)
+
+
 unchecked = functools.partial(sharded, check_vma=False)
 
 # `name@iteration#again`, with `-` before what was not passed, and a mark for the kind:
@@ -222,10 +226,8 @@ PROGRAMS = {
         lambda m, w, x: jax.vmap(jax.grad(plain, 1), (None, None, 0))(m, w, x[:, None]),
         "h+ y+ y* h*",
     ),
-    "linearize": (
-        lambda m, w, x: jax.linearize(lambda w: plain(m, w, x), w)[1](w),
-        "h+ y+ h' y'",
-    ),
+    "linearize": (linear(plain), "h+ y+ h' y'"),
+    "linearize of remat": (linear(checkpointed), "a+ b+ a' b'"),
 }
 
 
