@@ -1,4 +1,4 @@
-"""The faults for which the probe is there: each is found where it is."""
+"""The probe finds each of the faults for which it is there, where it is."""
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ GLOBAL = {"scale": 1.0}
 
 
 class Pool(eqx.Module):
-    """A sum in the given order, one term after the other."""
+    """Sums in the given order, one term after the other."""
 
     order: Array
 
@@ -24,7 +24,7 @@ class Pool(eqx.Module):
 
 
 class Reader(eqx.Module):
-    """Reads what is no argument of its."""
+    """Reads a global variable."""
 
     def __call__(self, x):
         return GLOBAL["scale"] * x
@@ -68,7 +68,7 @@ def train_step(model, state, x, y, key):
 
 
 def data(seed):
-    """A loader: an order of the images for each seed, and the batches in it."""
+    """Returns the batches of a loader, which shuffles by a seed."""
     random = np.random.RandomState(0)
     x = random.standard_normal((400, 4)).astype(np.float32)
     y = np.sin(x.sum(axis=1))
@@ -76,21 +76,18 @@ def data(seed):
     return [(x[indices], y[indices]) for indices in order]
 
 
-def without_change(step, model, x, y, key):
-    return model, x, y, key
-
-
 @pytest.fixture(scope="module")
 def step():
     return eqx.filter_jit(recorded(train_step))
 
 
-def run(path, step, change=without_change, seed=0):
+def run(path, step, fault=None, seed=0):
     model, state = eqx.nn.make_with_state(Network)(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), STEPS)
     with Ledger(path) as ledger:
         for i, (x, y) in enumerate(data(seed)):
-            model, x, y, key = change(i, model, jnp.asarray(x), jnp.asarray(y), keys[i])
+            given = model, jnp.asarray(x), jnp.asarray(y), keys[i]
+            model, x, y, key = fault(i, *given) if fault else given
             (model, state), record = step(model, state, x, y, key)
             ledger.append(i, record)
     return path
@@ -127,45 +124,32 @@ def other_labels(step, model, x, y, key):
     return model, x, flipped(y, 0, bit=20) if step == 37 else y, key
 
 
-def found(reference, other):
-    verdict = compare(reference, other)
-    assert not verdict.same
-    return verdict.step, verdict.probe, verdict.kind
-
-
 def test_the_same_run_twice(reference, step, tmp_path):
     verdict = compare(reference, run(tmp_path / "b.jsonl", step))
     assert verdict.same, verdict
 
 
-def test_one_flipped_bit_in_one_weight(reference, step, tmp_path):
-    other = run(tmp_path / "b.jsonl", step, flip_one_bit)
-    assert found(reference, other) == (11, "weights.second.weight", "forward")
-
-
-def test_a_reduction_in_another_order(reference, step, tmp_path):
-    other = run(tmp_path / "b.jsonl", step, other_order)
-    assert found(reference, other) == (0, "pool", "forward")
-
-
-def test_a_loader_that_shuffles_otherwise(reference, step, tmp_path):
-    assert found(reference, run(tmp_path / "b.jsonl", step, seed=1)) == (0, "x", "forward")
-
-
-def test_an_unseeded_dropout(reference, step, tmp_path):
-    other = run(tmp_path / "b.jsonl", step, unseeded)
-    assert found(reference, other) == (0, "dropout", "forward")
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ({"fault": flip_one_bit}, "step 11: `weights.second.weight` forward"),
+        ({"fault": other_order}, "step 0: `pool` forward"),
+        ({"seed": 1}, "step 0: `x` forward"),
+        ({"fault": unseeded}, "step 0: `dropout` forward"),
+        ({"fault": other_labels}, "step 37: `loss` forward"),
+    ],
+    ids=["a flipped bit", "a sum's order", "a shuffled loader", "unseeded dropout", "a label"],
+)
+def test_a_fault_is_found_where_it_is(reference, step, tmp_path, fault, found):
+    verdict = compare(reference, run(tmp_path / "b.jsonl", step, **fault))
+    assert not verdict.same
+    assert str(verdict).startswith(found)
+    assert f"step {verdict.step}: `{verdict.probe}` {verdict.kind}" == found
+    if fault.get("fault") is other_labels:
+        assert "the last is step 37: `pool` forward" in str(verdict)
 
 
 def test_a_layer_that_reads_global_state(reference, tmp_path, monkeypatch):
     monkeypatch.setitem(GLOBAL, "scale", 1 + 2**-20)
     other = run(tmp_path / "b.jsonl", eqx.filter_jit(recorded(train_step)))
-    assert found(reference, other) == (0, "reader", "forward")
-
-
-def test_a_change_at_step_37_of_100(reference, step, tmp_path):
-    other = run(tmp_path / "b.jsonl", step, other_labels)
-    assert found(reference, other) == (37, "loss", "forward")
-    text = str(compare(reference, other))
-    assert text.startswith("step 37: `loss` forward")
-    assert "the last is step 37: `pool` forward" in text
+    assert str(compare(reference, other)).startswith("step 0: `reader` forward")

@@ -10,9 +10,8 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.determinism import monitor_module, recorded
-from eqx_norm.determinism._plan import places
-
-from .helpers import bits, normal
+from eqx_norm.determinism._record import places
+from tests.helpers import bits, normal
 
 X = normal(0, (4, 3))
 
@@ -57,18 +56,10 @@ class Network(eqx.Module):
 
 
 FORWARD = [
-    "encoder.layers.0",
-    "encoder.layers.1",
-    "encoder.layers.2",
-    "encoder",
-    "blocks.0.norm",
-    "blocks.0.linear",
-    "blocks.0",
-    "blocks.1.norm",
-    "blocks.1.linear",
-    "blocks.1",
-    "heads.norm",
-    "heads.mean",
+    *("encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "encoder"),
+    *("blocks.0.norm", "blocks.0.linear", "blocks.0"),
+    *("blocks.1.norm", "blocks.1.linear", "blocks.1"),
+    *("heads.norm", "heads.mean"),
 ]
 
 
@@ -110,23 +101,20 @@ def test_a_name_is_put_in_front_and_given_to_the_whole(made):
         return mapped(x, state)
 
     monitored = monitor_module(model, "net")
-    names = [
-        name for name, _ in rows(eqx.filter_jit(recorded(forward))(monitored, state, X)[1])
-    ]
-    assert names == [f"net.{name}" for name in FORWARD] + ["net.mean", "net.x"]
+    record = eqx.filter_jit(recorded(forward))(monitored, state, X)[1]
+    inside = [*FORWARD, "mean", "x"]
+    assert rows(record) == [(f"net.{name}", "forward") for name in inside]
 
 
 def test_it_stays_what_it_was(made, tmp_path):
     model, _ = made
     monitored = monitor_module(model)
-    assert [*map(bits, jax.tree.leaves(eqx.filter(monitored, eqx.is_array)))] == [
-        *map(bits, jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-    ]
-    # Made twice, it is of the same kind: nothing is compiled anew.
-    again = monitor_module(model)
-    assert jax.tree.structure(again) == jax.tree.structure(monitored)
-    # Monitoring what is monitored changes nothing.
-    assert jax.tree.structure(monitor_module(monitored)) == jax.tree.structure(monitored)
+    theirs, ours = (jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (model, monitored))
+    assert [*map(bits, ours)] == [*map(bits, theirs)]
+    # Made twice, it is of the same kind: nothing is compiled anew. So is what was monitored.
+    structure = jax.tree.structure(monitored)
+    assert jax.tree.structure(monitor_module(model)) == structure
+    assert jax.tree.structure(monitor_module(monitored)) == structure
     layer = monitored.encoder.layers[0]
     assert isinstance(layer, eqx.nn.Linear)
     assert layer.in_features == 3
@@ -186,24 +174,23 @@ def test_a_model_that_is_one_layer_goes_by_the_name_of_its_class(model, name):
     assert jax.tree.structure(monitor_module(monitored)) == jax.tree.structure(monitored)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [jax.nn.relu, {"a": X}, [], eqx.filter([1], eqx.is_array)],
-    ids=["function", "arrays", "empty", "None"],
-)
-@pytest.mark.parametrize("name", ["", "net"])
-def test_a_model_without_layers_is_an_error(model, name):
-    with pytest.raises(ValueError, match="there is no layer in this .*monitor\\(value, name"):
-        monitor_module(model, name)
-
-
 class Weights(eqx.Module):
-    """A module that is not called."""
+    """Has no `__call__`."""
 
     weight: Any
 
 
-def test_modules_that_are_not_called_are_no_layers():
-    with pytest.raises(ValueError, match="there is no layer in this Weights"):
-        monitor_module(Weights(X))
+@pytest.mark.parametrize(
+    "model",
+    [jax.nn.relu, {"a": X}, [], eqx.filter([1], eqx.is_array), Weights(X)],
+    ids=["function", "arrays", "empty", "None", "no layer"],
+)
+@pytest.mark.parametrize("name", ["", "net"])
+def test_a_model_without_layers_is_an_error(model, name):
+    kind = type(model).__name__
+    with pytest.raises(ValueError, match=f"no layer in this {kind}, .*monitor\\(value, name"):
+        monitor_module(model, name)
+
+
+def test_a_layer_inside_of_a_module_that_is_not_called():
     assert "MonitoredIdentity" in repr(monitor_module(Weights(eqx.nn.Identity())))

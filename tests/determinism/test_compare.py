@@ -1,4 +1,4 @@
-"""The verdict on two ledgers: where they part first, and by how much."""
+"""`compare` names where two ledgers part first, and by how much, and ends with a status."""
 
 import contextlib
 import io
@@ -8,9 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-import zlib
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +18,6 @@ import pytest
 from jax import lax
 
 from eqx_norm.determinism import (
-    Ledger,
     LedgerError,
     compare,
     fingerprint,
@@ -30,11 +27,10 @@ from eqx_norm.determinism import (
     recorded,
 )
 from eqx_norm.determinism.__main__ import main
-from eqx_norm.determinism._difference import difference
+from eqx_norm.determinism._compare import difference
+from tests.determinism.harness import ROOT, python, sealed, written
+from tests.helpers import f32, normal
 
-from .helpers import normal
-
-ROOT = Path(__file__).parents[1]
 X = normal(0, (2, 3))
 
 
@@ -51,11 +47,8 @@ keeping = jax.jit(recorded(jax.value_and_grad(loss), keep_values=True))
 WEIGHT = jnp.array([1.0, 2.0, 3.0])
 
 
-def written(path, weights, step=step, start=0):
-    with Ledger(path) as ledger:
-        for i, weight in enumerate(weights, start=start):
-            ledger.append(i, step(X, weight)[1])
-    return path
+def run(path, *weights, step=step, start=0):
+    return written(path, *(step(X, weight)[1] for weight in weights), start=start)
 
 
 def up(x, ulps=1):
@@ -64,7 +57,7 @@ def up(x, ulps=1):
 
 
 def test_the_same(tmp_path):
-    pair = [written(tmp_path / name, [WEIGHT] * 3) for name in "ab"]
+    pair = [run(tmp_path / name, *3 * [WEIGHT]) for name in "ab"]
     verdict = compare(*pair)
     assert verdict == (True, 24, "the same: 24 rows of 3 steps agree, to the bit", *[None] * 3)
     assert main(["compare", *map(str, pair)]) == 0
@@ -72,8 +65,8 @@ def test_the_same(tmp_path):
 
 def test_the_first_difference_is_named(tmp_path, capsys):
     changed = WEIGHT.at[1].set(up(WEIGHT[1]))
-    a = written(tmp_path / "a", [WEIGHT] * 3)
-    b = written(tmp_path / "b", [WEIGHT, changed, changed])
+    a = run(tmp_path / "a", WEIGHT, WEIGHT, WEIGHT)
+    b = run(tmp_path / "b", WEIGHT, changed, changed)
     verdict = compare(a, b)
     assert not verdict.same
     assert (verdict.step, verdict.probe, verdict.kind) == (1, "yes", "forward")
@@ -89,8 +82,8 @@ def test_the_first_difference_is_named(tmp_path, capsys):
 
 def test_kept_values_say_by_how_much(tmp_path):
     changed = WEIGHT.at[2].set(up(WEIGHT[2], 3))
-    a = written(tmp_path / "a", [WEIGHT], keeping)
-    b = written(tmp_path / "b", [changed], keeping)
+    a = run(tmp_path / "a", WEIGHT, step=keeping)
+    b = run(tmp_path / "b", changed, step=keeping)
     contents = read(a)
     h = contents.values(contents.rows[0])
     y, other = (h * np.asarray(weight) for weight in (WEIGHT, changed))
@@ -102,8 +95,7 @@ def test_kept_values_say_by_how_much(tmp_path):
 
 
 def test_another_branch(tmp_path):
-    a = written(tmp_path / "a", [WEIGHT, WEIGHT])
-    b = written(tmp_path / "b", [WEIGHT, -WEIGHT])
+    a, b = run(tmp_path / "a", WEIGHT, WEIGHT), run(tmp_path / "b", WEIGHT, -WEIGHT)
     verdict = compare(a, b)
     assert (verdict.step, verdict.probe) == (1, "no")
     assert f"only {b} has passed it: the other took another branch" in str(verdict)
@@ -111,51 +103,45 @@ def test_another_branch(tmp_path):
 
 def test_shapes_and_dtypes(tmp_path):
     identity = jax.jit(recorded(lambda x: monitor(x, "x")))
-    paths = []
-    for name, x in (("a", X), ("b", X[:1]), ("c", X.astype(jnp.bfloat16))):
-        with Ledger(tmp_path / name) as ledger:
-            ledger.append(0, identity(x)[1])
-        paths.append(ledger.path)
-    assert "shape: (2, 3) and (1, 3)" in str(compare(paths[0], paths[1]))
-    assert "dtype: float32 and bfloat16" in str(compare(paths[0], paths[2]))
-    assert "nothing comes before it" in str(compare(paths[0], paths[2]))
+    xs = {"a": X, "b": X[:1], "c": X.astype(jnp.bfloat16)}
+    a, b, c = (written(tmp_path / name, identity(x)[1]) for name, x in xs.items())
+    assert "shape: (2, 3) and (1, 3)" in str(compare(a, b))
+    assert "dtype: float32 and bfloat16" in str(compare(a, c))
+    assert "nothing comes before it" in str(compare(a, c))
 
 
 def test_a_run_that_went_on(tmp_path):
-    a = written(tmp_path / "a", [WEIGHT] * 2)
-    b = written(tmp_path / "b", [WEIGHT] * 3)
+    a, b = (run(tmp_path / str(steps), *steps * [WEIGHT]) for steps in (2, 3))
     verdict = compare(a, b)
     assert (verdict.same, verdict.agreed, verdict.step) == (False, 16, None)
     assert f"{a} ends before step 2: `h` forward, with which {b} goes on" in str(verdict)
 
 
 def test_another_program_is_an_error(tmp_path, capsys):
-    a = written(tmp_path / "a", [WEIGHT])
-    b = written(tmp_path / "b", [WEIGHT], start=1)
+    a, b = run(tmp_path / "a", WEIGHT), run(tmp_path / "b", WEIGHT, start=1)
     with pytest.raises(LedgerError, match="step 0: `h` forward, the other has step 1: `h`"):
         compare(a, b)
     other = jax.jit(recorded(lambda x, weight: monitor(x, "other")))
     with pytest.raises(LedgerError, match="not of the same program.*`h` forward.*`other`"):
-        compare(a, written(tmp_path / "c", [WEIGHT], other))
+        compare(a, run(tmp_path / "c", WEIGHT, step=other))
     assert main(["compare", str(a), str(b)]) == 2
     assert "the same probes and the same steps" in capsys.readouterr().err
 
 
 def test_nothing_recorded_is_never_the_same(tmp_path, capsys):
-    step = jax.jit(recorded(lambda x, weight: x))
-    pair = [written(tmp_path / name, [WEIGHT] * 2, step) for name in "ab"]
+    nothing = jax.jit(recorded(lambda x, weight: x))
+    pair = [run(tmp_path / name, WEIGHT, WEIGHT, step=nothing) for name in "ab"]
     with pytest.raises(LedgerError, match="have no rows: nothing was recorded"):
         compare(*pair)
     assert main(["compare", *map(str, pair)]) == 2
     assert "monitor_module(model) inside of the function that" in capsys.readouterr().err
-    verdict = compare(pair[0], written(tmp_path / "c", [WEIGHT]))
+    verdict = compare(pair[0], run(tmp_path / "c", WEIGHT))
     assert not verdict.same
     assert f"{pair[0]} ends before step 0: `h` forward" in str(verdict)
 
 
 def test_what_was_cut_off_is_never_the_same(tmp_path):
-    whole = written(tmp_path / "whole", [WEIGHT] * 2)
-    content = whole.read_bytes()
+    content = run(tmp_path / "whole", WEIGHT, WEIGHT).read_bytes()
     # In its last row, and in the same row of a run that differs there.
     cut = [tmp_path / "a", tmp_path / "b"]
     cut[0].write_bytes(content[:-100])
@@ -174,8 +160,8 @@ def test_what_was_cut_off_is_never_the_same(tmp_path):
 
 @pytest.mark.parametrize("damage", ["lost", "of another run"])
 def test_values_that_cannot_be_told_do_not_hide_where_runs_part(tmp_path, damage):
-    a = written(tmp_path / "a", [WEIGHT], keeping)
-    b = written(tmp_path / "b", [2 * WEIGHT], keeping)
+    a = run(tmp_path / "a", WEIGHT, step=keeping)
+    b = run(tmp_path / "b", 2 * WEIGHT, step=keeping)
     values = tmp_path / "b.values" / "0"
     if damage == "lost":
         values.unlink()
@@ -188,12 +174,9 @@ def test_values_that_cannot_be_told_do_not_hide_where_runs_part(tmp_path, damage
 
 
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
-    name = "größe→\x1b[2J\n\ud800"
-    paths = []
-    for path, x in ((tmp_path / "ä", X), (tmp_path / "b", 2 * X)):
-        with Ledger(path) as ledger:
-            ledger.append(0, recorded(lambda x: monitor(x, name))(x)[1])
-        paths.append(str(path))
+    step = recorded(lambda x: monitor(x, "größe→\x1b[2J\n\ud800"))
+    xs = {"ä": X, "b": 2 * X}
+    paths = [str(written(tmp_path / name, step(x)[1])) for name, x in xs.items()]
     for encoding, shown in (
         ("ascii", r"`gr\xf6\xdfe\u2192\x1b[2J\n\ud800` forward"),
         ("utf-8", r"`größe→\x1b[2J\n\ud800` forward"),
@@ -205,7 +188,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch, capsys):
-    pair = [str(written(tmp_path / name, [WEIGHT])) for name in "ab"]
+    pair = [str(run(tmp_path / name, WEIGHT)) for name in "ab"]
     says = "The output cannot be written (No space left on device).\n"
     with open("/dev/full", "w") as full:
         # As a process, since Python writes once more when it ends.
@@ -222,7 +205,7 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch, capsys):
 
 def test_who_does_not_read_on_is_no_error(tmp_path, monkeypatch, capsys):
     """`| head`, and `>&-`, for which Python has no stdout."""
-    pair = [str(written(tmp_path / name, [WEIGHT])) for name in "ab"]
+    pair = [str(run(tmp_path / name, WEIGHT)) for name in "ab"]
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as nobody:
@@ -265,7 +248,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
 
 
 def forged(random, lines):
-    """The lines of a ledger with something else in them, and checksums that are right."""
+    """Returns the lines of a ledger, some of them changed, with checksums that are right."""
     lines = [*lines]
     for i in random.sample(range(len(lines)), random.randint(1, 2)):
         fields = json.loads(lines[i])
@@ -281,12 +264,12 @@ def forged(random, lines):
         if deed == "text":
             more = random.choice([b"[", b"9", b'{"a":', b"\xff", b"\0", b","]) * 5000
             text = random.choice([text + more, more, b""])
-        lines[i] = text + b',"crc":"%08x"}\n' % zlib.crc32(text)
+        lines[i] = sealed(text)
     return b"".join(lines)
 
 
 def test_forged_ledgers_end_with_a_status_and_one_line(tmp_path, capsys):
-    whole, other = written(tmp_path / "whole", [WEIGHT], keeping), tmp_path / "other"
+    whole, other = run(tmp_path / "whole", WEIGHT, step=keeping), tmp_path / "other"
     shutil.copytree(f"{whole}.values", f"{other}.values")
     lines = whole.read_bytes().splitlines(keepends=True)
     found = Counter()
@@ -308,18 +291,14 @@ def test_forged_ledgers_end_with_a_status_and_one_line(tmp_path, capsys):
     assert [*sorted(found)] == [0, 1, 2]
 
 
-def f32(*values):
-    return np.array(values, np.float32)
-
-
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        (f32(1, 2), f32(1, 2.5), "max difference 0.5, 2097152 ulp"),
-        (f32(0.0), f32(-0.0), "max difference 0, 0 ulp"),
-        (f32(1e-45), f32(-1e-45), "max difference 2.8026e-45, 2 ulp"),
-        (f32(np.inf, 1), f32(1, 2), "1 of them are not finite in one or both"),
-        (f32(np.nan), f32(1), "1 of 1 elements differ"),
+        (f32([1, 2]), f32([1, 2.5]), "max difference 0.5, 2097152 ulp"),
+        (f32([0.0]), f32([-0.0]), "max difference 0, 0 ulp"),
+        (f32([1e-45]), f32([-1e-45]), "max difference 2.8026e-45, 2 ulp"),
+        (f32([np.inf, 1]), f32([1, 2]), "1 of them are not finite in one or both"),
+        (f32([np.nan]), f32([1]), "1 of 1 elements differ"),
         (np.array([3, -4]), np.array([3, 4]), "max difference 8"),
         (np.array([0], np.uint64), np.array([2**64 - 1], np.uint64), f"{2**64 - 1}"),
         (np.array([True]), np.array([False]), "the first is [0]: True and False"),
@@ -332,25 +311,15 @@ def f32(*values):
     ids=map(str, range(13)),
 )
 def test_differences(a, b, expected):
-    assert expected in difference(np.asarray(a), np.asarray(b))
+    assert expected in "; ".join(difference(np.asarray(a), np.asarray(b)))
 
 
 def test_help_teaches_and_bad_arguments_end_with_2():
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "eqx_norm.determinism", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    result = run("--help")
+    result = python("-m", "eqx_norm.determinism", "--help")
     assert result.returncode == 0
     for word in ("compare", "monitor_module", "recorded(train_step", "exit status: 0"):
         assert word in result.stdout
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    with pytest.raises(SystemExit, match="2"):
-        main(["compare", "a"])
+    for arguments in ([], ["compare", "a"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
     assert main(["compare", "no such file", "neither"]) == 2

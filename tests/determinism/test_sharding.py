@@ -1,14 +1,9 @@
-"""The rows of a run do not depend on over how many devices its arrays are sharded.
+"""Sharding over another number of devices does not change the rows of a run.
 
 Runs in a process of its own, because the number of CPU devices is fixed when JAX starts.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
+from tests.processes import on_devices
 
 SCRIPT = """
 import math, re, sys
@@ -84,17 +79,4 @@ print("done", len(found))
 
 
 def test_rows_do_not_depend_on_the_number_of_devices(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "JAX_PLATFORMS": "cpu",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "done 9\n"
+    assert on_devices(8, "-c", SCRIPT, str(tmp_path)).stdout == "done 9\n"

@@ -3,17 +3,14 @@
 import json
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from eqx_norm.determinism import deterministic
+from tests.determinism.harness import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 FLAG = "--xla_gpu_deterministic_ops"
 VARIABLES = ("XLA_FLAGS", "PJRT_NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED")
 
@@ -36,28 +33,20 @@ print(json.dumps([first, second, numbers, os.environ["XLA_FLAGS"], late]))
 """
 
 
-def run(code, **variables):
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**kept, "JAX_PLATFORMS": "cpu", **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def fresh():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in VARIABLES:
+            patch.delenv(name, raising=False)
+        flags = "--xla_force_host_platform_device_count=2"
+        result = python("-c", FRESH, PYTHONHASHSEED="0", XLA_FLAGS=flags)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
-@pytest.fixture(scope="module")
-def fresh():
-    return run(FRESH, PYTHONHASHSEED="0", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-
-
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    """JAX has started; the environment says nothing; generators are put back."""
+    """Starts JAX, empties the environment, and puts the generators back."""
     jax.devices()
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -87,18 +76,12 @@ def test_before_jax_starts_all_is_set(fresh):
 
 
 def test_jax_starts_with_it_and_it_may_be_said_again(fresh):
-    _, (settings,), _, _, _ = fresh
+    _, (settings,), numbers, _, late = fresh
     found = statuses(settings)
     assert {found[name] for name in (FLAG, "NCCL_NVLS_ENABLE", "PJRT_NPROC")} == {"was set"}
-
-
-def test_python_s_and_numpy_s_generators_are_seeded(fresh):
-    numbers = fresh[2]
+    # Python's and NumPy's generators have been seeded.
     assert numbers == [random.Random(7).random(), np.random.RandomState(7).uniform()]
-
-
-def test_too_late_is_an_error_that_says_what_to_do(fresh):
-    late = fresh[-1]
+    # Too late it is an error, that says what to do.
     assert late.startswith("deterministic(seed=7, cpu_threads=3): JAX has started already")
     assert "PJRT_NPROC=3 (the same pieces of work on any number of cores)" in late
     assert "Call deterministic before the first jnp.zeros(())" in late
@@ -111,8 +94,7 @@ def test_too_late_on_a_gpu(monkeypatch):
 
 
 def test_without_a_gpu_its_flags_are_not_missed():
-    recipe = deterministic(0)
-    assert statuses(recipe.settings)[FLAG] == "not set: no GPU here"
+    assert statuses(deterministic(0).settings)[FLAG] == "not set: no GPU here"
     assert "XLA_FLAGS" not in os.environ
 
 
@@ -143,7 +125,7 @@ def test_an_error_changes_nothing(monkeypatch, variable, value, arguments, words
 
 
 def state():
-    """Of what `deterministic` sets. (Python's generator serves the checks of annotations.)"""
+    """Returns what `deterministic` sets, but for Python's generator, which beartype uses."""
     variables = {name: os.environ.get(name) for name in VARIABLES}
     return variables, np.random.get_state(legacy=False)["state"]["key"].tobytes()
 
