@@ -15,7 +15,7 @@ def python(
     """Runs `python ARGUMENTS`, which must succeed, or fail where it is said that it `fails`."""
     finished = subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **environment},
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -30,6 +30,9 @@ from tests.layers.accuracy import (
 )
 
 
+pytestmark = pytest.mark.x32  # has its own dtypes
+
+
 def cases(*shapes):
     return [Case("BatchNorm", shape) for shape in shapes]
 

@@ -114,6 +114,7 @@ def trained():
     return dict(zip(APPROACHES, zip(layers, train(states), strict=True), strict=True))
 
 
+@pytest.mark.x32
 @each_approach
 def test_a_long_training_in_bfloat16(approach, trained):
     """1,500 steps: in bfloat16, of 8 bits, an average of momentum 0.99 would stand still."""

@@ -19,6 +19,7 @@ from tests.helpers import each_approach, load, make, normal, over_batch
 from tests.helpers import quick_call as call
 from tests.helpers import quick_call_and_grad as call_and_grad
 
+pytestmark = pytest.mark.x32  # Equinox's layer promotes
 SHAPES = [(8, 5), (8, 5, 6), (4, 5, 3, 2), (4, 5, 2, 3, 2), (3, 5, 2, 2, 3, 2)]
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 

@@ -10,7 +10,7 @@ from eqx_norm import BatchNorm, _approach
 from eqx_norm.strategies import NAMED, Batch, Ema, VarianceClip
 from tests.helpers import Cumulative, call, copy, make, normal, over_batch
 from tests.layers.masking import masked
-from tests.processes import python
+from tests.processes import ROOT, python
 
 X = normal(0, (6, 3, 2))
 
@@ -117,10 +117,11 @@ for make in (
 """
 
 
+@pytest.mark.x32
 def test_the_warning_points_to_the_user_s_line(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(WARNED)
-    run = python(path)
+    run = python(path, PYTHONPATH=str(ROOT))
     lines = dict(enumerate(WARNED.splitlines(), 1))
     found = [place.rpartition(":") for place in run.stdout.splitlines()]
     assert {file for file, *_ in found} == {str(path)}
@@ -300,6 +301,7 @@ for dtype in (np.float32, np.int32):
 """
 
 
+@pytest.mark.x32
 def test_arguments_of_a_wrong_type():
     one, two, three, four, *masks = python("-c", WRONG_TYPES).stdout.splitlines()
     assert "Ema" in one

@@ -129,7 +129,7 @@ def test_arguments_that_make_no_sense(arguments, message):
 
 def test_integers_are_refused():
     with pytest.raises(TypeError, match=r"x has dtype int32.*x.astype"):
-        LayerNorm(3)(jnp.arange(3))
+        LayerNorm(3)(jnp.arange(3, dtype=jnp.int32))
 
 
 @each_activation
@@ -251,6 +251,7 @@ def test_half_precision_in_and_out(dtype):
     assert y.dtype == dx.dtype == gradients.weight.dtype == dtype
 
 
+@pytest.mark.x32  # Equinox's layer promotes
 def test_complex_numbers():
     x = normal(0, (5, 6), 1.0) + 1j * normal(1, (5, 6), -2.0, 3.0)
     ours, theirs = LayerNorm(6, dtype=jnp.complex64), eqx.nn.LayerNorm(6, dtype=jnp.complex64)

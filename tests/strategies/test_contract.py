@@ -187,7 +187,7 @@ WRONG = {
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
     r"m2 of shape \(2,\), but this layer has 3 channels",
     "(batch, None)": r"Answers\.update returned a memory of another structure.*mean=f\d\d\[3\]",
-    "(batch, jax.tree.map(lambda a: a.astype(jnp.float16), memory))": r"update returned a memory"
+    "(batch, jax.tree.map(lambda a: a.astype(jnp.float16), memory))": r"returned a memory"
     r" of another structure, shape or dtype.*mean=f16\[3\].*it was given.*mean=f\d\d\[3\]",
 }
 
