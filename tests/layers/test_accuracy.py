@@ -29,7 +29,6 @@ from tests.layers.accuracy import (
     with_outlier,
 )
 
-
 pytestmark = pytest.mark.x32  # has its own dtypes
 
 

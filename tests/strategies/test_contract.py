@@ -146,18 +146,6 @@ def test_the_batch_itself_can_be_remembered(approach, implementation):
     np.testing.assert_allclose(inferred, y, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_training_or_inference_as_the_program_runs(unbiased):
-    layer, state = make(C, "batch", approach="batch", unbiased=unbiased)
-    run = jax.jit(
-        lambda x, state, flag: over_batch(lambda x, s: layer(x, s, inference=flag))(x, state)
-    )
-    for inference in (False, True):
-        y, _ = run(X, copy(state), inference)
-        right = X if inference else call(layer, copy(state), X)[0]
-        np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-6)
-
-
 class Answers(AbstractStrategy[Running]):
     """Answers with what it was made with."""
 
