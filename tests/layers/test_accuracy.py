@@ -203,15 +203,14 @@ KNOWN = [1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0]
 def check_constants(constants, shape, mask=None, activation=None, dtype: Any = np.float32):
     weight, bias = (np.linspace(*ends, 8, dtype=np.float32) for ends in ((0.5, 1.5), (-2, 2)))
     x = np.broadcast_to(by_channel(np.asarray(constants), len(shape)).astype(dtype), shape)
-    counts = None if mask is None else mask.reshape(shape[0], 1, *shape[2:])
-    x = x if mask is None else np.where(counts, x, np.asarray(np.nan, dtype))
+    counts = True if mask is None else mask.reshape(shape[0], 1, *shape[2:])
+    x = np.where(counts, x, np.asarray(np.nan, dtype))
     y, variance = of_constant(weight, bias, x, mask, activation)
     assert bits(variance) == bits(np.zeros_like(variance))
     right = jnp.asarray(bias)
     right = (right if activation is None else activation(right)).astype(dtype)
     right = np.broadcast_to(by_channel(np.asarray(right), len(shape)), shape)
-    right = right if mask is None else np.where(counts, right, 0)
-    assert (np.asarray(y) == right).all()
+    assert (np.asarray(y) == np.where(counts, right, 0)).all()
 
 
 @eqx.filter_jit

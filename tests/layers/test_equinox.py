@@ -6,6 +6,7 @@ A test of a fault fails when Equinox mends its layer; then the README's table lo
 import dataclasses
 import functools
 import inspect
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -24,7 +25,7 @@ SHAPES = [(8, 5), (8, 5, 6), (4, 5, 3, 2), (4, 5, 2, 3, 2), (3, 5, 2, 2, 3, 2)]
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
-def pair(mode="batch", channels=5, **kwargs):
+def pair(mode: Literal["batch", "ema"] = "batch", channels=5, **kwargs):
     """Returns this layer and Equinox's, each with its state."""
     theirs = eqx.nn.make_with_state(eqx.nn.BatchNorm)(channels, "batch", mode=mode, **kwargs)
     return make(channels, "batch", approach=mode, **kwargs), theirs

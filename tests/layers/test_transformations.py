@@ -96,7 +96,8 @@ def test_scan_equals_a_loop(approach, masks):
     @jit
     def scanned(state, xs, masks):
         def step(state, x_and_mask):
-            y, state = forward(layer, *x_and_mask, state)
+            x, mask = x_and_mask
+            y, state = forward(layer, x, mask, state)
             return state, y
 
         return lax.scan(step, state, (xs, masks))
