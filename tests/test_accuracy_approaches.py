@@ -11,7 +11,7 @@ from experiments.accuracy_approaches import QUICK, WHOLE, Job, Run, Statistics
 from experiments.accuracy_claims import Y
 
 from .helpers import over_batch
-from .test_strategies import CASES, IDS
+from .strategies.recursions import CASES, IDS
 
 FAR = Job(steps=40, ratios=(1e7,), momenta=(0.99,))
 

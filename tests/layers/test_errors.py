@@ -1,9 +1,4 @@
-"""Errors quote what was written, say what it breaks and how to mend it; nothing is lost."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Tests that errors quote what was written, what it breaks and the fix, and keep the state."""
 
 import equinox as eqx
 import jax
@@ -12,30 +7,12 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, _approach
-from eqx_norm.strategies import (
-    NAMED,
-    AbstractStrategy,
-    Batch,
-    Ema,
-    Moments,
-    Running,
-    VarianceClip,
-)
+from eqx_norm.strategies import NAMED, Batch, Ema, VarianceClip
+from tests.helpers import Cumulative, call, copy, make, normal, over_batch
+from tests.layers.masking import masked
+from tests.processes import ROOT, python
 
-from .helpers import call, copy, make, normal, over_batch
-
-ROOT = Path(__file__).parents[1]
 X = normal(0, (6, 3, 2))
-
-
-@pytest.fixture
-def layer_and_state():
-    return make(3, "batch", approach="batch")
-
-
-def assert_usable(layer, state):
-    y, _ = over_batch(layer)(X, state)
-    assert np.isfinite(y).all()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +63,7 @@ def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
 
 @pytest.mark.parametrize(("name", "strategy"), [("batch", Batch), ("ema", Ema)])
 def test_equinox_s_mode_is_the_approach_of_that_name(name, strategy):
-    """And says it: a warning would be an error here."""
+    """And is no reason for the warning, which would be an error here."""
     _approach._warn_of_the_default.cache_clear()
     assert BatchNorm(3, "batch", mode=name).approach == strategy(0.99)
     assert BatchNorm(3, "batch", momentum=0.8, mode=name, approach=name).momentum == 0.8
@@ -140,16 +117,11 @@ for make in (
 """
 
 
+@pytest.mark.x32
 def test_the_warning_points_to_the_user_s_line(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(WARNED)
-    run = subprocess.run(
-        [sys.executable, path],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = python(path, PYTHONPATH=str(ROOT))
     lines = dict(enumerate(WARNED.splitlines(), 1))
     found = [place.rpartition(":") for place in run.stdout.splitlines()]
     assert {file for file, *_ in found} == {str(path)}
@@ -165,24 +137,80 @@ def test_the_warning_points_to_the_user_s_line(tmp_path):
     ]
 
 
+def assert_usable(layer, state):
+    y, _ = over_batch(layer)(X, state)
+    assert np.isfinite(y).all()
+
+
+COMPLEX = {"dtype": jnp.complex64}
+# What the layer is made with, what is done to x, and the error.
+CALLS = {
+    "channels": (
+        {},
+        lambda x: jnp.ones((4, 2)),
+        r"x has shape \(4, 2\).*input_size=3.*the number of channels of its input",
+    ),
+    "a batch": (
+        {},
+        lambda x: jnp.ones((4, 3)),
+        r"x has shape \(4, 3\).*This looks like a batch.*jax.vmap",
+    ),
+    "no channels": ({}, lambda x: x[0, 0], r"x has shape \(\).*input_size=3"),
+    "int": ({}, lambda x: x.astype(jnp.int32), r"dtype int32.*x.astype\(jnp.float32\)"),
+    "uint": ({}, lambda x: x.astype(jnp.uint8), r"dtype uint8.*x.astype\(jnp.float32\)"),
+    "bool": ({}, lambda x: x.astype(bool), r"dtype bool.*x.astype\(jnp.float32\)"),
+    "complex": (
+        {},
+        lambda x: x.astype(jnp.complex64),
+        r"made for real input.*dtype=jnp.complex64",
+    ),
+    "real": (COMPLEX, lambda x: x, r"made for complex input.*x.astype\(jnp.complex64\)"),
+    "no values": ({}, lambda x: x[:, :0], "hold 0 examples: 0 values per channel"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_x(name):
+    arguments, spoil, message = CALLS[name]
+    layer, state = make(3, "batch", approach="batch", **arguments)
+    right = X.astype(jnp.complex64) if arguments else X
+
+    def fail_then_succeed(x, state):
+        # Caught inside the vmap, so that vmap has made no copy of the state.
+        with pytest.raises((ValueError, TypeError), match=message):
+            layer(spoil(x.real if arguments else x), state)
+        return layer(x, state)
+
+    y, after = over_batch(fail_then_succeed)(right, copy(state))
+    expected, _ = call(layer, state, right)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    assert after.get(layer.accepted_index) == 1
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((6, 4, 2), r"x has shape \(4, 2\).*input_size=3.*the number of channels of its input"),
-        ((6, 4, 3), r"x has shape \(4, 3\).*This looks like a batch.*jax.vmap"),
-        ((6,), r"x has shape \(\).*input_size=3"),
+        ((6, 3), r"mask has shape \(3,\).*\(3, 2\).*shape \(\),.*shape \(2,\)"),
+        ((6, 1, 2), r"mask has shape \(1, 2\).*\(3, 2\).*shape \(\),.*shape \(2,\)"),
+        ((6, 3, 2), r"mask has shape \(3, 2\).*\(3, 2\).*the channels share it"),
     ],
-    ids=str,
+    ids=["length", "axes", "channels"],
 )
-def test_wrong_number_of_channels(layer_and_state, shape, message):
-    layer, state = layer_and_state
-    with pytest.raises(ValueError, match=message):
-        over_batch(layer)(jnp.ones(shape), state)
-    assert_usable(layer, state)
+@pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
+def test_a_wrong_mask(shape, message, inference):
+    layer, state = make(3, "batch", approach="batch", inference=inference)
+
+    def fail_then_succeed(x, state, mask):
+        with pytest.raises(ValueError, match=message):
+            layer(x, state, mask=mask)
+        return layer(x, state)
+
+    y, _ = masked(fail_then_succeed)(X, np.ones(shape, bool), copy(state))
+    np.testing.assert_allclose(y, call(layer, state, X)[0], atol=1e-6)
 
 
-def test_unbound_axis_name(layer_and_state):
-    layer, state = layer_and_state
+def test_unbound_axis_name():
+    layer, state = make(3, "batch", approach="batch")
     message = "The axis name 'batch' is not bound.*\n.*jax.vmap.*axis_name='batch'"
     with pytest.raises(NameError, match=message):
         layer(X[0], state)
@@ -193,26 +221,8 @@ def test_unbound_axis_name(layer_and_state):
     assert_usable(layer, state)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_])
-def test_integers(layer_and_state, dtype):
-    layer, state = layer_and_state
-    with pytest.raises(TypeError, match=rf"dtype {jnp.dtype(dtype)}.*x.astype\(jnp.float32\)"):
-        over_batch(layer)(X.astype(dtype), state)
-    assert_usable(layer, state)
-
-
-def test_complex_input_to_a_real_layer_and_the_reverse(layer_and_state):
-    layer, state = layer_and_state
-    with pytest.raises(TypeError, match=r"made for real input.*dtype=jnp.complex64"):
-        over_batch(layer)(X.astype(jnp.complex64), state)
-    assert_usable(layer, state)
-    layer, state = make(3, "batch", approach="batch", dtype=jnp.complex64)
-    with pytest.raises(TypeError, match=r"made for complex input.*x.astype\(jnp.complex64\)"):
-        over_batch(layer)(X, state)
-
-
-def test_a_state_that_belongs_to_another_model(layer_and_state):
-    layer, state = layer_and_state
+def test_a_state_that_belongs_to_another_model():
+    layer, state = make(3, "batch", approach="batch")
     other, other_state = eqx.nn.make_with_state(
         lambda: eqx.nn.Sequential([BatchNorm(3, "batch", approach="batch")])
     )()
@@ -222,25 +232,12 @@ def test_a_state_that_belongs_to_another_model(layer_and_state):
     assert_usable(other, other_state)
 
 
-class Cumulative(AbstractStrategy[Moments]):
-    """The user's own, against the public contract alone: all values ever seen."""
-
-    def init(self, channels, dtype):
-        return Moments.zero(channels, dtype)
-
-    def update(self, batch, memory):
-        return batch, memory.merge(batch)
-
-    def infer(self, memory):
-        return memory
-
-
 @pytest.mark.parametrize(
     "other", [{"input_size": 4}, {"approach": Cumulative()}], ids=["channels", "approach"]
 )
-def test_a_state_that_belongs_to_another_layer(layer_and_state, other):
+def test_a_state_that_belongs_to_another_layer(other):
     """`make_with_state` gives both states the same key, so their form has to be looked at."""
-    layer, state = layer_and_state
+    layer, state = make(3, "batch", approach="batch")
     _, other_state = make(
         **{"input_size": 3, "axis_name": "batch", "approach": "batch", **other}
     )
@@ -265,84 +262,18 @@ def test_a_used_up_state_is_equinox_s_error():
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1)], ids=str)
 def test_unbiased_variance_of_one_value(shape):
     layer, state = make(3, "batch", approach="batch", unbiased=True)
-    x = jnp.ones(shape)
-    with pytest.raises(ValueError, match=r"x has shape \(3,.*1 values per channel.*n = 1"):
-        over_batch(layer)(x, state)
-    with pytest.raises(ValueError, match="unbiased=False"):
-        jax.eval_shape(over_batch(layer), x, copy(state))  # known at trace time
+    message = r"x has shape \(3,.*1 values per channel.*n = 1.*unbiased=False"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(over_batch(layer), jnp.ones(shape), copy(state))  # at trace time
     assert_usable(layer, state)
 
 
-def test_no_values_at_all(layer_and_state):
-    layer, state = layer_and_state
-    with pytest.raises(ValueError, match="hold 0 examples: 0 values per channel"):
-        over_batch(layer)(jnp.ones((6, 3, 0)), state)
-    assert_usable(layer, state)
-
-
-class Careless(AbstractStrategy[Running]):
-    """Forgets to keep the memory's form."""
-
-    def init(self, channels, dtype):
-        return Running.empty(channels, dtype)
-
-    def update(self, batch, memory):
-        return batch, Running(memory.mean, memory.variance, memory.weight.astype(jnp.float16))
-
-    def infer(self, memory):
-        return memory.moments
-
-
-def test_a_strategy_that_changes_the_form_of_its_memory():
-    layer, state = make(3, "batch", approach=Careless())
-    with pytest.raises(ValueError, match=r"Careless\.update returned a memory of another"):
-        over_batch(layer)(X, state)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "spoil"),
-    [
-        ({}, lambda x: x[:2]),
-        ({}, lambda x: x.astype(jnp.int32)),
-        ({}, lambda x: x.astype(jnp.complex64)),
-        ({}, lambda x: x[:, :0]),
-        ({"approach": Careless()}, lambda x: x),
-    ],
-    ids=["channels", "integers", "complex", "empty", "careless strategy"],
-)
-def test_a_failed_call_leaves_the_state_usable(arguments, spoil):
-    """Where the error is caught inside the vmap, so that vmap has made no copy of the state."""
-    layer, state = make(3, "batch", **{"approach": "batch", **arguments})
-    good, _ = make(3, "batch", approach="batch")
-
-    def fail_then_succeed(x, state):
-        with pytest.raises((ValueError, TypeError)):
-            layer(spoil(x), state)
-        return good(x, state)
-
-    y, after = over_batch(fail_then_succeed)(X, state)
-    right, _ = call(good, make(3, "batch", approach="batch")[1], X)
-    np.testing.assert_allclose(y, right, atol=1e-6)
-    assert after.get(good.memory_index).weight > 0
-
-
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_a_strategy_of_the_user_s_own(unbiased):
-    layer, state = make(3, "batch", approach=Cumulative(), unbiased=unbiased)
-    batches = [normal(seed, (n, 3, 2), seed, 2) for seed, n in enumerate((6, 4, 9))]
-    inference = eqx.nn.inference_mode(layer)
-    np.testing.assert_allclose(call(inference, copy(state), X)[0], X, rtol=1e-5)
-    for x in batches:
-        _, state = call(layer, state, x)
-    everything = np.concatenate(batches)
-    mean, std = (f(everything, axis=(0, 2))[:, None] for f in (np.mean, np.std))
-    np.testing.assert_allclose(call(inference, state, X)[0], (X - mean) / std, atol=1e-4)
-
-
-# Arguments of a wrong type: in these tests the annotations are checked and speak first, so
-# look at what a user sees, in a process of its own.
+# In the tests the annotations are checked and speak first, so look at what a user sees, in a
+# process of its own.
 WRONG_TYPES = """
+import equinox as eqx, jax, numpy as np
 from eqx_norm import BatchNorm, strategies
+
 for arguments in (
     dict(approach=strategies.Ema), dict(approach=3), dict(input_size=3.0),
     dict(implementation="cuda"),
@@ -351,16 +282,33 @@ for arguments in (
         BatchNorm(**{"input_size": 3, "axis_name": "b", "approach": "batch", **arguments})
     except ValueError as error:
         print(error)
+
+layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
+
+def fail_then_succeed(x, mask, state):
+    try:
+        layer(x, state, mask=mask)
+    except TypeError as error:
+        print(error)
+    return layer(x, state)
+
+axes = dict(in_axes=(0, 0, None), out_axes=(0, None))
+for dtype in (np.float32, np.int32):
+    mask = np.ones((6, 5), dtype)
+    _, state = jax.vmap(fail_then_succeed, axis_name="batch", **axes)(
+        np.ones((6, 3, 5), np.float32), mask, state
+    )
 """
 
 
+@pytest.mark.x32
 def test_arguments_of_a_wrong_type():
-    run = subprocess.run(
-        [sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=True
-    )
-    one, two, three, four = run.stdout.splitlines()
+    one, two, three, four, *masks = python("-c", WRONG_TYPES).stdout.splitlines()
     assert "Ema" in one
     assert "with the parentheses" in one
     assert "approach=3 is neither a name nor a strategy" in two
     assert "input_size=3.0: it is the number of channels, an int" in three
     assert "implementation='cuda' is not available. Available are 'auto', 'xla'" in four
+    for line, dtype in zip(masks, ("float32", "int32"), strict=True):
+        assert line.startswith(f"mask has dtype {dtype}")
+        assert "give booleans, for example mask > 0" in line

@@ -1,4 +1,4 @@
-"""`Moments` is a commutative monoid, and its merge is as good as seeing all values at once."""
+"""Tests that `Moments` form a commutative monoid, and that merging them is exact."""
 
 import dataclasses
 
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from eqx_norm.strategies import Moments
-
-from .helpers import f32
+from tests.helpers import f32
 
 
 def of_values(values: np.ndarray) -> Moments:
@@ -22,10 +21,10 @@ def of_values(values: np.ndarray) -> Moments:
 
 
 def assert_same(a: Moments, b: Moments, scale: float) -> None:
-    """Equal up to the rounding of a few float32 operations on values of that size.
+    """Allows the rounding of a few float32 operations on values of that size.
 
-    Each of them may also lose what is smaller than the smallest normal number, which XLA
-    flushes to zero.
+    Each of them may also lose what is below the smallest normal number, which XLA flushes to
+    zero.
     """
     ulp, tiny = float(np.finfo(np.float32).eps), float(np.finfo(np.float32).tiny)
     np.testing.assert_array_equal(a.count, b.count)
@@ -60,7 +59,7 @@ def test_zero_is_neutral_to_the_bit():
 
 def test_equal_constants_merge_to_that_constant():
     tenth = f32([0.1])
-    a, b = (Moments(f32(n), tenth, jnp.zeros(1)) for n in (3, 7))
+    a, b = (Moments(f32(n), tenth, f32([0])) for n in (3, 7))
     merged = a.merge(b)
     assert merged.mean == tenth
     assert merged.m2 == 0
@@ -109,7 +108,7 @@ def test_finite(bad):
 
 
 def pair(values: np.ndarray) -> Moments:
-    """Moments whose mean and rest together are those of `values`, in 48 bits."""
+    """Returns the moments of `values`, with their mean in 48 bits."""
     mean = values.mean(0)
     high = mean.astype(np.float32)
     m2 = ((values - mean) ** 2).sum(0)
@@ -127,7 +126,7 @@ run = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["op by op", "j
 @run
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_merged_far_from_zero(ratio, run):
-    """A mean to 1e-7 of the standard deviation, whatever its size; after 64 merges as well."""
+    """The mean is off by 1e-7 standard deviations at most, after 64 merges as well."""
     values = ratio + np.random.RandomState(3).standard_normal((640, 5))
     merge = run(Moments.merge)
     merged = Moments.zero(5, jnp.float32)
@@ -173,8 +172,8 @@ def test_the_derivative_of_a_pair_is_that_of_its_sum():
         return (moved.mean + moved.mean_rest + moved.variance)[0]
 
     for share in (0.25, 0.75):
-        slope = jax.grad(sum_of)(f32([3.0]), share)
-        np.testing.assert_allclose(slope, [(1 - share) * (1 + 1e-2 + 6)], rtol=1e-6)
+        derivative = jax.grad(sum_of)(f32([3.0]), share)
+        np.testing.assert_allclose(derivative, [(1 - share) * (1 + 1e-2 + 6)], rtol=1e-6)
 
 
 def test_complex_pairs():
@@ -188,7 +187,7 @@ def test_complex_pairs():
 
 
 def test_compiled_it_is_the_same_mean():
-    """A product that is rounded with the sum it is part of would be another mean."""
+    """A product that is rounded together with the sum would give another mean."""
     random = np.random.RandomState(5)
     a, b = (Moments.of(f32(random.standard_normal(4096)), jnp.ones(4096)) for _ in range(2))
     eager, compiled = (f(a, b, 0.3) for f in (Moments.towards, jax.jit(Moments.towards)))

@@ -1,7 +1,8 @@
-"""With approach="batch" the layer equals PyTorch's and Flax's, over 100 steps of training.
+"""Tests that with approach="batch" the layer equals PyTorch's and Flax's over 100 steps.
 
 `make test` compares with the golden files in `tests/golden`; `make test-peers`, where torch
-and flax are installed, with the peers themselves, and those with the golden files.
+and flax are installed, with the peers themselves, and those with the golden files. There
+`LayerNorm` is compared with torch's, too.
 """
 
 import functools
@@ -9,14 +10,17 @@ import importlib
 from typing import Any
 
 import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from .golden import cases
-from .helpers import load, make, remembered
-from .helpers import quick_call as call
-from .helpers import quick_call_and_grad as call_and_grad
+from experiments.layer_norm_layers import LAYERS, Batch
+from tests.golden import cases
+from tests.helpers import load, make, remembered
+from tests.helpers import quick_call as call
+from tests.helpers import quick_call_and_grad as call_and_grad
 
 TORCH_CASES = tuple(case for case in cases.CASES if case.peer == "torch")
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
@@ -93,7 +97,53 @@ def test_biased_is_not_what_torch_remembers(case: cases.Case):
     biased, torch = ours(case, unbiased=False), cases.golden(case)
     assert_same(biased, torch, but=("running_var", "inference"))
     n = case.values_per_channel
-    # What is left of the variance of 1 that both started from, is left in both.
+    # Both still hold the same share of the variance of 1 that they started from.
     initial = (1 - case.momentum) ** cases.RECORDED[-1]
     ratio = (torch["running_var"][-1] - initial) / (biased["running_var"][-1] - initial)
     np.testing.assert_allclose(ratio, n / (n - 1), rtol=1e-5)
+
+
+# --- LayerNorm: what the autotest of the thread draws, shapes, dtypes and arguments.
+# https://github.com/Oneflow-Inc/oneflow/issues/6149
+
+OURS, TORCH = LAYERS[0], LAYERS[-1]
+# Sums of a few hundred products, of order 1; bfloat16 keeps 8 bits of the result.
+TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 2e-2}
+
+
+@st.composite
+def batches(draw):
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    hypothesis.assume(np.prod(shape) > 1)
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    examples = draw(st.integers(1, 5))
+    x = draw(st.floats(-5, 5)) + random.standard_normal((examples, *shape))
+    dy = random.standard_normal(x.shape)
+    wide = np.float64 if dtype == "float64" else np.float32
+    weight, bias = (
+        random.uniform(0.5, 1.5, shape).astype(wide) if draw(st.booleans()) else None
+        for _ in range(2)
+    )
+    narrow = jnp.dtype(dtype)
+    return Batch(x.astype(narrow), dy.astype(narrow), weight, bias)
+
+
+@pytest.mark.peers
+@hypothesis.given(batches())
+@hypothesis.settings(max_examples=60)
+def test_layer_norm_as_torch(batch):
+    # A pair is at the mercy of eps and of the rounding of its mean: torch's, see
+    # experiments/results/layer_norm_pair.csv.
+    axes = tuple(range(1, batch.x.ndim))
+    hypothesis.assume(np.min(batch.x.astype(float).std(axes)) > 0.1)
+    tolerance = TOLERANCE[batch.x.dtype.name]
+    ours, torch = OURS.answer(batch), TORCH.answer(batch)
+    for name in ours._fields:
+        mine, theirs = getattr(ours, name), getattr(torch, name)
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            assert mine.shape == theirs.shape, name
+            np.testing.assert_allclose(
+                mine.astype(float), theirs, rtol=tolerance, atol=10 * tolerance, err_msg=name
+            )

@@ -1,15 +1,14 @@
-"""A wheel has the strategies, whether or not the checkout has symbolic links."""
+"""Tests that a wheel has the strategies, with and without symbolic links in the checkout."""
 
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT, python
+
 BUILT_FROM = (
     "CHANGELOG.md",
     "LICENSE",
@@ -36,20 +35,14 @@ def checkout(tmp_path):
     return folder
 
 
-def build(checkout, target, out):
-    return subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", out],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def build(checkout, target, out, **how):
+    arguments = ("-m", "hatchling", "build", "--target", target, "--directory", out)
+    return python(*arguments, cwd=checkout, **how)
 
 
 def wheel(checkout, out):
     """Returns the wheel, and its files."""
-    built = build(checkout, "wheel", out)
-    assert built.returncode == 0, built.stderr
+    build(checkout, "wheel", out)
     (path,) = out.glob("*.whl")
     with zipfile.ZipFile(path) as packed:
         return path, set(packed.namelist())
@@ -63,7 +56,7 @@ def test_it_is_the_same_with_links_without_them_and_from_an_sdist(checkout, tmp_
     assert not [file for file in files if file.startswith("strategies")]
     assert wheel(ROOT, tmp_path / "b")[1] == files
 
-    assert build(checkout, "sdist", tmp_path).returncode == 0
+    build(checkout, "sdist", tmp_path)
     (packed,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(packed) as archive:
         archive.extractall(tmp_path / "sdist", filter="data")
@@ -74,14 +67,7 @@ def test_it_is_the_same_with_links_without_them_and_from_an_sdist(checkout, tmp_
         "import eqx_norm, eqx_norm.strategies as s; "
         "print(eqx_norm.__file__, s.__file__, s.named('ema', 0.9).momentum)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = python("-c", program, cwd=tmp_path, PYTHONPATH=str(path))
     package = path / "eqx_norm"
     expected = f"{package / '__init__.py'} {package / 'strategies' / '__init__.py'} 0.9\n"
     assert run.stdout == expected
@@ -90,7 +76,7 @@ def test_it_is_the_same_with_links_without_them_and_from_an_sdist(checkout, tmp_
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
 def test_without_strategies_there_is_none(checkout, tmp_path, target):
     shutil.rmtree(checkout / "strategies")
-    built = build(checkout, target, tmp_path / "out")
+    built = build(checkout, target, tmp_path / "out", fails=True)
     assert built.returncode == 1
     said = built.stdout + built.stderr
     assert f"cannot be built: {checkout / 'strategies'} is missing" in said
@@ -102,13 +88,7 @@ def test_without_strategies_there_is_none(checkout, tmp_path, target):
 def test_an_editable_one_needs_the_link(checkout, tmp_path):
     """That it works where the link is: this is tested from an editable one."""
     program = "import sys; from hatchling.build import build_editable as b; b(sys.argv[1])"
-    built = subprocess.run(
-        [sys.executable, "-c", program, tmp_path],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    built = python("-c", program, tmp_path, cwd=checkout, fails=True)
     assert built.returncode == 1
     said = built.stdout + built.stderr
     assert f"{checkout / LINK} is no link to ../strategies" in said

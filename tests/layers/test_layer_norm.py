@@ -1,5 +1,6 @@
-"""LayerNorm is a drop-in for eqx.nn.LayerNorm, on the operation and the rule of BatchNorm."""
+"""Tests that LayerNorm is a drop-in for eqx.nn.LayerNorm, made of BatchNorm's operation."""
 
+import functools
 import re
 
 import equinox as eqx
@@ -9,10 +10,9 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
-
-from .compiling import filter_jit, jit
-from .helpers import bits, normal
-from .test_residuals import held, printed
+from tests.compiling import filter_jit, jit
+from tests.helpers import bits, normal, over_batch
+from tests.test_residuals import held, printed
 
 SHAPES = [(6,), (3, 4), (2, 3, 2), (1,), ()]
 AFFINE = [(True, True), (True, False), (False, True), (False, False)]
@@ -26,7 +26,7 @@ each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 
 
 def both(shape, weight=True, bias=True, seed=0, **more):
-    """This layer and Equinox's, of the same weight and bias."""
+    """Returns this layer and Equinox's, with the same weight and bias."""
     kinds = {"use_weight": weight, "use_bias": bias}
     ours, theirs = LayerNorm(shape, **kinds, **more), eqx.nn.LayerNorm(shape, **kinds, **more)
     new = [
@@ -82,8 +82,7 @@ def test_a_state_is_passed_through():
     y, after = layer(x, state)
     assert after is state
     assert bits(y) == bits(layer(x)) == bits(layer(x, key=jax.random.key(0)))
-    mapped = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    assert jit(mapped)(normal(0, (3, 4)), state)[0].shape == (3, 4)
+    assert jit(over_batch(model))(normal(0, (3, 4)), state)[0].shape == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_arguments_that_make_no_sense(arguments, message):
 
 def test_integers_are_refused():
     with pytest.raises(TypeError, match=r"x has dtype int32.*x.astype"):
-        LayerNorm(3)(jnp.arange(3))
+        LayerNorm(3)(jnp.arange(3, dtype=jnp.int32))
 
 
 @each_activation
@@ -151,14 +150,13 @@ def test_an_activation_is_as_if_applied_afterwards(name):
 
     np.testing.assert_allclose(y, after(plain, x), rtol=1e-6, atol=1e-6)
     dplain, dx_after = filter_jit(eqx.filter_grad(loss))((plain, x))
-    np.testing.assert_allclose(dx, dx_after, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_layer.weight, dplain.weight, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_layer.bias, dplain.bias, rtol=1e-5, atol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(dx, dx_after)
+    close(of_layer.weight, dplain.weight)
+    close(of_layer.bias, dplain.bias)
     if name == "prelu":
         negative = jnp.where(jax.vmap(plain)(x) < 0, jax.vmap(plain)(x) * dy, 0)
-        np.testing.assert_allclose(
-            of_layer.activation.negative_slope, negative.sum(), rtol=1e-5, atol=1e-5
-        )
+        close(of_layer.activation.negative_slope, negative.sum())
 
 
 def test_an_activation_that_is_not_elementwise():
@@ -192,7 +190,7 @@ def test_more_is_found_in_equinox_s(read):
 
 
 def reference(weight, bias, x):
-    """The definition in plain jax.numpy, for derivatives of all orders."""
+    """Computes the definition in plain jax.numpy, for derivatives of all orders."""
     mean, variance = x.mean(), x.var()
     return jnp.tanh((x - mean) / jnp.sqrt(variance + 1e-5) * weight + bias)
 
@@ -236,9 +234,8 @@ def test_as_a_batch_norm_of_one_channel():
     norm, state = eqx.nn.make_with_state(BatchNorm)(
         1, "batch", approach="batch", channelwise_affine=False
     )
-    mapped = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     # Compiled, both: op by op, a division by a constant is rounded otherwise.
-    y, _ = jax.jit(mapped)(x[None, None], state)
+    y, _ = jax.jit(over_batch(norm))(x[None, None], state)
     plain = LayerNorm((3, 4), use_weight=False, use_bias=False)
     assert bits(y[0, 0]) == bits(plain(x))
 
@@ -254,6 +251,7 @@ def test_half_precision_in_and_out(dtype):
     assert y.dtype == dx.dtype == gradients.weight.dtype == dtype
 
 
+@pytest.mark.x32  # Equinox's layer promotes
 def test_complex_numbers():
     x = normal(0, (5, 6), 1.0) + 1j * normal(1, (5, 6), -2.0, 3.0)
     ours, theirs = LayerNorm(6, dtype=jnp.complex64), eqx.nn.LayerNorm(6, dtype=jnp.complex64)

@@ -1,12 +1,13 @@
-"""Every cell of every notebook runs, in order."""
+"""Tests that every cell of every notebook runs, in order."""
 
 import json
-from pathlib import Path
 
 import matplotlib
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+from tests.processes import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,14 +1,14 @@
-"""Environments are made of the Python that was asked for, wherever the checkout lies."""
+"""Tests that environments are made of the Python asked for, wherever the checkout lies."""
 
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT
+
 # Stands in for a Python of that version: answers what it is asked for, and makes environments
 # out of itself, without anything in them.
 STAND_IN = """#!/bin/sh
