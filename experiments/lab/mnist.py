@@ -106,7 +106,6 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     """Adds `--data`, the source."""
     parser.add_argument(
         "--data",
-        default="subset",
         metavar="SOURCE",
         help="'subset': 10,000 training images of MNIST that are part of this repository "
         "(default); 'download': all of it, from a public mirror; or a folder with the four "

@@ -20,19 +20,17 @@ BATCH_SIZE = 64
 OPTIMISER = optax.adam(3e-3)
 
 
+GradientNorms = dict[str, NDArray[np.float32]]  # by parameter: "linear1.weight"
+
+
 class Record(NamedTuple):
     """What was recorded; every array has one value a step."""
 
-    loss: NDArray[np.float32]
-    gradient_norms: dict[str, NDArray[np.float32]]  # by parameter: "linear1.weight"
-    output_mean: NDArray[np.float32]  # of the (last) normalisation layer
-    output_std: NDArray[np.float32]
-    accuracy: NDArray[np.float32]  # on the test images; NaN but after the evaluated steps
-    probed: dict[str, NDArray[np.float32]]  # what `probe` returned
-
-    @property
-    def largest_gradient_norm(self) -> NDArray[np.float32]:
-        return np.max([*self.gradient_norms.values()], axis=0)
+    # loss, largest_gradient_norm, output_mean and output_std of the (last) normalisation
+    # layer, accuracy on the test images (NaN but after the evaluated steps), and whatever
+    # `probe` returned.
+    curves: dict[str, NDArray[np.float32]]
+    gradient_norms: GradientNorms
 
 
 # Takes what a training step had: the model and the labels that went in, the log-probabilities
@@ -85,12 +83,12 @@ def train(
         measured = i in evaluated or i == steps
         columns["accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
-    arrays = {name: np.array(column) for name, column in columns.items()}
+    curves = {name: np.array(column) for name, column in columns.items()}
+    norms = curves.pop("gradient_norms")
+    curves["largest_gradient_norm"] = norms.max(axis=1)
     paths, _ = jax.tree_util.tree_flatten_with_path(parameters)
     names = [jax.tree_util.keystr(path).removeprefix(".") for path, _ in paths]
-    norms = dict(zip(names, arrays.pop("gradient_norms").T, strict=True))
-    own = {name: arrays.pop(name) for name in Record._fields if name in arrays}
-    return Record(gradient_norms=norms, probed=arrays, **own)
+    return Record(curves, dict(zip(names, norms.T, strict=True)))
 
 
 def _order(images: int, steps: int, seed: int) -> Int[np.ndarray, "steps batch"]:

@@ -17,7 +17,8 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -26,15 +27,16 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED
-from experiments.lab import mnist, rows, training
+from experiments.lab import curves, mnist, rows, training
 from experiments.lab.claims import judge, verdicts_table
-from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.experiment import Experiment, Files, Report, number_from, with_options
 from experiments.lab.networks import NETWORKS, MakeNorm
 from experiments.lab.tables import table
+from experiments.lab.training import GradientNorms
 
 from .claims import CLAIMS, FIRST_STEPS, mean_loss, peak
 from .figures import draw
-from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step, by_setting
+from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,26 +78,25 @@ def make_norm(setting: Setting) -> MakeNorm:
 def measure(job: Job, files: Files) -> dict[str, Any]:
     """Trains every setting from every seed."""
     data = mnist.load(job.data)
-    records: Records = {}
+    found: list[Step] = []
+    norms: defaultdict[Setting, dict[int, GradientNorms]] = defaultdict(dict)  # by seed
     total = len(job.settings) * len(job.seeds) * job.steps
     with tqdm(total=total, unit="step", disable=None) as progress:
-        for setting in job.settings:
+        for setting, seed in itertools.product(job.settings, job.seeds):
             progress.set_description(f"{setting.label:>20}")
-            records[setting] = {
-                seed: training.train(
-                    NETWORKS[job.network],
-                    make_norm(setting),
-                    data,
-                    seed=seed,
-                    steps=job.steps,
-                    evaluated=job.evaluated,
-                    on_step=progress.update,
-                )
-                for seed in job.seeds
-            }
-    rows.save(files.csv(), Step, _steps(records))
-    if any(setting in records for setting in FIGURE_1):
-        rows.save(files.csv("_gradients"), Gradient, _gradients(records))
+            record = training.train(
+                NETWORKS[job.network],
+                make_norm(setting),
+                data,
+                seed=seed,
+                steps=job.steps,
+                evaluated=job.evaluated,
+                on_step=progress.update,
+            )
+            found += curves.steps(Step, setting, seed, record.curves)
+            norms[setting][seed] = record.gradient_norms
+    rows.save(files.csv(), Step, found)
+    rows.save(files.csv("_gradients"), Gradient, gradients(norms))
     return {
         "seeds": job.seeds,
         "steps": job.steps,
@@ -104,83 +105,60 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     }
 
 
-Records = dict[Setting, dict[int, training.Record]]  # by setting and seed
-
-
-def _steps(records: Records) -> Iterator[Step]:
-    for setting, of_seeds in records.items():
-        for seed, record in of_seeds.items():
-            columns = (
-                record.loss,
-                record.largest_gradient_norm,
-                record.output_mean,
-                record.output_std,
-                record.accuracy,
-            )
-            for step, values in enumerate(zip(*columns, strict=True), start=1):
-                yield Step(*setting, seed, step, *map(float, values))
-
-
-def _gradients(records: Records) -> Iterator[Gradient]:
+def gradients(norms: Mapping[Setting, dict[int, GradientNorms]]) -> Iterator[Gradient]:
     """Yields what figure 1 shows, of one seed.
 
     It is the seed of which ema at 0.99 has the median peak: neither the best nor the worst to
     be had.
     """
-    ranked = records.get(Setting("ema", 0.99), next(iter(records.values())))
+    of_seeds = norms.get(Setting("ema", 0.99)) or next(iter(norms.values()))
     peaks = {
-        seed: record.largest_gradient_norm[:FIRST_STEPS].max()
-        for seed, record in ranked.items()
+        seed: max(norm[:FIRST_STEPS].max() for norm in of_parameter.values())
+        for seed, of_parameter in of_seeds.items()
     }
     seed = sorted(peaks, key=peaks.__getitem__)[len(peaks) // 2]
-    for setting in FIGURE_1:
-        if setting not in records:
-            continue
-        norms = records[setting][seed].gradient_norms
-        absent = np.full(len(records[setting][seed].loss), np.nan)
-        for module in dict.fromkeys(name.rpartition(".")[0] for name in norms):
-            pairs = (norms.get(f"{module}.{kind}", absent) for kind in ("weight", "bias"))
-            for step, pair in enumerate(zip(*pairs, strict=True), start=1):
-                yield Gradient(*setting, seed, step, module, *map(float, pair))
+    for setting in (setting for setting in FIGURE_1 if setting in norms):
+        of_parameter = norms[setting][seed]
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in of_parameter):
+            pairs = (of_parameter[f"{module}.{kind}"] for kind in ("weight", "bias"))
+            for step, (weight, bias) in enumerate(zip(*pairs, strict=True), start=1):
+                yield Gradient(*setting, seed, step, module, float(weight), float(bias))
 
 
 def report(files: Files) -> Report:
     """Returns the medians over the seeds of what the claims are about, and the verdicts."""
-    runs = by_setting(rows.load(files.csv(), Step))
+    runs = curves.by_setting(rows.load(files.csv(), Step), Setting)
     settings = table(
         ("setting", f"peak gradient norm, steps 1-{FIRST_STEPS}", "mean loss", "test accuracy"),
         [
             (
                 setting.label,
-                f"{np.median(peak(curves)):.2f}",
-                f"{np.median(mean_loss(curves)):.3f}",
-                f"{np.median(curves.accuracy[:, -1]):.1%}",
+                f"{np.median(peak(run)):.2f}",
+                f"{np.median(mean_loss(run)):.3f}",
+                f"{np.median(run['accuracy'][:, -1]):.1%}",
             )
-            for setting, curves in runs.items()
+            for setting, run in runs.items()
         ],
     )
     verdicts = judge(CLAIMS, runs)
-    claims = verdicts_table(
-        verdicts, "claim of issue #659", "measured, median (range) over seeds"
-    )
-    return Report(f"{settings}\n\n{claims}", verdicts)
+    header = "claim of issue #659", "measured, median (range) over seeds"
+    return Report(f"{settings}\n\n{verdicts_table(verdicts, *header)}", verdicts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, whole = parser.add_argument, Job()
+    add = parser.add_argument
     add(
         "--seeds",
         nargs="+",
-        type=_natural(0),
+        type=number_from(0),
         metavar="N",
-        help="the seeds: initial parameters and order of images "
-        f"(default: {' '.join(map(str, whole.seeds))})",
+        help="the seeds: initial parameters and order of images (default: 0 1 2 3 4)",
     )
     add(
         "--steps",
-        type=_natural(1),
+        type=number_from(1),
         metavar="N",
-        help=f"training steps of each run (default: {whole.steps})",
+        help="training steps of each run (default: 100)",
     )
     add(
         "--approach",
@@ -199,38 +177,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--network",
         choices=("small", "large"),
-        default=whole.network,
         help="small: the issue's, one norm layer; large: four convolutions, each normalised; "
         "about three times as long (default: small)",
     )
     mnist.add_argument(parser)
-
-
-def choose(job: Job, options: argparse.Namespace) -> Job:
-    settings = job.settings
-    if options.approach or options.momentum:
-        pairs = itertools.product(options.approach or NAMED, options.momentum or (0.99,))
-        settings = tuple(
-            dict.fromkeys(Setting(a, 0.0 if a == NO_NORM else m) for a, m in pairs)
-        )
-    return dataclasses.replace(
-        job,
-        settings=settings,
-        seeds=tuple(dict.fromkeys(options.seeds or job.seeds)),
-        steps=options.steps or job.steps,
-        network=options.network,
-        data=options.data,
-    )
-
-
-def _natural(least: int) -> Callable[[str], int]:
-    def natural(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more")
-        return value
-
-    return natural
 
 
 def _momentum(text: str) -> float:
@@ -238,6 +188,14 @@ def _momentum(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
     return value
+
+
+def choose(job: Job, options: argparse.Namespace) -> Job:
+    if options.approach or options.momentum:
+        pairs = itertools.product(options.approach or NAMED, options.momentum or (0.99,))
+        settings = (Setting(a, 0.0 if a == NO_NORM else m) for a, m in pairs)
+        job = dataclasses.replace(job, settings=tuple(dict.fromkeys(settings)))
+    return with_options(job, options)
 
 
 EXPERIMENT = Experiment(

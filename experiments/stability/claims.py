@@ -1,14 +1,14 @@
 """The claims of Equinox issue #659, and how each is judged."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lab.claims import Claim, NotMeasured
+from experiments.lab.curves import Curves
 
-from .runs import Curves, Runs, Setting
+from .runs import Setting
 
 # The issue sees the gradients spike "2-3 iterations in"; ten steps leave room for seeds.
 FIRST_STEPS = 10
@@ -24,63 +24,60 @@ SAME = 1.02
 BATCH = Setting("batch", 0.99)
 EMA, ADAM, SMOOTH = (Setting(name, 0.99) for name in ("ema", "adam", "smooth_start"))
 
+Runs = dict[Setting, Curves]
+Quantity = Callable[[Curves], NDArray[np.float64]]  # one value a seed
+
 
 def peak(curves: Curves) -> NDArray[np.float64]:
-    """Returns, by seed, the largest gradient norm of any parameter in the first steps."""
-    return curves.largest_gradient_norm[:, :FIRST_STEPS].max(axis=1)
+    """Returns the largest gradient norm of any parameter in the first steps."""
+    return curves["largest_gradient_norm"][:, :FIRST_STEPS].max(axis=1)
 
 
 def mean_loss(curves: Curves) -> NDArray[np.float64]:
-    """Returns, by seed, the training loss averaged over all steps."""
-    return curves.loss.mean(axis=1)
+    """Returns the training loss averaged over all steps."""
+    return curves["loss"].mean(axis=1)
 
 
-class Ratio(NamedTuple):
+class Ratio:
     """A ratio of two settings, seed by seed: both start alike and see the same images."""
 
-    median: float
-    low: float
-    high: float
+    def __init__(self, runs: Runs, quantity: Quantity, a: Setting, b: Setting):
+        if a not in runs or b not in runs:
+            raise NotMeasured
+        values = quantity(runs[a]) / quantity(runs[b])
+        self.median = float(np.median(values))
+        self.low, self.high = float(values.min()), float(values.max())
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def ratio(
-    runs: Runs, quantity: Callable[[Curves], NDArray[np.float64]], a: Setting, b: Setting
-) -> Ratio:
-    if a not in runs or b not in runs:
-        raise NotMeasured
-    values = quantity(runs[a]) / quantity(runs[b])
-    return Ratio(float(np.median(values)), float(values.min()), float(values.max()))
-
-
 def _spike_and_loss(runs: Runs) -> tuple[str, bool]:
-    spike, loss = ratio(runs, peak, EMA, BATCH), ratio(runs, mean_loss, EMA, BATCH)
+    spike, loss = Ratio(runs, peak, EMA, BATCH), Ratio(runs, mean_loss, EMA, BATCH)
     holds = spike.median >= SPIKE and loss.median > AS_WELL
     return f"peak ema/batch {spike}, loss ema/batch {loss}", holds
 
 
 def _low_momentum(runs: Runs) -> tuple[str, bool]:
-    loss = ratio(runs, mean_loss, Setting("ema", 0.5), BATCH)
+    loss = Ratio(runs, mean_loss, Setting("ema", 0.5), BATCH)
     return f"loss ema/batch {loss}", loss.median <= AS_WELL
 
 
 def _adam(runs: Runs) -> tuple[str, bool]:
-    helps, spikes = ratio(runs, peak, ADAM, EMA), ratio(runs, peak, ADAM, BATCH)
+    helps, spikes = Ratio(runs, peak, ADAM, EMA), Ratio(runs, peak, ADAM, BATCH)
     holds = helps.median < 1 and spikes.median >= SPIKE
     return f"peak adam/ema {helps}, adam/batch {spikes}", holds
 
 
 def _smooth_start(runs: Runs) -> tuple[str, bool]:
-    spike, loss = ratio(runs, peak, SMOOTH, ADAM), ratio(runs, mean_loss, SMOOTH, ADAM)
+    spike, loss = Ratio(runs, peak, SMOOTH, ADAM), Ratio(runs, mean_loss, SMOOTH, ADAM)
     holds = spike.median < 1 and loss.median <= 1
     return f"peak smooth_start/adam {spike}, loss {loss}", holds
 
 
 def _same_as_batch(runs: Runs) -> tuple[str, bool]:
     smooth = Setting("smooth_start", 0.9999)
-    spike, loss = ratio(runs, peak, smooth, BATCH), ratio(runs, mean_loss, smooth, BATCH)
+    spike, loss = Ratio(runs, peak, smooth, BATCH), Ratio(runs, mean_loss, smooth, BATCH)
     holds = max(spike.high, loss.high, 1 / spike.low, 1 / loss.low) <= SAME
     return f"peak smooth_start/batch {spike}, loss {loss}", holds
 

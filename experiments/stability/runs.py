@@ -1,11 +1,6 @@
 """The settings that are trained, and what is kept of their runs."""
 
-from collections import defaultdict
-from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 NO_NORM = "none"
 
@@ -63,29 +58,3 @@ class Gradient(NamedTuple):
     module: str
     weight: float
     bias: float
-
-
-class Curves(NamedTuple):
-    """The runs of one setting; each array is [seeds, steps]."""
-
-    loss: NDArray[np.float64]
-    largest_gradient_norm: NDArray[np.float64]
-    output_mean: NDArray[np.float64]
-    output_std: NDArray[np.float64]
-    accuracy: NDArray[np.float64]
-
-
-Runs = dict[Setting, Curves]
-
-
-def by_setting(steps: Iterable[Step]) -> Runs:
-    of_setting: defaultdict[Setting, list[Step]] = defaultdict(list)
-    for step in steps:
-        of_setting[Setting(step.approach, step.momentum)].append(step)
-    return {setting: _curves(found) for setting, found in of_setting.items()}
-
-
-def _curves(steps: list[Step]) -> Curves:
-    seeds = len({step.seed for step in steps})
-    columns = [[getattr(step, name) for step in steps] for name in Curves._fields]
-    return Curves(*(np.reshape(column, (seeds, -1)) for column in columns))
