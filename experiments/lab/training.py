@@ -27,7 +27,7 @@ class Record(NamedTuple):
     """What was recorded; every array has one value a step."""
 
     # loss, largest_gradient_norm, output_mean and output_std of the (last) normalisation
-    # layer, accuracy on the test images (NaN but after the evaluated steps), and whatever
+    # layer, test_accuracy (NaN but after the evaluated steps), and whatever
     # `probe` returned.
     curves: dict[str, NDArray[np.float32]]
     gradient_norms: GradientNorms
@@ -81,7 +81,7 @@ def train(
         for name, value in values.items():
             columns[name].append(value)
         measured = i in evaluated or i == steps
-        columns["accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
+        columns["test_accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
     curves = {name: np.array(column) for name, column in columns.items()}
     norms = curves.pop("gradient_norms")

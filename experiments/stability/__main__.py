@@ -135,7 +135,7 @@ def report(files: Files) -> Report:
                 setting.label,
                 f"{np.median(peak(run)):.2f}",
                 f"{np.median(mean_loss(run)):.3f}",
-                f"{np.median(run['accuracy'][:, -1]):.1%}",
+                f"{np.median(run['test_accuracy'][:, -1]):.1%}",
             )
             for setting, run in runs.items()
         ],

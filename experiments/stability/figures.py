@@ -107,7 +107,7 @@ def seeds(runs: Runs, settings: Sequence[Setting], path: Path) -> Path:
     quantities = {
         "loss": ("training loss", "y"),
         "largest_gradient_norm": ("largest gradient norm", "y"),
-        "accuracy": ("test accuracy, inference mode, %", "x"),
+        "test_accuracy": ("test accuracy, inference mode, %", "x"),
     }
     figure = Figure(figsize=(10, 3.6))
     axes = figure.subplots(1, 3)
@@ -125,6 +125,6 @@ def seeds(runs: Runs, settings: Sequence[Setting], path: Path) -> Path:
 def _line(axes: Axes, runs: Runs, setting: Setting, quantity: str, label: str) -> None:
     """Draws the median over the seeds, with their range shaded."""
     curves = runs[setting]
-    values = 100 * curves[quantity] if quantity == "accuracy" else curves[quantity]
+    values = 100 * curves[quantity] if quantity == "test_accuracy" else curves[quantity]
     style = STYLE[setting.approach]
     look.median_and_range(axes, curves["step"][0], values, label=label, **style)

@@ -45,7 +45,7 @@ class Step(NamedTuple):
     largest_gradient_norm: float  # of any parameter
     output_mean: float  # of the (last) normalisation layer
     output_std: float
-    accuracy: float  # on the test images, in inference mode; NaN where it was not measured
+    test_accuracy: float  # in inference mode; NaN where it was not measured
 
 
 class Gradient(NamedTuple):
