@@ -46,6 +46,11 @@ class Row(NamedTuple):
     rejected: float = math.nan  # how many batches the layer says it has rejected
 
     @property
+    def setting(self) -> tuple[object, ...]:
+        """What is run."""
+        return self[: self._fields.index("raised")]
+
+    @property
     def n(self) -> int:
         """How many values a channel has."""
         return math.prod(self.shape) // self.shape[1]
@@ -58,7 +63,3 @@ class Row(NamedTuple):
     def variance_error(self) -> float:
         """Beside the variance that the layer says it remembers."""
         return self.unbiased_error if self.unbiased else self.biased_error
-
-
-# What a row says of that; the rest of its fields came of it.
-SETTING = Row._fields[: Row._fields.index("raised")]
