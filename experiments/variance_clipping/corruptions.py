@@ -1,11 +1,11 @@
-"""The kinds of corruption of the variance clipping experiment."""
+"""The ways in which a training batch is corrupted."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Of a batch, [n, 1, 28, 28]; 0 is black and 1 is white.
+# A batch of images, [n, 1, 28, 28]; 0 is black and 1 is white.
 Ink = NDArray[np.float32]
 
 
@@ -26,7 +26,7 @@ CORRUPTIONS: dict[str, Callable[[Ink], Ink]] = {
     CLEAN: lambda ink: ink,
     # A variance 1e6 times as large, a mean 1e3 times.
     SCALED: lambda ink: 1e3 * ink,
-    # The same variance, but the mean of every pixel over the batch stays.
+    # A variance 1e6 times as large, too, but the mean of every pixel over the batch stays.
     CONTRAST: _contrast,
     # The first of 64: a variance 2e4 times as large, a mean 20 times.
     ONE_IMAGE: _one_image,
@@ -38,13 +38,9 @@ CORRUPTIONS: dict[str, Callable[[Ink], Ink]] = {
 }
 
 
-def at(steps: Collection[int], corruption: str) -> Callable[[int, Ink], Ink]:
-    """Corrupts the images, from -1 to 1, of these steps."""
-
-    def change(step: int, images: Ink) -> Ink:
-        if step not in steps or corruption == CLEAN:
-            return images
-        ink = CORRUPTIONS[corruption]((images + np.float32(1)) / np.float32(2))
-        return (2 * ink - 1).astype(np.float32)
-
-    return change
+def corrupted(images: NDArray[np.float32], corruption: str) -> NDArray[np.float32]:
+    """Returns the images, from -1 to 1, corrupted so."""
+    if corruption == CLEAN:
+        return images
+    ink = CORRUPTIONS[corruption]((images + np.float32(1)) / np.float32(2))
+    return (2 * ink - 1).astype(np.float32)
