@@ -1,4 +1,4 @@
-"""Layer normalisation and its gradients: OneFlow issue #6149 with this layer and its peers.
+"""Measures layer normalisation and its gradients: OneFlow #6149 with this layer and its peers.
 
     python -m experiments.layer_norm           the whole job: under 2 minutes, 2 cores
     python -m experiments.layer_norm --quick   under 30 seconds; fails if a claim fails
@@ -6,187 +6,178 @@
 (a) The pair of that issue, [-1.83965693, -1.82964566] at eps = 1e-5: its output, and the
     gradient of the sum of its output, which is exactly 0.
 (b) The gradients of weight and bias over shapes of 1 to 4 dimensions, with and without either,
-    in float32, float64 and bfloat16, against extended precision. (OneFlow had exchanged them.)
-(c) Layer norm made of a batch norm of the reshaped input, beside layer norm.
-(d) The time it takes, as ratios.
+    in float32, float64 and bfloat16, against extended precision. OneFlow had exchanged them,
+    so the error of the right answer with both exchanged stands beside the others.
+(c) Layer norm made of a batch norm of the reshaped input, as OneFlow's was, beside layer norm.
 
-Compared are Equinox's, Flax's and PyTorch's layers; those not installed are left out. The
-issue: https://github.com/Oneflow-Inc/oneflow/issues/6149
+Compared are Equinox's, Flax's and PyTorch's layers. The issue:
+https://github.com/Oneflow-Inc/oneflow/issues/6149. The time it takes: experiments.speed.
 """
 
-import argparse
-import dataclasses
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from . import (
-    accuracy_peers,
-    command,
-    layer_norm_by_batch_norm,
-    layer_norm_claims,
-    layer_norm_figure,
-    layer_norm_gradients,
-    layer_norm_layers,
-    layer_norm_measured,
-    layer_norm_pair,
-    layer_norm_speed,
-    results,
-)
-from .layer_norm_layers import Layer
-from .layer_norm_measured import Measured
+from ..lab import answers, exact, peers, rows
+from ..lab.claims import judge, verdicts_table
+from ..lab.exact import Batch
+from ..lab.experiment import Experiment, Files, Report
+from ..lab.peers import names
+from ..lab.tables import table
+from . import cases, claims, figures
+from .rows import EXCHANGED, AtMean, ByBatchNorm, Gradients, Pair
+
+PEERS = (names.OURS, names.EQUINOX, names.LINEN, names.LINEN_TWO_PASS, names.TORCH)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Job:
-    layers: tuple[Layer, ...] = layer_norm_layers.LAYERS
-    dimensions: tuple[int, ...] = layer_norm_gradients.DIMENSIONS
-    shapes: tuple[tuple[int, int], ...] = layer_norm_speed.SHAPES  # to time
+    layers: tuple[str, ...] = PEERS
+    dimensions: tuple[int, ...] = cases.DIMENSIONS
 
 
 WHOLE = Job()
-# Nothing is timed: what is measured beside something else says nothing.
-QUICK = Job(layer_norm_layers.ALWAYS, (1, 2), ())
+# Only what is installed wherever the package is.
+QUICK = Job(PEERS[:2], (1, 2))
 
 
-def run(job: Job) -> Measured:
-    packages = {layer.package for layer in job.layers}
-    timings = layer_norm_speed.steps(
-        packages & {"eqx_norm", "equinox", "torch"}, job.shapes, layer_norm_speed.ROUNDS
-    )
-    kinds = len(layer_norm_gradients.DTYPES) * len(layer_norm_gradients.AFFINE)
-    with tqdm(total=kinds * len(job.dimensions), unit="batch", disable=None) as progress:
-        progress.set_description("gradients")
-        gradients = layer_norm_gradients.measure(job.layers, job.dimensions, progress.update)
-    pair = layer_norm_pair.measure(job.layers)
-    by_batch_norm = layer_norm_by_batch_norm.measure(job.layers)
-    with tqdm(total=timings, unit="timing", disable=None if timings else True) as progress:
-        progress.set_description("speed")
-        speed = layer_norm_speed.measure(packages, job.shapes, after=progress.update)
-    return Measured(pair, gradients, by_batch_norm, speed)
+def measure(job: Job, files: Files) -> dict[str, Any]:
+    # Nine digits, as float32 has them: what is compared with 0.8454272 is a number, no error.
+    rows.save(files.csv("_pair"), Pair, _pair(job.layers), digits=9)
+    rows.save(files.csv("_means"), AtMean, _means(job.layers), digits=9)
+    rows.save(files.csv("_gradients"), Gradients, _gradients(job), digits=9)
+    rows.save(files.csv("_by_batch_norm"), ByBatchNorm, _by_batch_norm(job.layers), digits=9)
+    return {"bits of the reference's mantissa": exact.MANTISSA}
 
 
-def report(measured: Measured) -> str:
-    """All tables, for the terminal and the README alike."""
-    words = {True: "holds", False: "DOES NOT HOLD", None: "not run"}
-    claims = results.table(
-        ("claim of this layer", "measured", "verdict"),
-        [(v.claim, v.measured, words[v.holds]) for v in layer_norm_claims.judge(measured)],
-    )
+def _pair(layers: Sequence[str]) -> Iterator[Pair]:
+    for dtype in ("float32", "float64"):
+        batch = cases.pair(dtype)
+        right = exact.layer_norm(batch).answer
+        for layer in layers:
+            gave = answers.layer_norm(layer, batch)
+            error = float(np.max(np.abs(gave.y - right.y)))
+            yield Pair(dtype, layer, float(gave.y[0, 1]), error, float(np.abs(gave.dx).max()))
+
+
+def _means(layers: Sequence[str]) -> Iterator[AtMean]:
+    batch = cases.pairs()
+    right = exact.layer_norm(batch).answer
+    for layer in layers:
+        gave = answers.layer_norm(layer, batch)
+        errors, gradients = np.abs(gave.y - right.y).max(1), np.abs(gave.dx).max(1)
+        for mean, error, dx in zip(cases.MEANS, errors, gradients, strict=True):
+            yield AtMean(layer, float(mean), float(error), float(dx))
+
+
+def _gradients(job: Job) -> Iterator[Gradients]:
+    given = [(d, batch) for d in cases.DTYPES for batch in cases.batches(d, job.dimensions)]
+    for dtype, batch in tqdm(given, desc="gradients", unit="batch", disable=None):
+        right = exact.layer_norm(batch)
+        gave = {layer: answers.layer_norm(layer, batch) for layer in job.layers}
+        gave[EXCHANGED] = right.answer._replace(
+            dweight=None if batch.weight is None else right.answer.dbias,
+            dbias=None if batch.bias is None else right.answer.dweight,
+        )
+        for layer, answer in gave.items():
+            found = exact.errors(batch, right, answer)
+            shape = batch.x.shape[1:]
+            yield Gradients(dtype, shape, layer, found.dweight, found.dbias, found.dx)
+
+
+def _by_batch_norm(layers: Sequence[str]) -> Iterator[ByBatchNorm]:
+    for dtype in ("float32", "float64"):
+        drawn = [np.random.RandomState(0).normal(3, 2, shape) for shape in cases.SHAPES]
+        for layer in layers:
+            differences = []
+            for x in (drawn_.astype(dtype) for drawn_ in drawn):
+                y = answers.layer_norm(layer, Batch(x, x, None, None)).y
+                # The examples for channels, in a batch of one.
+                as_channels = x.reshape(1, len(x), -1)
+                other = answers.batch_norm(layer, Batch(as_channels, as_channels, None, None)).y
+                differences.append(np.max(np.abs(y - other.reshape(x.shape))))
+            yield ByBatchNorm(dtype, layer, float(max(differences)))
+
+
+def report(files: Files) -> Report:
+    measured = claims.load(files)
     layers = list(dict.fromkeys(row.layer for row in measured.pair))
-    parts = (
-        _pair(measured.pair),
-        _gradients(measured.gradients, layers),
-        _by_batch_norm(measured.by_batch_norm, layers),
-        _speed(measured.speed),
-        claims,
+    verdicts = judge(claims.CLAIMS, measured)
+    single = {row.layer: row for row in measured.pair if row.dtype == "float32"}
+    said = {layer: f"{row.y:.7f}, gradient {row.dx:.1g}" for layer, row in single.items()}
+    return Report(
+        "\n\n".join(
+            (
+                table(
+                    ("the pair in", "layer", "output", "its error", "gradient of the sum"),
+                    [
+                        (r.dtype, r.layer, f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}")
+                        for r in measured.pair
+                    ],
+                ),
+                _gradients_table(measured.gradients, layers),
+                _by_batch_norm_table(measured.by_batch_norm, layers),
+                verdicts_table(verdicts, "claim of this layer"),
+            )
+        ),
+        verdicts,
+        ours=said.pop(names.OURS),
+        peers="; ".join(f"{layer} {numbers}" for layer, numbers in said.items()),
     )
-    return "\n\n".join(part for part in parts if part)
 
 
-def _pair(rows: Sequence[layer_norm_pair.Row]) -> str:
-    return results.table(
-        ("the pair in", "layer", "output", "its error", "gradient of the sum"),
-        [(r.dtype, r.layer, f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}") for r in rows],
-    )
+def _gradients_table(found: Sequence[Gradients], layers: Sequence[str]) -> str:
+    columns = (*layers, EXCHANGED)
 
-
-def _gradients(rows: Sequence[layer_norm_gradients.Row], layers: Sequence[str]) -> str:
-    columns = (*layers, layer_norm_gradients.EXCHANGED)
-
-    def worst(dtype: str, quantity: str, name: str) -> str:
-        if quantity == "dx" and name == layer_norm_gradients.EXCHANGED:
+    def worst(dtype: str, quantity: str, layer: str) -> str:
+        if quantity == "dx" and layer == EXCHANGED:
             return ""
-        of = [getattr(r, quantity) for r in rows if (r.dtype, r.layer) == (dtype, name)]
+        of = [getattr(r, quantity) for r in found if (r.dtype, r.layer) == (dtype, layer)]
         return f"{np.nanmax(of):.1e}"
 
-    return results.table(
+    return table(
         ("largest error", *columns),
         [
-            (f"{quantity}, {dtype}", *(worst(dtype, quantity, name) for name in columns))
-            for dtype in layer_norm_gradients.DTYPES
+            (f"{quantity}, {dtype}", *(worst(dtype, quantity, layer) for layer in columns))
+            for dtype in dict.fromkeys(row.dtype for row in found)
             for quantity in ("dweight", "dbias", "dx")
         ],
     )
 
 
-def _by_batch_norm(rows: Sequence[layer_norm_by_batch_norm.Row], layers: Sequence[str]) -> str:
-    found = {(row.dtype, row.layer): row.difference for row in rows}
-    return results.table(
+def _by_batch_norm_table(found: Sequence[ByBatchNorm], layers: Sequence[str]) -> str:
+    differences = {(row.dtype, row.layer): row.difference for row in found}
+    return table(
         ("layer norm - batch norm", *layers),
         [
-            (dtype, *(f"{found[dtype, name]:.1e}" for name in layers))
-            for dtype in layer_norm_by_batch_norm.DTYPES
+            (dtype, *(f"{differences[dtype, layer]:.1e}" for layer in layers))
+            for dtype in dict.fromkeys(row.dtype for row in found)
         ],
     )
 
 
-def _speed(rows: Sequence[layer_norm_speed.Row]) -> str:
-    peers = [n for n in ("Equinox", "PyTorch") if any(row.layer == n for row in rows)]
-    ratios = {peer: layer_norm_speed.ratios(rows, peer) for peer in peers}
-    keys = dict.fromkeys((row.dtype, row.program) for row in rows)
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    if not shapes:
-        return ""
-    return results.table(
-        ("time, this layer over", *(f"{n}x{values}" for n, values in shapes)),
-        [
-            (
-                f"{peer}, {dtype}, {program}",
-                *(f"{ratios[peer][shape, dtype, program]:.2f}" for shape in shapes),
-            )
-            for peer in peers
-            for dtype, program in keys
-        ],
-    )
+def _present(job: Job) -> tuple[Job, dict[str, str]]:
+    layers, left_out = peers.present(job.layers)
+    return replace(job, layers=layers), left_out
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    job = QUICK if options.quick else WHOLE
-    missing = accuracy_peers.missing(layer.package for layer in job.layers)
-    for package in missing:
-        print(f"{package} is not installed: left out (make experiments has it)")
-    here = tuple(layer for layer in job.layers if layer.package not in missing)
-    job = dataclasses.replace(job, layers=here)
-    out = command.folder(parser, options, whole=job == WHOLE)
-    folder = out / "results"
-    started = time.perf_counter()
-    measured = run(job)
-    means = layer_norm_pair.at_means(job.layers)
-    seconds = round(time.perf_counter() - started, 1)
-    verdicts = layer_norm_claims.judge(measured)
-    layer_norm_measured.save(folder, measured, means)
-    figure = layer_norm_figure.draw(out)
-    packages = sorted({layer.package for layer in job.layers} & {"flax", "torch"})
-    results.write_json(
-        folder / "layer_norm.json",
-        {
-            "environment": results.environment(*packages),
-            "left out": missing,
-            "seconds": seconds,
-            "claims": [verdict._asdict() for verdict in verdicts],
-        },
-    )
-    print(f"\n{report(measured)}\n")
-    print(f"in {seconds} s; results in {folder}, figure:\n  {figure}")
-    return int(options.quick and any(verdict.holds is False for verdict in verdicts))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "layer_norm",
-        __doc__,
-        quick="fewer shapes, no peers but Equinox, nothing timed; exits with 1 if a claim does "
-        "not hold",
-        whole="the whole job with every peer",
-    )
-    return parser
-
+EXPERIMENT = Experiment(
+    name="layer_norm",
+    about=__doc__,
+    thread="[OneFlow #6149](https://github.com/Oneflow-Inc/oneflow/issues/6149): layer norm",
+    whole=WHOLE,
+    quick=QUICK,
+    measure=measure,
+    report=report,
+    draw=figures.draw,
+    quick_help="fewer shapes, no peers but Equinox; exits with 1 if a claim does not hold",
+    whole_help="the whole job with every peer",
+    present=_present,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(EXPERIMENT.main())

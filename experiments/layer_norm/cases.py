@@ -1,39 +1,42 @@
-"""The gradients of weight and bias over shapes of 1 to 4 dimensions, against float64.
+"""What layer norms are given: OneFlow's pair, pairs like it, and shapes of 1 to 4 dimensions.
 
-OneFlow had them exchanged. Where they are, the error is as large as they are: it stands
-beside what was measured.
+https://github.com/Oneflow-Inc/oneflow/issues/6149
 """
 
 import itertools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
-from .accuracy_reference import RSTD_UNIT, half_ulp
-from .layer_norm_layers import EPS, Answer, Batch, Layer
+from ..lab.exact import Batch
 
-DTYPES = ("float32", "float64", "bfloat16")
+PAIR = (-1.83965693, -1.82964566)
+# Pairs as far apart as that one, at ever larger means.
+MEANS = np.geomspace(0.01, 1e4, 61)
 DIMENSIONS = (1, 2, 3, 4)
+DTYPES = ("float32", "float64", "bfloat16")
 # With weight, with bias.
 AFFINE = ((True, True), (True, False), (False, True))
-EXCHANGED = "exchanged"
+# Of a layer norm that is made of a batch norm.
+SHAPES = ((4, 7), (6, 3, 5), (8, 64), (3, 2, 3, 4))
 
 
-class Row(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]  # of an example
-    layer: str
-    # Of the sum of |dy| (1 + 4.3 |xhat|), as each xhat has an rstd of its own: see
-    # accuracy_reference. NaN where there is no weight.
-    dweight: float
-    dbias: float  # of the sum of |dy|
-    dx: float  # of max |dy weight| / std, beyond half an ulp of bfloat16
+def pair(dtype: str) -> Batch:
+    """Returns OneFlow's pair, whose output is summed."""
+    x = np.array([PAIR], dtype)
+    return Batch(x, np.ones_like(x), None, None)
 
 
-def batches(dtype: str, dimensions: Iterable[int]) -> Iterable[Batch]:
+def pairs() -> Batch:
+    """Returns a pair for each of `MEANS`, in float32."""
+    half = (PAIR[1] - PAIR[0]) / 2
+    x = np.stack([MEANS - half, MEANS + half], axis=1).astype(np.float32)
+    return Batch(x, np.ones_like(x), None, None)
+
+
+def batches(dtype: str, dimensions: Iterable[int]) -> Iterator[Batch]:
+    """Yields batches of drawn shapes, of every such rank with weight, bias or both."""
     for rank, (with_weight, with_bias) in itertools.product(dimensions, AFFINE):
         random = np.random.RandomState([rank, with_weight, with_bias])
         shape = tuple(random.randint(2, 13 if rank < 3 else 7, rank))
@@ -50,61 +53,3 @@ def batches(dtype: str, dimensions: Iterable[int]) -> Iterable[Batch]:
             weight.astype(wide) if with_weight else None,
             bias.astype(wide) if with_bias else None,
         )
-
-
-def exact(batch: Batch) -> tuple[Answer, NDArray]:
-    """In extended precision, and xhat."""
-    x, dy = (a.astype(np.longdouble).reshape(len(a), -1) for a in (batch.x, batch.dy))
-    weight = 1 if batch.weight is None else batch.weight.astype(np.longdouble).ravel()
-    bias = 0 if batch.bias is None else batch.bias.astype(np.longdouble).ravel()
-    deviation = x - x.mean(1, keepdims=True)
-    rstd = 1 / np.sqrt((deviation**2).mean(1, keepdims=True) + np.longdouble(EPS))
-    xhat, g = deviation * rstd, dy * weight
-    dx = rstd * (g - g.mean(1, keepdims=True) - xhat * (g * xhat).mean(1, keepdims=True))
-    shape = batch.x.shape
-    return Answer(
-        (xhat * weight + bias).reshape(shape),
-        dx.reshape(shape),
-        (dy * xhat).sum(0).reshape(shape[1:]),
-        dy.sum(0).reshape(shape[1:]),
-    ), xhat.reshape(shape)
-
-
-def measure(
-    layers: Iterable[Layer],
-    dimensions: Iterable[int] = DIMENSIONS,
-    after: Callable[[], object] = lambda: None,
-) -> list[Row]:
-    rows = []
-    for dtype, given in ((d, b) for d in DTYPES for b in batches(d, tuple(dimensions))):
-        right, xhat = exact(given)
-        for layer in layers:
-            rows.append(_row(dtype, given, right, xhat, layer.name, layer.answer(given)))
-        exchanged = right._replace(
-            dweight=None if given.weight is None else right.dbias,
-            dbias=None if given.bias is None else right.dweight,
-        )
-        rows.append(_row(dtype, given, right, xhat, EXCHANGED, exchanged))
-        after()
-    return rows
-
-
-def _row(
-    dtype: str, given: Batch, right: Answer, xhat: NDArray, layer: str, gave: Answer
-) -> Row:
-    assert (gave.dweight is None) == (given.weight is None)
-    assert (gave.dbias is None) == (given.bias is None)
-    each = np.abs(given.dy.astype(np.longdouble))
-    units = ((each * (1 + RSTD_UNIT * np.abs(xhat))).sum(0), each.sum(0))
-    dweight, dbias = (
-        np.nan if found is None else float(np.max(np.abs(found - correct) / unit))
-        for found, correct, unit in zip(gave[2:], right[2:], units, strict=True)
-    )
-    weight = 1 if given.weight is None else given.weight
-    axes = tuple(range(1, xhat.ndim))
-    wide = given.x.astype(np.longdouble)
-    unit = (each * weight).max(axes, keepdims=True) / wide.std(axes, keepdims=True)
-    off = np.abs(gave.dx - right.dx)
-    if dtype == "bfloat16":
-        off = np.maximum(off - half_ulp(right.dx, given.x.dtype), 0)
-    return Row(dtype, xhat.shape[1:], layer, dweight, dbias, float(np.max(off / unit)))

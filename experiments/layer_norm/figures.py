@@ -1,65 +1,55 @@
-"""The figure of the layer norm experiment, drawn from its result file.
+"""The figure of the layer norm experiment: pairs as close together as OneFlow's."""
 
-Drawing never measures: `python -m experiments.layer_norm_figure` redraws the committed one.
-"""
-
-import csv
-import sys
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from . import command
-
-# With these come the fonts and grids of all figures.
-from .stability_figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION
+from ..lab import rows
+from ..lab.experiment import Files
+from ..lab.figures import BLACK, PEERS, save
+from ..lab.peers import names
+from .rows import AtMean
 
 STYLE: dict[str, dict[str, Any]] = {
-    "Equinox": {"color": VERMILION, "linewidth": 2.6, "alpha": 0.6},
-    "Flax": {"color": ORANGE, "linestyle": "--"},
-    "Flax, two-pass": {"color": GREEN, "linestyle": "-."},
-    "PyTorch": {"color": PURPLE, "linestyle": ":", "linewidth": 2},
-    "eqx-norm": {"color": BLUE, "linewidth": 2.4, "marker": "o", "markersize": 3},
+    names.EQUINOX: {"linewidth": 2.6, "alpha": 0.6},
+    names.LINEN: {"linestyle": "--"},
+    names.LINEN_TWO_PASS: {"linestyle": "-."},
+    names.TORCH: {"linestyle": ":", "linewidth": 2},
+    names.OURS: {"linewidth": 2.4, "marker": "o", "markersize": 3},
 }
 # A logarithmic axis has no zero: it is drawn here.
 ZERO = 1e-8
-# A pair is too close together to be told apart in float32 from this mean on.
+# The distance of the issue's pair from zero.
 PAIR_MEAN = 1.834651
 
-Curves = dict[str, list[tuple[float, float, float]]]
 
-
-def draw(out: Path) -> Path:
-    curves = _load(out / "results" / "layer_norm_means.csv")
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    for panel, column, title in (
-        (axes[0], 1, "Error of the output"),
-        (axes[1], 2, "Input gradient of the sum of the output (0 is right)"),
-    ):
-        _panel(panel, curves, column)
-        panel.set_title(title)
-    axes[0].legend(loc="upper left")
+def draw(files: Files) -> list[Path]:
+    found = rows.load(files.csv("_means"), AtMean)
+    figure = Figure(figsize=(10, 4.2))
+    output, gradient = figure.subplots(1, 2)
+    _panel(output, found, "error")
+    _panel(gradient, found, "dx")
+    output.set_title("Error of the output")
+    gradient.set_title("Input gradient of the sum of the output (0 is right)")
+    output.legend(loc="upper left")
     figure.suptitle(
         "Layer norm in float32 of two values as close together as OneFlow's pair (0.01 apart)"
     )
-    path = out / "figures" / "layer_norm.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    plt.close(figure)
-    return path
+    return [save(figure, files.figure())]
 
 
-def _panel(axes: Axes, curves: Curves, column: int) -> None:
+def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
     for layer, style in STYLE.items():
-        if layer in curves:
-            rows = np.array(curves[layer])
-            values = np.maximum(np.nan_to_num(rows[:, column], nan=np.inf), ZERO)
-            axes.plot(rows[:, 0], np.minimum(values, 1e4), label=layer, **style)
+        mine = [row for row in found if row.layer == layer]
+        if mine:
+            values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
+            means = [row.mean for row in mine]
+            axes.plot(
+                means, np.clip(values, ZERO, 1e4), label=layer, color=PEERS[layer], **style
+            )
     axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
     axes.annotate(
         "the pair of the issue",
@@ -77,20 +67,3 @@ def _panel(axes: Axes, curves: Curves, column: int) -> None:
     ticks = [ZERO, *(10.0**k for k in range(-7, 5, 2))]
     axes.set_yticks(ticks, [labels.get(t, f"$10^{{{round(np.log10(t))}}}$") for t in ticks])
     axes.minorticks_off()
-
-
-def _load(path: Path) -> Curves:
-    curves: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            mean, y, dx = (float(row[name] or "nan") for name in ("mean", "error of y", "dx"))
-            curves[row["layer"]].append((mean, y, dx))
-    return dict(curves)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.redraw("layer_norm_figure", __doc__, lambda out: [draw(out)], arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
