@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from . import command, results, state_consistency_claims, state_consistency_summary
-from .accuracy_peers import OURS
+from .lab.peers.names import OURS
 from .state_consistency_layers import (
     ALWAYS,
     EPS,

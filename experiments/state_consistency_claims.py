@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .accuracy_peers import OURS
+from .lab.peers.names import OURS
 from .state_consistency_layers import BY_NAME, UNBIASED
 from .state_consistency_rows import FINITE, Row, Setting, means_and_variances
 from .state_consistency_ways import WAYS

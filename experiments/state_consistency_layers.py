@@ -18,7 +18,7 @@ import numpy as np
 
 from eqx_norm import BatchNorm, _normalise
 
-from .accuracy_peers import OURS
+from .lab.peers.names import OURS
 from .state_consistency_rows import Setting
 from .state_consistency_subject import Average, Make, Memory, OfJax, Pure, Subject, average_of
 from .state_consistency_ways import JIT, OP_BY_OP, WAYS, Apply

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.accuracy_cases import EPS, Batch
-from experiments.accuracy_reference import Answer, errors, reference
+from experiments.lab import exact
+from experiments.lab.exact import EPS, Answer, Batch
 
 from .helpers import bits, make
 
@@ -87,9 +87,9 @@ def check(batch, mask=None, scale=1.0, implementation="auto"):
     # All but the mean are the same for shifted values, and those 64 bits hold exactly.
     first = flat.x[:1].astype(np.longdouble)
     shifted = flat.x.astype(np.longdouble) - first
-    right = reference(flat._replace(x=shifted))
+    right = exact.batch_norm(flat._replace(x=shifted))
     answer = Answer(counted(y), variance, counted(dx), dweight, dbias)
-    found = errors(flat, right, answer)._asdict()
+    found = exact.errors(flat, right, answer)._asdict()
     assert found.pop("nonfinite") == 0
     if len(flat.x) <= FEW:
         # With few values dweight is as large as sum |dy|, and rstd, a rounded root, is off by

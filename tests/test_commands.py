@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from experiments.accuracy_peers import OURS
 
 from experiments import (
     accuracy,
@@ -31,7 +32,6 @@ from experiments import (
     state_consistency_layers,
     variance_clipping,
 )
-from experiments.accuracy_peers import OURS
 
 from .test_experiments import fabricated
 

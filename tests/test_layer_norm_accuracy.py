@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import LayerNorm
-from experiments.accuracy_cases import EPS, Batch
-from experiments.accuracy_reference import half_ulp, reference
+from experiments.lab import exact
+from experiments.lab.exact import EPS, Answer, Batch
 
 from .helpers import bits
 from .test_accuracy import BOUNDS, DWEIGHT_OF_ITSELF, constants, far_from_zero, with_outlier
@@ -39,7 +39,6 @@ def train(weight, bias, x, dy):
 
 def check(random, x, *, affine=True, sum_of_y=False, scale=1.0):
     """Every quantity within its bound; `scale` is the ulp's, relative to float32."""
-    exact = np.longdouble
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     values = x.shape[1]
     dy = (np.ones(x.shape) if sum_of_y else random.standard_normal(x.shape)).astype(x.dtype)
@@ -50,32 +49,18 @@ def check(random, x, *, affine=True, sum_of_y=False, scale=1.0):
     assert dweight.dtype == dtype
 
     # Of values shifted by the first, which changes nothing, and which 64 bits hold exactly.
-    shifted = (x.astype(exact) - x[:, :1].astype(exact)).T
-    g = dy.astype(exact) * weight
-    one = np.ones(len(x), dtype)
-    right = reference(Batch(shifted, g.T, one, 0 * one))
-    xhat = right.xhat
-    std = np.sqrt(right.answer.variance + EPS)[:, None]
-    over = np.abs(dx - right.answer.dx) - rounding(right.answer.dx, x.dtype)
-    unit = np.abs(g).max(1, keepdims=True) / std
-    assert np.max(over / unit) <= scale * BOUNDS["dx"]
-
-    y_exact = xhat * weight + bias.astype(exact)
-    over = np.abs(y - y_exact) - rounding(y_exact, x.dtype)
-    assert np.max(over / np.maximum(1, np.abs(xhat))) <= scale * BOUNDS["y"]
+    batch = Batch(x, dy, weight, bias)
+    shifted = x.astype(np.longdouble) - x[:, :1].astype(np.longdouble)
+    right = exact.layer_norm(batch._replace(x=shifted))
+    found = exact.errors(batch, right, Answer(y, None, dx, None, dbias))
+    for quantity in ("y", "dx", "dbias"):
+        assert getattr(found, quantity) <= scale * BOUNDS[quantity], quantity
 
     # Each example has an rstd of its own, which is off by as much of itself as BatchNorm's.
-    each = np.abs(dy.astype(exact))
-    unit = BOUNDS["dweight"] * each + DWEIGHT_OF_ITSELF * each * np.abs(xhat)
-    off = np.abs(dweight - (dy * xhat).sum(0))
+    each = np.abs(dy.astype(np.longdouble))
+    unit = BOUNDS["dweight"] * each + DWEIGHT_OF_ITSELF * each * np.abs(right.xhat)
+    off = np.abs(dweight - right.answer.dweight)
     assert np.max(off / unit.sum(0)) <= scale
-    off = np.abs(dbias - dy.astype(exact).sum(0))
-    assert np.max(off / each.sum(0)) <= scale * BOUNDS["dbias"]
-
-
-def rounding(values, dtype):
-    """What a correctly rounded result may be off by, in half precision; else nothing."""
-    return half_ulp(values, dtype) if dtype.itemsize == 2 else 0
 
 
 def examples(random, shape, dtype: Any = np.float32):

@@ -15,7 +15,7 @@ from experiments import (
     state_consistency_layers,
     state_consistency_rows,
 )
-from experiments.accuracy_peers import OURS
+from experiments.lab.peers.names import OURS
 from experiments.state_consistency import QUICK, WHOLE
 from experiments.state_consistency_layers import (
     BY_NAME,

@@ -29,7 +29,7 @@ a CPU as they are. `--implementations` rehearses that on a CPU.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,12 +38,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from ..lab import environment, exact, peers, rows
-from ..lab.claims import judge, verdicts_table
-from ..lab.exact import Batch, Exact
-from ..lab.experiment import Experiment, Files, Report
-from ..lab.peers import names
-from ..lab.tables import table
+from experiments.lab import environment, exact, peers, rows
+from experiments.lab.claims import judge, verdicts_table
+from experiments.lab.exact import Batch, Exact
+from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.peers import names
+from experiments.lab.tables import table
+
 from . import approaches, cases, claims, figures
 from .cases import CONSTANT, COUNT, HALF, ONEFLOW, OUTLIER, RATIO, Case
 from .layouts import FIRST, LAYOUTS, ROWS
@@ -117,7 +118,10 @@ def _row(case: Case, layout: str, layer: str, given: Sequence[tuple[Batch, Exact
     """Returns the worst errors of the layer over the batches, or why there are none."""
     try:
         found = exact.worst(
-            [exact.errors(*batch, LAYOUTS[layout](layer, batch[0])) for batch in given]
+            [
+                exact.errors(batch, right, LAYOUTS[layout](layer, batch))
+                for batch, right in given
+            ]
         )
     except Exception as error:  # whatever it is, the others are to be measured
         said = str(error).splitlines()[0].partition(". ")[0]
@@ -170,14 +174,14 @@ def _summary(measured: Sequence[Row]) -> str:
 
 def _details(measured: Sequence[Row]) -> str:
     """Returns the errors of y and of dx, case by case."""
-    each = {name: cases.BY_NAME[name].__eq__ for name in dict.fromkeys(r.case for r in measured)}
+    each = {row.case: cases.BY_NAME[row.case].__eq__ for row in measured}
     return "\n\n".join(_by_layer(measured, f"error of {q}", each, q) for q in ("y", "dx"))
 
 
 def _by_layer(
     measured: Sequence[Row],
     header: str,
-    about: dict[str, Callable[[Case], bool]],
+    about: Mapping[str, Callable[[Case], bool]],
     quantity: str = "y",
 ) -> str:
     """Returns a table for each layout: a row for each kind of case, a column for each layer."""
@@ -190,8 +194,8 @@ def _by_layer(
             for layer in layers
         }
         lines = [
-            (name, *(_largest(of[layer], cases_, quantity) for layer in layers))
-            for name, cases_ in about.items()
+            (name, *(_largest(of[layer], kind, quantity) for layer in layers))
+            for name, kind in about.items()
         ]
         title = f"{header}, {layout}" if len(layouts) > 1 else header
         parts.append(table((title, *layers), lines))

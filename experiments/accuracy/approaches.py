@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED, AbstractStrategy, Batch, VarianceClip, named
+from experiments.lab import tables
+from experiments.lab.exact import EPS
 
-from ..lab import tables
-from ..lab.exact import EPS
 from .cases import CHANNELS, power
 
 RATIOS = (1.0, 1e3, 1e5, 1e7)
@@ -154,8 +154,8 @@ def table(rows: Sequence[Row]) -> str:
     """Returns one line for each approach and use, the worst over momenta."""
     ratios = list(dict.fromkeys(row.ratio for row in rows))
 
-    def worst(approach: str, use: str, ratio: float) -> str:
-        found = [r.error for r in rows if (r.approach, r.use, r.ratio) == (approach, use, ratio)]
+    def worst(*kind: Any) -> str:
+        found = (row.error for row in rows if (row.approach, row.use, row.ratio) == kind)
         return f"{max(found):.1e}"
 
     return tables.table(

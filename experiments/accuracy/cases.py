@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..lab.exact import Batch
+from experiments.lab.exact import Batch
 
 CHANNELS = 8
 DRAWS = 8
@@ -44,7 +44,7 @@ class Case:
     gradient_of_sum: bool = False  # dy is 1, rather than random
 
     def batch(self, number: int = 0) -> Batch:
-        """Returns `x` as `[N, C, ...]` in the dtype of the case; weight and bias are float32."""
+        """Returns a batch in the dtype of the case; weight and bias are float32."""
         # Seeded per case, so that a new case leaves the batches of the others as they are.
         random = np.random.RandomState([zlib.crc32(self.name.encode()), number])
         x = self.draw(random).astype(jnp.dtype(self.dtype))
@@ -119,7 +119,7 @@ def power(value: float) -> str:
 
 
 def cases(n: int, largest: int) -> tuple[Case, ...]:
-    """Returns all cases, with `n` values a channel if nothing else is said, `largest` at most."""
+    """Returns all cases: `n` values a channel if nothing else is said, `largest` at most."""
     ratios = [10.0**k for k in range(8)]
     counts = [10**k for k in range(1, 7) if 10**k <= largest]
     # Small batches take no time, and 64 of them have 512 channels.

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..lab.claims import Claim, NotMeasured
-from ..lab.peers import names
+from experiments.lab.claims import Claim, NotMeasured
+from experiments.lab.peers import names
+
 from . import approaches, cases
 from .cases import CONSTANT, HALF, Case
 from .rows import Row
@@ -76,7 +77,9 @@ CLAIMS = (
     _within("3. y to 1e-6 of max(1, abs(xhat))", ("y",), Y, _other),
     _within("4. variance to 5e-7 of variance + eps", ("variance",), VARIANCE, _any),
     _within("5. dx to 1e-6 of max abs(dy) * weight / std", ("dx",), DX, _single),
-    _within("6. dweight to 1e-7 of sum abs(dy) + 4.3 abs(dweight)", ("dweight",), DWEIGHT, _any),
+    _within(
+        "6. dweight to 1e-7 of sum abs(dy) + 4.3 abs(dweight)", ("dweight",), DWEIGHT, _any
+    ),
     _within("7. dbias to 2e-7 of sum abs(dy)", ("dbias",), DBIAS, _any),
     _within("8. half precision: 3 and 5 plus half an ulp", ("y", "dx"), Y, _half),
     _within("9. nothing is NaN or infinite", ("nonfinite",), 0, _any),

@@ -10,10 +10,11 @@ from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ..lab import rows
-from ..lab.experiment import Files
-from ..lab.figures import BLACK, BLUE, PEERS, VERMILION, save
-from ..lab.peers import names
+from experiments.lab import rows
+from experiments.lab.experiment import Files
+from experiments.lab.figures import BLACK, BLUE, PEERS, VERMILION, save
+from experiments.lab.peers import names
+
 from . import cases, claims
 from .cases import CONSTANT, COUNT, RATIO
 from .rows import Row

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..lab import answers
-from ..lab.exact import Answer, Batch
+from experiments.lab import answers
+from experiments.lab.exact import Answer, Batch
 
 FIRST, LAST, ROWS = "channels first", "channels last", "rows"
 LINE = 128  # channels, of any dtype

@@ -124,11 +124,9 @@ def _in_torch(forward: Callable[[Any, Any, Any], Any], batch: Batch) -> Answer:
     )
     y = forward(x, weight, bias)
     y.backward(of_torch.tensor(batch.dy))
-    gradients = (None if v is None else _float64(of_torch.array(v.grad)) for v in (weight, bias))
     assert x is not None
-    return Answer(
-        _float64(of_torch.array(y)), None, _float64(of_torch.array(x.grad)), *gradients
-    )
+    affine = (None if v is None else _float64(of_torch.array(v.grad)) for v in (weight, bias))
+    return Answer(_float64(of_torch.array(y)), None, _float64(of_torch.array(x.grad)), *affine)
 
 
 def _float64(values: Any) -> NDArray[np.float64]:

@@ -130,9 +130,9 @@ def errors(batch: Batch, right: Exact, given: Answer) -> Errors:
         # A NaN is as wrong as can be.
         return float(np.max(np.where(np.isfinite(off), off / unit, np.inf)))
 
+    off = {quantity: largest(quantity) for quantity in Answer._fields}
     there = (values for values in given if values is not None)
-    nonfinite = sum(float(np.sum(~np.isfinite(values))) for values in there)
-    return Errors(*map(largest, Answer._fields), nonfinite)
+    return Errors(**off, nonfinite=sum(float(np.sum(~np.isfinite(v))) for v in there))
 
 
 def worst(found: Sequence[Errors]) -> Errors:

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ..lab import answers, exact, peers, rows
-from ..lab.claims import judge, verdicts_table
-from ..lab.exact import Batch
-from ..lab.experiment import Experiment, Files, Report
-from ..lab.peers import names
-from ..lab.tables import table
+from experiments.lab import answers, exact, peers, rows
+from experiments.lab.claims import judge, verdicts_table
+from experiments.lab.exact import Batch
+from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.peers import names
+from experiments.lab.tables import table
+
 from . import cases, claims, figures
 from .rows import EXCHANGED, AtMean, ByBatchNorm, Gradients, Pair
 

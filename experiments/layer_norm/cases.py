@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from ..lab.exact import Batch
+from experiments.lab.exact import Batch
 
 PAIR = (-1.83965693, -1.82964566)
 # Pairs as far apart as that one, at ever larger means.

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..lab import rows
-from ..lab.claims import Claim
-from ..lab.experiment import Files
-from ..lab.peers import names
+from experiments.lab import rows
+from experiments.lab.claims import Claim
+from experiments.lab.experiment import Files
+from experiments.lab.peers import names
+
 from .rows import EXCHANGED, ByBatchNorm, Gradients, Pair
 
 # A few roundings: those of experiments.accuracy, of float32; float64 has 29 bits more.

@@ -7,16 +7,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..lab import rows
-from ..lab.experiment import Files
-from ..lab.figures import BLACK, PEERS, save
-from ..lab.peers import names
+from experiments.lab import rows
+from experiments.lab.experiment import Files
+from experiments.lab.figures import BLACK, PEERS, SKY, save
+from experiments.lab.peers import names
+
 from .rows import AtMean
 
 STYLE: dict[str, dict[str, Any]] = {
     names.EQUINOX: {"linewidth": 2.6, "alpha": 0.6},
     names.LINEN: {"linestyle": "--"},
-    names.LINEN_TWO_PASS: {"linestyle": "-."},
+    names.LINEN_TWO_PASS: {"linestyle": "-.", "color": SKY},
     names.TORCH: {"linestyle": ":", "linewidth": 2},
     names.OURS: {"linewidth": 2.4, "marker": "o", "markersize": 3},
 }
@@ -46,10 +47,8 @@ def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
         mine = [row for row in found if row.layer == layer]
         if mine:
             values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
-            means = [row.mean for row in mine]
-            axes.plot(
-                means, np.clip(values, ZERO, 1e4), label=layer, color=PEERS[layer], **style
-            )
+            look = {"label": layer, "color": PEERS[layer], **style}
+            axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
     axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
     axes.annotate(
         "the pair of the issue",
