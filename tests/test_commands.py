@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from experiments.accuracy_peers import OURS
 
 from experiments import (
     accuracy,
@@ -32,6 +31,7 @@ from experiments import (
     state_consistency_layers,
     variance_clipping,
 )
+from experiments.accuracy_peers import OURS
 
 from .test_experiments import fabricated
 

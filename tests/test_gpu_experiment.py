@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experiments.accuracy_claims import CLAIMS
 
 from experiments import (
     gpu,
@@ -23,6 +22,7 @@ from experiments import (
     gpu_run_rows,
     gpu_run_tables,
 )
+from experiments.accuracy_claims import CLAIMS
 from experiments.benchmark_layers import BOTH, PASSES
 from experiments.gpu_run_agreement import DIFFERS
 from experiments.gpu_run_contenders import AUTO, BATCH_NORMS, EQUINOX, FLAX, OURS_BY, XLA

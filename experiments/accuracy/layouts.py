@@ -13,7 +13,7 @@ LINE = 128  # channels, of any dtype
 
 
 def channels_first(layer: str, batch: Batch) -> Answer:
-    """Returns the answer of a batch norm to the batch as it is, `[N, C, ...]`."""
+    """Returns the answer of a batch norm to `[N, C, ...]`; Flax's has its channels last."""
     return answers.batch_norm(layer, batch)
 
 

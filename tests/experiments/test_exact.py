@@ -6,7 +6,7 @@ import pytest
 from experiments.accuracy.__main__ import PEERS as BATCH_NORMS
 from experiments.accuracy.cases import QUICK
 from experiments.lab import answers, exact
-from experiments.lab.exact import EPS, RSTD_UNIT, Answer, Batch, Errors, Exact
+from experiments.lab.exact import EPS, RSTD_UNIT, Answer, Batch, Errors
 from experiments.lab.peers import names
 from experiments.layer_norm.__main__ import PEERS as LAYER_NORMS
 from experiments.layer_norm.cases import batches
@@ -15,10 +15,6 @@ CASES = {case.name: case for case in QUICK}
 # Both weight and bias; weight alone; bias alone; of examples of two dimensions.
 ROWS = list(batches("float64", (2,)))
 LAYERS = {exact.batch_norm: CASES["mean/std = 1e3, affine"].batch(), exact.layer_norm: ROWS[0]}
-
-
-def of_layer(reference, batch: Batch) -> Exact:
-    return reference(batch)
 
 
 @pytest.mark.parametrize("reference", LAYERS)
