@@ -137,51 +137,33 @@ def report(files: Files) -> Report:
     of_approaches = rows.load(files.csv("_approaches"), approaches.Row)
     verdicts = judge(claims.CLAIMS, measured)
     verdicts += judge([claims.EVERY_APPROACH], of_approaches)
-    summary = "\n\n".join(
-        [
-            _summary(measured),
-            approaches.table(of_approaches),
-            verdicts_table(verdicts, f"claim of {names.OURS}", "worst that was measured"),
-        ]
-    )
-    said = [f"fails: {r.layer}, {r.layout}, {r.case}: {r.raised}" for r in measured if r.raised]
+    each_case = {row.case: cases.BY_NAME[row.case].__eq__ for row in measured}
+    details = [_tables(f"error of {q}", measured, each_case, q) for q in ("y", "dx")]
+    summary = [
+        _tables("largest error of y", measured, SUMMARY),
+        approaches.table(of_approaches),
+        verdicts_table(verdicts, f"claim of {names.OURS}", "worst that was measured"),
+    ]
+    raised = [
+        f"fails: {r.layer}, {r.layout}, {r.case}: {r.raised}" for r in measured if r.raised
+    ]
     hard = {
         layer: _largest([r for r in measured if r.layer == layer], SUMMARY["mean/std to 1e3"])
         for layer in dict.fromkeys(row.layer for row in measured)
     }
-    ours = hard.pop(names.OURS)
     return Report(
-        "\n\n".join([_details(measured), summary, *(["\n".join(said)] if said else [])]),
+        "\n\n".join([*details, *summary, "\n".join(raised)]).rstrip(),
         verdicts,
-        summary,
-        ours=f"error of y, mean/std to 1e3: {ours}",
+        "\n\n".join(summary),
+        ours=f"error of y, mean/std to 1e3: {hard.pop(names.OURS)}",
         peers=", ".join(f"{layer} {error}" for layer, error in hard.items()),
     )
 
 
-def _summary(measured: Sequence[Row]) -> str:
-    present = {row.case for row in measured}
-    return _by_layer(
-        measured,
-        "largest error of y",
-        {
-            name: about
-            for name, about in SUMMARY.items()
-            if any(about(cases.BY_NAME[case]) for case in present)
-        },
-    )
-
-
-def _details(measured: Sequence[Row]) -> str:
-    """Returns the errors of y and of dx, case by case."""
-    each = {row.case: cases.BY_NAME[row.case].__eq__ for row in measured}
-    return "\n\n".join(_by_layer(measured, f"error of {q}", each, q) for q in ("y", "dx"))
-
-
-def _by_layer(
+def _tables(
+    title: str,
     measured: Sequence[Row],
-    header: str,
-    about: Mapping[str, Callable[[Case], bool]],
+    kinds: Mapping[str, Callable[[Case], bool]],
     quantity: str = "y",
 ) -> str:
     """Returns a table for each layout: a row for each kind of case, a column for each layer."""
@@ -190,25 +172,24 @@ def _by_layer(
     parts = []
     for layout in layouts:
         of = {
-            layer: [r for r in measured if (r.layout, r.layer) == (layout, layer)]
-            for layer in layers
+            name: [r for r in measured if (r.layer, r.layout) == (name, layout)]
+            for name in layers
         }
         lines = [
-            (name, *(_largest(of[layer], kind, quantity) for layer in layers))
-            for name, kind in about.items()
+            (kind, *(_largest(of[layer], about, quantity) for layer in layers))
+            for kind, about in kinds.items()
         ]
-        title = f"{header}, {layout}" if len(layouts) > 1 else header
-        parts.append(table((title, *layers), lines))
+        parts.append(table((f"{title}, {layout}" if layouts[1:] else title, *layers), lines))
     return "\n\n".join(parts)
 
 
 def _largest(found: Sequence[Row], about: Callable[[Case], bool], quantity: str = "y") -> str:
     of = [row for row in found if about(cases.BY_NAME[row.case])]
-    if not of:
-        return "-"
     if any(row.raised for row in of):
         return "fails" if any(row.served for row in of if row.raised) else "not served"
-    error = np.max([getattr(row, quantity) for row in of])
+    error = max((getattr(row, quantity) for row in of), default=None)
+    if error is None:
+        return "-"
     return f"{error:.1e}" if error and np.isfinite(error) else f"{error:g}"
 
 

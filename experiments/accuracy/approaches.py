@@ -23,8 +23,6 @@ from experiments.lab.exact import EPS
 
 from .cases import CHANNELS, power
 
-RATIOS = (1.0, 1e3, 1e5, 1e7)
-MOMENTA = (0.5, 0.99)
 EXAMPLES, VALUES = 16, 4
 CLIP_START = 5
 
@@ -32,8 +30,8 @@ CLIP_START = 5
 @dataclasses.dataclass(frozen=True)
 class Job:
     steps: int = 300
-    ratios: tuple[float, ...] = RATIOS
-    momenta: tuple[float, ...] = MOMENTA
+    ratios: tuple[float, ...] = (1.0, 1e3, 1e5, 1e7)
+    momenta: tuple[float, ...] = (0.5, 0.99)
     approaches: tuple[str, ...] = tuple(NAMED)
     implementation: Literal["auto", "xla", "device_invariant"] = "auto"
 

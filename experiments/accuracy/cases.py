@@ -21,8 +21,8 @@ DRAWS = 8
 # The ranges of the constants, up to the largest number in float16.
 CONSTANTS = (1e-3, 1.0, 1e3, 65504.0)
 
-CONSTANT, RATIO, COUNT = "constant", "mean/std", "n"
-OUTLIER, ONEFLOW, HALF = "outlier", "OneFlow", "half precision"
+GROUPS = ("constant", "mean/std", "affine", "n", "outlier", "OneFlow", "half precision")
+CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW, HALF = GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def cases(n: int, largest: int) -> tuple[Case, ...]:
         ),
         Case("constants, n = 9, affine", CONSTANT, 0, _constant(9, 1e-3, 65504), affine=True),
         *(Case(f"mean/std = {power(r)}", RATIO, r, _ratio(n, r), DRAWS) for r in ratios),
-        Case("mean/std = 1e3, affine", "affine", 1e3, _ratio(n, 1e3), DRAWS, affine=True),
+        Case("mean/std = 1e3, affine", AFFINE, 1e3, _ratio(n, 1e3), DRAWS, affine=True),
         *(Case(f"n = {power(k)}", COUNT, k, _ratio(k, 1e3), many[k]) for k in counts),
         Case("outlier first", OUTLIER, 0, _outlier(n, 0), DRAWS),
         Case("outlier elsewhere", OUTLIER, 0, _outlier(n, 7), DRAWS),

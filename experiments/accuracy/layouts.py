@@ -31,12 +31,9 @@ def channels_last(layer: str, batch: Batch) -> Answer:
     def back(values: NDArray) -> NDArray:
         return np.moveaxis(values[:, :channels].reshape(n, *space, channels), -1, 1)
 
-    assert batch.weight is not None
-    assert batch.bias is not None
-    x, dy = columns(batch.x), columns(batch.dy)
-    gave = answers.batch_norm(layer, Batch(x, dy, batch.weight[repeated], batch.bias[repeated]))
-    vectors = (None if v is None else v[:channels] for v in (gave[1], *gave[3:]))
-    variance, dweight, dbias = vectors
+    weight, bias = batch.weight[repeated], batch.bias[repeated]
+    gave = answers.batch_norm(layer, Batch(columns(batch.x), columns(batch.dy), weight, bias))
+    variance, dweight, dbias = (v[:channels] for v in (gave.variance, gave.dweight, gave.dbias))
     return Answer(back(gave.y), variance, back(gave.dx), dweight, dbias)
 
 

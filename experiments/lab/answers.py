@@ -36,20 +36,14 @@ def layer_norm(name: str, batch: Batch) -> Answer:
     return _in_jax(_layer_norm_step(name), batch)
 
 
-# (weight and bias, x, dy) to y, variance in a tuple, gradients of weight and bias, dx.
+# (weight and bias, x, dy) to y, variance, gradients of weight and bias, dx.
 Step = Callable[[Any, NDArray, NDArray], tuple[Any, Any, Any, Any]]
 
 
 def _in_jax(step: Step, batch: Batch) -> Answer:
     with jax.enable_x64(batch.x.dtype == np.float64):
-        y, variance, (dweight, dbias), dx = step((batch.weight, batch.bias), batch.x, batch.dy)
-    return Answer(
-        _float64(y),
-        _float64(variance[0]) if variance else None,
-        _float64(dx),
-        None if dweight is None else _float64(dweight),
-        None if dbias is None else _float64(dbias),
-    )
+        y, variance, affine, dx = step((batch.weight, batch.bias), batch.x, batch.dy)
+    return _answer(y, variance, dx, *affine)
 
 
 # A step is compiled once for each shape, however many batches there are of it.
@@ -83,7 +77,8 @@ def _step(make: Callable[[peers.Affine, jax.Array], peers.Layer]) -> Step:
 
         def train(affine: peers.Affine, x: jax.Array) -> tuple[jax.Array, Any]:
             y, memory = layer.train(affine, layer.memory, x)
-            return y, layer.statistics(memory)[1:2]  # the variance, of a batch norm
+            statistics = layer.statistics(memory)  # mean and variance, of a batch norm
+            return y, statistics[1] if statistics else None
 
         y, pull_back, variance = jax.vjp(train, affine, x, has_aux=True)
         return y, variance, *pull_back(dy.astype(y.dtype))
@@ -106,7 +101,7 @@ def _torch_batch_norm(batch: Batch) -> Answer:
     n = batch.x.size // channels
     answer = _in_torch(forward, batch)
     # What torch remembers is the unbiased variance.
-    return answer._replace(variance=_float64(of_torch.array(memory[1])) * (n - 1) / n)
+    return answer._replace(variance=of_torch.array(memory[1]).astype(float) * (n - 1) / n)
 
 
 def _torch_layer_norm(batch: Batch) -> Answer:
@@ -124,10 +119,9 @@ def _in_torch(forward: Callable[[Any, Any, Any], Any], batch: Batch) -> Answer:
     )
     y = forward(x, weight, bias)
     y.backward(of_torch.tensor(batch.dy))
-    assert x is not None
-    affine = (None if v is None else _float64(of_torch.array(v.grad)) for v in (weight, bias))
-    return Answer(_float64(of_torch.array(y)), None, _float64(of_torch.array(x.grad)), *affine)
+    gradients = (None if v is None else of_torch.array(v.grad) for v in (x, weight, bias))
+    return _answer(of_torch.array(y), None, *gradients)
 
 
-def _float64(values: Any) -> NDArray[np.float64]:
-    return np.asarray(values, np.float64)
+def _answer(*arrays: Any) -> Answer:
+    return Answer(*(None if a is None else np.asarray(a, np.float64) for a in arrays))

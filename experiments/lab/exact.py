@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,18 +32,18 @@ class Batch(NamedTuple):
 
     x: NDArray
     dy: NDArray  # the cotangent of the output, of the shape and dtype of x
-    weight: NDArray | None
-    bias: NDArray | None
+    weight: Any  # or `None`
+    bias: Any
 
 
 class Answer(NamedTuple):
     """What a layer gives; `None` for what it does not have, or what is not compared."""
 
-    y: NDArray
-    variance: NDArray | None  # [C], or [N] for a layer norm
-    dx: NDArray
-    dweight: NDArray | None
-    dbias: NDArray | None
+    y: Any
+    variance: Any  # [C], or [N] for a layer norm
+    dx: Any
+    dweight: Any
+    dbias: Any
 
 
 class Errors(NamedTuple):

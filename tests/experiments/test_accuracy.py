@@ -173,7 +173,7 @@ def test_the_reference_rounded_to_the_dtype_holds_every_bound(name):
     batch = CASES[name].batch()
     right = exact.batch_norm(batch)
     dtypes = (batch.x.dtype, np.float32, batch.x.dtype, np.float32, np.float32)
-    rounded = Answer(*map(np.ndarray.astype, right.answer, dtypes))
+    rounded = Answer(*(a.astype(d) for a, d in zip(right.answer, dtypes, strict=True)))
     found = exact.errors(batch, right, rounded)
     verdicts = judged([Row(name, FIRST, names.OURS, *found)])
     assert all(verdict.holds is not False for verdict in verdicts), verdicts
