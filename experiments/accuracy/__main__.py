@@ -124,7 +124,7 @@ def _row(case: Case, layout: str, layer: str, given: Sequence[tuple[Batch, Exact
             ]
         )
     except Exception as error:  # whatever it is, the others are to be measured
-        said = str(error).splitlines()[0].partition(". ")[0]
+        said = str(error).partition("\n")[0].partition(". ")[0]
         # Where it is asked for by name, a kernel may answer that it cannot serve.
         if layer in KERNELS and isinstance(error, ValueError) and "implementation=" in said:
             return Row(case.name, layout, layer, raised=NOT_SERVED + said)
@@ -171,12 +171,10 @@ def _tables(
     layers = list(dict.fromkeys(row.layer for row in measured))
     parts = []
     for layout in layouts:
-        of = {
-            name: [r for r in measured if (r.layer, r.layout) == (name, layout)]
-            for name in layers
-        }
+        mine = [row for row in measured if row.layout == layout]
+        of_layers = [[row for row in mine if row.layer == layer] for layer in layers]
         lines = [
-            (kind, *(_largest(of[layer], about, quantity) for layer in layers))
+            (kind, *(_largest(found, about, quantity) for found in of_layers))
             for kind, about in kinds.items()
         ]
         parts.append(table((f"{title}, {layout}" if layouts[1:] else title, *layers), lines))

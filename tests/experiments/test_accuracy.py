@@ -118,10 +118,10 @@ def test_a_kernel_may_say_that_it_does_not_serve():
 
 def fabricated(quantity="y", error=0.0, at="", layout=FIRST):
     """Returns rows without an error but for one quantity of this package's in one case."""
-    right = dict.fromkeys(Errors._fields, 0.0)
-    wrong = {**right, quantity: error}
+    right = Errors(0, 0, 0, 0, 0, 0)
+    wrong = right._replace(**{quantity: error})
     return [
-        Row(name, layout, layer, **(wrong if (name, layer) == (at, names.OURS) else right))
+        Row(name, layout, layer, *(wrong if (name, layer) == (at, names.OURS) else right))
         for name in CASES
         for layer in accuracy.PEERS
     ]
