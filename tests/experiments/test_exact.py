@@ -14,39 +14,40 @@ from experiments.layer_norm.cases import batches
 CASES = {case.name: case for case in QUICK}
 # Both weight and bias; weight alone; bias alone; of examples of two dimensions.
 ROWS = list(batches("float64", (2,)))
-LAYERS = {exact.batch_norm: CASES["mean/std = 1e3, affine"].batch(), exact.layer_norm: ROWS[0]}
+each_kind = pytest.mark.parametrize(
+    # The axes of mean and variance, and those that weight and bias do not have.
+    ("reference", "batch", "statistics", "parameters"),
+    [
+        (exact.batch_norm, CASES["mean/std = 1e3, affine"].batch(), (0, 2), (0, 2)),
+        (exact.layer_norm, ROWS[0], (1, 2), (0,)),
+    ],
+    ids=["batch norm", "layer norm"],
+)
 
 
-@pytest.mark.parametrize("reference", LAYERS)
-def test_the_reference_is_the_definition(reference):
-    """The mean and variance as written, and the gradients as finite differences."""
-    batch = LAYERS[reference]._replace(x=LAYERS[reference].x.astype(np.longdouble))
-    right = reference(batch)
-    groups, affine = batch.x, (batch.weight, batch.bias)
-    if reference is exact.batch_norm:
-        groups = np.moveaxis(groups, 1, 0)
-        affine = (batch.weight[:, None], batch.bias[:, None])
-    normalised = [(g - g.mean()) / np.sqrt(g.var() + np.longdouble(EPS)) for g in groups]
-    y = np.array(normalised)
-    if reference is exact.batch_norm:
-        y = np.moveaxis(y, 0, 1)
+@each_kind
+def test_the_reference_is_the_definition(reference, batch, statistics, parameters):
+    """The output as it is written, and gradients as finite differences."""
+    batch = Batch(*(values.astype(np.longdouble) for values in batch))
+    right = reference(batch).answer
+    mean = batch.x.mean(statistics, keepdims=True)
+    variance = batch.x.var(statistics, keepdims=True)
+    weight, bias = (np.expand_dims(v, parameters) for v in (batch.weight, batch.bias))
+    y = (batch.x - mean) / np.sqrt(variance + np.longdouble(EPS)) * weight + bias
+    np.testing.assert_allclose(right.y.astype(float), y.astype(float), rtol=1e-13)
     np.testing.assert_allclose(
-        right.answer.y.astype(float), (y * affine[0] + affine[1]).astype(float), rtol=1e-13
+        right.variance.astype(float), variance.ravel().astype(float), rtol=1e-14
     )
-    variances = [float(g.var()) for g in groups]
-    np.testing.assert_allclose(right.answer.variance.astype(float), variances, rtol=1e-14)
+    random, step = np.random.RandomState(0), np.longdouble(1e-6)
+    for field in ("x", "weight", "bias"):
+        direction = random.standard_normal(getattr(batch, field).shape)
 
-    random = np.random.RandomState(0)
-    for field, gradient in (("x", "dx"), ("weight", "dweight"), ("bias", "dbias")):
-        value = getattr(batch, field).astype(np.longdouble)
-        direction = random.standard_normal(value.shape)
-
-        def loss(step, value=value, field=field, direction=direction):
-            moved = batch._replace(**{field: value + step * direction})
+        def loss(step, field=field, direction=direction):
+            moved = batch._replace(**{field: getattr(batch, field) + step * direction})
             return np.sum(reference(moved).answer.y * batch.dy)
 
-        slope = (loss(np.longdouble(1e-6)) - loss(np.longdouble(-1e-6))) / 2e-6
-        expected = np.sum(getattr(right.answer, gradient) * direction)
+        slope = (loss(step) - loss(-step)) / (2 * step)
+        expected = np.sum(getattr(right, f"d{field}") * direction)
         np.testing.assert_allclose(float(slope), float(expected), rtol=1e-7)
 
 
@@ -60,47 +61,35 @@ def test_the_reference_of_a_pair():
     assert (right.dx == 0).all()
 
 
-@pytest.mark.parametrize("reference", LAYERS)
-def test_errors_are_measured_on_their_scales(reference):
-    batch = LAYERS[reference]
+@each_kind
+def test_errors_are_measured_on_their_scales(reference, batch, statistics, parameters):
     right = reference(batch)
-    answer, statistics = right.answer, (0, 2) if reference is exact.batch_norm else (1, 2)
+    answer, xhat = right.answer, right.xhat
     assert exact.errors(batch, right, answer) == Errors(0, 0, 0, 0, 0, 0)
     # Where |xhat| is below 1, an error of y counts as it is; above, as a part of |xhat|.
-    for place, unit in (
-        (np.argwhere(np.abs(right.xhat) < 1)[0], 1),
-        (np.argwhere(np.abs(right.xhat) > 1.1)[0], None),
-    ):
+    for place in (np.argwhere(np.abs(xhat) < 1)[0], np.argwhere(np.abs(xhat) > 1.1)[0]):
         y = answer.y.copy()
         y[tuple(place)] += 1e-3
-        unit = unit or float(np.abs(right.xhat[tuple(place)]))
         found = exact.errors(batch, right, answer._replace(y=y))
-        assert found.y == pytest.approx(1e-3 / unit)
-    y[tuple(place)] = np.nan
-    found = exact.errors(batch, right, answer._replace(y=y))
-    assert (found.y, found.nonfinite) == (np.inf, 1)
+        assert found.y == pytest.approx(1e-3 / max(1, float(np.abs(xhat[tuple(place)]))))
+        y[tuple(place)] = np.nan
+        found = exact.errors(batch, right, answer._replace(y=y))
+        assert (found.y, found.nonfinite) == (np.inf, 1)
 
-    dy, xhat = batch.dy.astype(np.longdouble), right.xhat
-    others = (0, 2) if reference is exact.batch_norm else (0,)
-    sum_dy = np.abs(dy).sum(others)
-    if reference is exact.batch_norm:  # a channel has one rstd
-        of_each_rstd = np.abs((dy * xhat).sum(others))
-    else:
-        of_each_rstd = np.abs(dy * xhat).sum(0)
-    weight = batch.weight[:, None] if reference is exact.batch_norm else batch.weight
+    dy, weight = batch.dy.astype(np.longdouble), np.expand_dims(batch.weight, parameters)
+    sum_dy = np.abs(dy).sum(parameters)
+    of_each_rstd = np.abs(dy * xhat).sum(parameters)
+    if reference is exact.batch_norm:  # a channel has one
+        of_each_rstd = np.abs(answer.dweight)
     std = np.sqrt(batch.x.astype(np.longdouble).var(statistics, keepdims=True) + EPS)
-    unit = np.abs(dy * weight).max(statistics, keepdims=True) / std
-    found = exact.errors(
-        batch,
-        right,
-        Answer(
-            answer.y,
-            answer.variance + 1e-3 * (answer.variance + EPS),
-            answer.dx + 1e-4 * unit,
-            answer.dweight + 1e-5 * (sum_dy + RSTD_UNIT * of_each_rstd),
-            answer.dbias + 1e-6 * sum_dy,
-        ),
+    off = Answer(
+        answer.y,
+        answer.variance + 1e-3 * (answer.variance + EPS),
+        answer.dx + 1e-4 * np.abs(dy * weight).max(statistics, keepdims=True) / std,
+        answer.dweight + 1e-5 * (sum_dy + RSTD_UNIT * of_each_rstd),
+        answer.dbias + 1e-6 * sum_dy,
     )
+    found = exact.errors(batch, right, off)
     assert found == pytest.approx(Errors(0, 1e-3, 1e-4, 1e-5, 1e-6, 0))
 
 
