@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from eqx_norm import LayerNorm
-from experiments.accuracy_cases import EPS, Batch
-from experiments.accuracy_reference import Answer, errors, half_ulp, reference
+from experiments.lab import exact
+from experiments.lab.exact import EPS, Answer, Batch
 from tests.helpers import make
 
 BOUNDS = {"y": 1e-6, "variance": 5e-7, "dx": 1e-6, "dweight": 1e-7, "dbias": 2e-7}
@@ -88,9 +88,9 @@ def check(batch, mask=None, scale=1.0, implementation="auto"):
     # All but the mean are the same for shifted values, and those 64 bits hold exactly.
     first = flat.x[:1].astype(np.longdouble)
     shifted = flat.x.astype(np.longdouble) - first
-    right = reference(flat._replace(x=shifted))
+    right = exact.batch_norm(flat._replace(x=shifted))
     answer = Answer(counted(y), variance, counted(dx), dweight, dbias)
-    found = errors(flat, right, answer)._asdict()
+    found = exact.errors(flat, right, answer)._asdict()
     assert found.pop("nonfinite") == 0
     if len(flat.x) <= FEW:
         # With few values dweight is as large as sum |dy|, and rstd, a rounded root, is off by
@@ -109,39 +109,23 @@ def check(batch, mask=None, scale=1.0, implementation="auto"):
 
 def check_rows(batch, scale=1.0):
     """Holds `LayerNorm` to the bounds of `BatchNorm`: an example is a channel of the other."""
-    exact = np.longdouble
     weight, bias, x, dy = batch.weight, batch.bias, batch.x, batch.dy
     y, dweight, dbias, dx = map(np.asarray, train_rows(weight, bias, x, dy))
     assert y.dtype == dx.dtype == x.dtype
     assert dweight.dtype == weight.dtype
 
     # Of values shifted by the first, which changes nothing, and which 64 bits hold exactly.
-    shifted = (x.astype(exact) - x[:, :1].astype(exact)).T
-    g = dy.astype(exact) * weight
-    one = np.ones(len(x), weight.dtype)
-    right = reference(Batch(shifted, g.T, one, 0 * one))
-    xhat = right.xhat
-    std = np.sqrt(right.answer.variance + EPS)[:, None]
-    over = np.abs(dx - right.answer.dx) - rounding(right.answer.dx, x.dtype)
-    unit = np.abs(g).max(1, keepdims=True) / std
-    assert np.max(over / unit) <= scale * BOUNDS["dx"]
-
-    y_exact = xhat * weight + bias.astype(exact)
-    over = np.abs(y - y_exact) - rounding(y_exact, x.dtype)
-    assert np.max(over / np.maximum(1, np.abs(xhat))) <= scale * BOUNDS["y"]
+    shifted = x.astype(np.longdouble) - x[:, :1].astype(np.longdouble)
+    right = exact.layer_norm(batch._replace(x=shifted))
+    found = exact.errors(batch, right, Answer(y, None, dx, None, dbias))
+    for quantity in ("y", "dx", "dbias"):
+        assert getattr(found, quantity) <= scale * BOUNDS[quantity], quantity
 
     # Each example has an rstd of its own, which is off by as much of itself as BatchNorm's.
-    each = np.abs(dy.astype(exact))
-    unit = BOUNDS["dweight"] * each + DWEIGHT_OF_ITSELF * each * np.abs(xhat)
-    off = np.abs(dweight - (dy * xhat).sum(0))
+    each = np.abs(dy.astype(np.longdouble))
+    unit = BOUNDS["dweight"] * each + DWEIGHT_OF_ITSELF * each * np.abs(right.xhat)
+    off = np.abs(dweight - right.answer.dweight)
     assert np.max(off / unit.sum(0)) <= scale
-    off = np.abs(dbias - dy.astype(exact).sum(0))
-    assert np.max(off / each.sum(0)) <= scale * BOUNDS["dbias"]
-
-
-def rounding(values, dtype):
-    """Returns how far off a correctly rounded result may be in half precision; else 0."""
-    return half_ulp(values, dtype) if dtype.itemsize == 2 else 0
 
 
 def by_channel(values, ndim):

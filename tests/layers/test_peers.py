@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.layer_norm_layers import LAYERS, Batch
+from experiments.lab import answers
+from experiments.lab.exact import Batch
+from experiments.lab.peers.names import OURS, TORCH
 from tests.golden import cases
 from tests.helpers import load, make, remembered
 from tests.helpers import quick_call as call
@@ -106,7 +108,6 @@ def test_biased_is_not_what_torch_remembers(case: cases.Case):
 # --- LayerNorm: what the autotest of the thread draws, shapes, dtypes and arguments.
 # https://github.com/Oneflow-Inc/oneflow/issues/6149
 
-OURS, TORCH = LAYERS[0], LAYERS[-1]
 # Sums of a few hundred products, of order 1; bfloat16 keeps 8 bits of the result.
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 2e-2}
 
@@ -138,12 +139,12 @@ def test_layer_norm_as_torch(batch):
     axes = tuple(range(1, batch.x.ndim))
     hypothesis.assume(np.min(batch.x.astype(float).std(axes)) > 0.1)
     tolerance = TOLERANCE[batch.x.dtype.name]
-    ours, torch = OURS.answer(batch), TORCH.answer(batch)
+    ours, torch = (answers.layer_norm(name, batch) for name in (OURS, TORCH))
     for name in ours._fields:
         mine, theirs = getattr(ours, name), getattr(torch, name)
         assert (mine is None) == (theirs is None), name
         if mine is not None:
             assert mine.shape == theirs.shape, name
             np.testing.assert_allclose(
-                mine.astype(float), theirs, rtol=tolerance, atol=10 * tolerance, err_msg=name
+                mine, theirs, rtol=tolerance, atol=10 * tolerance, err_msg=name
             )

@@ -1,40 +1,33 @@
 """The batches on which accurate and inaccurate normalisation differ.
 
-Mean 0 and standard deviation 1 is what every implementation gets right. What tells them apart
-is a channel far from zero, a constant one, an outlier, many values, and half precision.
+Every implementation is right at mean 0 and standard deviation 1. What tells them apart is a
+channel far from zero, a constant one, an outlier, many values, and half precision.
 """
 
 import dataclasses
 import zlib
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-EPS = 1e-5
+from experiments.lab.exact import Batch
+
 CHANNELS = 8
 DRAWS = 8
 
 # The ranges of the constants, up to the largest number in float16.
 CONSTANTS = (1e-3, 1.0, 1e3, 65504.0)
 
-CONSTANT, RATIO, COUNT = "constant", "mean/std", "n"
-OUTLIER, ONEFLOW, HALF = "outlier", "OneFlow", "half precision"
-
-
-class Batch(NamedTuple):
-    x: NDArray  # [N, C, ...], in the dtype of the case
-    dy: NDArray  # the gradient of the output, of the same shape and dtype
-    weight: NDArray  # [C], float32, as is the bias
-    bias: NDArray
+GROUPS = ("constant", "mean/std", "affine", "n", "outlier", "OneFlow", "half precision")
+CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW, HALF = GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`at` is the place on the axis of the case's group, where that is a quantity.
+    """One kind of batch; `at` is its place on the axis of its group, if that is a quantity.
 
     Of `draws` batches the worst counts, since some errors are rare: where XLA computes the mean
     in two loops, in only one of them by a fused multiply-add, one channel in a hundred may be
@@ -51,6 +44,7 @@ class Case:
     gradient_of_sum: bool = False  # dy is 1, rather than random
 
     def batch(self, number: int = 0) -> Batch:
+        """Returns a batch in the dtype of the case; weight and bias are float32."""
         # Seeded per case, so that a new case leaves the batches of the others as they are.
         random = np.random.RandomState([zlib.crc32(self.name.encode()), number])
         x = self.draw(random).astype(jnp.dtype(self.dtype))
@@ -65,14 +59,14 @@ class Case:
 
 
 def _constant(n: int, low: float, high: float) -> Callable[[np.random.RandomState], NDArray]:
-    """Channels that are constant, at values from `low` to `high`."""
+    """Draws channels that are constant, at values from `low` to `high`."""
     famous = [value for value in (0.1, 3.3, 1000.1) if low < value < high]
     values = np.concatenate([famous, np.geomspace(low, high, 63)])
     return lambda random: np.broadcast_to(values, (n, len(values)))
 
 
 def _shape(n: int) -> tuple[int, int, int]:
-    """Of a batch with n = 10^k values a channel: about as many examples as positions."""
+    """Returns a shape with n = 10^k values a channel: about as many examples as positions."""
     k = len(str(n)) - 1
     return 10 ** ((k + 1) // 2), CHANNELS, 10 ** (k // 2)
 
@@ -84,7 +78,7 @@ def _normal(random: np.random.RandomState, n: int, mean: ArrayLike, std: ArrayLi
 
 
 def _ratio(n: int, ratio: float) -> Callable[[np.random.RandomState], NDArray]:
-    """Channels of both signs and of a standard deviation between 0.3 and 30."""
+    """Draws channels of both signs and of a standard deviation between 0.3 and 30."""
 
     def draw(random: np.random.RandomState) -> NDArray:
         std = 10 ** random.uniform(-0.5, 1.5, CHANNELS)
@@ -95,7 +89,7 @@ def _ratio(n: int, ratio: float) -> Callable[[np.random.RandomState], NDArray]:
 
 
 def _outlier(n: int, place: int) -> Callable[[np.random.RandomState], NDArray]:
-    """The `place`-th example begins with 1e6 in every channel."""
+    """Draws a batch whose `place`-th example begins with 1e6 in every channel."""
 
     def draw(random: np.random.RandomState) -> NDArray:
         x = _normal(random, n, 0, 1)
@@ -120,12 +114,12 @@ def _half(dtype: str, n: int, mean: float, std: float) -> Case:
     )
 
 
-def _power(value: float) -> str:
+def power(value: float) -> str:
     return f"1e{round(np.log10(value))}"
 
 
 def cases(n: int, largest: int) -> tuple[Case, ...]:
-    """All of them, with `n` values a channel where nothing else is said, `largest` at most."""
+    """Returns all cases: `n` values a channel if nothing else is said, `largest` at most."""
     ratios = [10.0**k for k in range(8)]
     counts = [10**k for k in range(1, 7) if 10**k <= largest]
     # Small batches take no time, and 64 of them have 512 channels.
@@ -137,9 +131,9 @@ def cases(n: int, largest: int) -> tuple[Case, ...]:
             for low, high in pairwise(CONSTANTS)
         ),
         Case("constants, n = 9, affine", CONSTANT, 0, _constant(9, 1e-3, 65504), affine=True),
-        *(Case(f"mean/std = {_power(r)}", RATIO, r, _ratio(n, r), DRAWS) for r in ratios),
-        Case("mean/std = 1e3, affine", "affine", 1e3, _ratio(n, 1e3), DRAWS, affine=True),
-        *(Case(f"n = {_power(k)}", COUNT, k, _ratio(k, 1e3), many[k]) for k in counts),
+        *(Case(f"mean/std = {power(r)}", RATIO, r, _ratio(n, r), DRAWS) for r in ratios),
+        Case("mean/std = 1e3, affine", AFFINE, 1e3, _ratio(n, 1e3), DRAWS, affine=True),
+        *(Case(f"n = {power(k)}", COUNT, k, _ratio(k, 1e3), many[k]) for k in counts),
         Case("outlier first", OUTLIER, 0, _outlier(n, 0), DRAWS),
         Case("outlier elsewhere", OUTLIER, 0, _outlier(n, 7), DRAWS),
         Case("OneFlow's pair", ONEFLOW, 0, _oneflow, gradient_of_sum=True),
@@ -151,3 +145,4 @@ def cases(n: int, largest: int) -> tuple[Case, ...]:
 
 CASES = cases(n=10_000, largest=1_000_000)
 QUICK = cases(n=1_000, largest=10_000)
+BY_NAME = {case.name: case for case in CASES}

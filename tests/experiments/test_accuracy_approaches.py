@@ -1,4 +1,4 @@
-"""Every approach is as exact as `batch`, in training and in inference, after many steps."""
+"""Tests that every approach is as exact as `batch`, in training and inference, for long."""
 
 import dataclasses
 
@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from eqx_norm.strategies import NAMED, Adam, Moments
-from experiments import accuracy_approaches, results
-from experiments.accuracy_approaches import QUICK, WHOLE, Job, Run, Statistics
-from experiments.accuracy_claims import Y
-
-from .helpers import over_batch
-from .strategies.recursions import CASES, IDS
+from experiments.accuracy import approaches
+from experiments.accuracy.approaches import QUICK, WHOLE, Job, Row, Statistics
+from experiments.accuracy.claims import EVERY_APPROACH, Y
+from experiments.lab import rows
+from experiments.lab.experiment import COMMITTED, Files
+from tests.helpers import over_batch
+from tests.strategies.recursions import CASES, IDS
 
 FAR = Job(steps=40, ratios=(1e7,), momenta=(0.99,))
 
@@ -27,16 +28,16 @@ FAR = Job(steps=40, ratios=(1e7,), momenta=(0.99,))
     ids=["device invariant", "momenta"],
 )
 def test_far_from_zero(job):
-    measured = accuracy_approaches.run(job)
+    measured = approaches.measure(job)
     assert len(measured) == 2 * len(job.approaches) * len(job.momenta)
-    assert max(measured.values()) <= Y, measured
+    assert max(row.error for row in measured) <= Y, measured
 
 
 def test_op_by_op():
     """XLA then has no products and sums to make one operation of."""
     job = dataclasses.replace(FAR, steps=7)
-    measured = accuracy_approaches.run(job, lambda layer, x, state: over_batch(layer)(x, state))
-    assert max(measured.values()) <= Y, measured
+    measured = approaches.measure(job, lambda layer, x, state: over_batch(layer)(x, state))
+    assert max(row.error for row in measured) <= Y, measured
 
 
 class Short(Adam):
@@ -47,14 +48,14 @@ class Short(Adam):
 
 
 def test_a_mean_in_one_float_is_caught(monkeypatch):
-    monkeypatch.setattr(accuracy_approaches, "strategy", lambda _, momentum: Short(momentum))
+    monkeypatch.setattr(approaches, "strategy", lambda _, momentum: Short(momentum))
     job = dataclasses.replace(QUICK, approaches=("adam",), ratios=(1e3, 1e7))
-    measured = accuracy_approaches.run(job)
-    of = {(run.use, run.ratio): error for run, error in measured.items()}
+    measured = approaches.measure(job)
+    of = {(row.use, row.ratio): row.error for row in measured}
     assert max(of["training", 1e3], of["training", 1e7]) <= Y
     assert of["inference", 1e3] > 10 * Y
     assert of["inference", 1e7] > 0.1
-    _, (verdict,) = accuracy_approaches.report(measured)
+    verdict = EVERY_APPROACH.verdict(measured)
     assert not verdict.holds
     assert "adam, inference, mean/std = 1e7" in verdict.measured
 
@@ -64,42 +65,33 @@ def test_the_yardstick_is_the_recursion(approach):
     """Which `test_strategies` writes out as well."""
     golden = dict(zip(IDS, CASES, strict=True))[approach][1]
     random = np.random.RandomState(0)
-    channels = accuracy_approaches.CHANNELS
+    channels = approaches.CHANNELS
     history = [Statistics(*random.uniform(1, 2, (2, channels))) for _ in range(9)]
-    ours = accuracy_approaches.recursion(approach, 0.7, iter(history))
+    ours = approaches.recursion(approach, 0.7, iter(history))
     for found, right in zip(ours, golden(history, 0.7), strict=True):
         np.testing.assert_allclose(np.asarray(found, np.float64), right, rtol=1e-14)
 
 
 def test_of_several_roundings_the_error_is_the_largest():
-    x = np.random.RandomState(0).standard_normal((4, accuracy_approaches.CHANNELS, 3))
-    right = accuracy_approaches.of_batch(x)
+    x = np.random.RandomState(0).standard_normal((4, approaches.CHANNELS, 3))
+    right = approaches.of_batch(x)
     xhat = (x - right.mean[:, None]) / np.sqrt(right.variance[:, None] + 1e-5)
-    assert accuracy_approaches.error(xhat, x, right) < 1e-15
+    assert approaches.error(xhat, x, right) < 1e-15
     y = np.array(xhat)
     y[1, 2, 0] = 5.0
     expected = abs(5 - xhat[1, 2, 0]) / max(1, abs(xhat[1, 2, 0]))
-    assert accuracy_approaches.error(y, x, right) == pytest.approx(float(expected))
+    assert approaches.error(y, x, right) == pytest.approx(float(expected))
     y[0, 0, 0] = np.nan
-    assert accuracy_approaches.error(y, x, right) == np.inf
-
-
-def test_what_is_saved_is_what_is_read(tmp_path):
-    measured = {
-        Run("ema", 0.5, 1e3, "training"): 1.25e-7,
-        Run("batch", 0.99, 1e7, "inference"): np.inf,
-    }
-    accuracy_approaches.save(tmp_path / "x.csv", measured)
-    assert accuracy_approaches.load(tmp_path / "x.csv") == measured
+    assert approaches.error(y, x, right) == np.inf
 
 
 def test_the_committed_results_are_of_every_approach():
-    measured = accuracy_approaches.load(results.FOLDER / "accuracy_approaches.csv")
+    measured = rows.load(Files(COMMITTED, "accuracy").csv("_approaches"), Row)
     right = {
-        Run(approach, momentum, ratio, use)
+        (approach, momentum, ratio, use)
         for approach in NAMED
         for momentum in WHOLE.momenta
         for ratio in WHOLE.ratios
         for use in ("training", "inference")
     }
-    assert set(measured) == right
+    assert {row[:4] for row in measured} == right

@@ -2,13 +2,11 @@
 
 The statistics that normalise are then running averages, over batches whose mean and variance
 change from step to step, and are compared with the same recursion in extended precision.
-Errors are of y, in units of max(1, abs(xhat)), as in `experiments.accuracy`.
+Errors are of y, in units of max(1, abs(xhat)).
 """
 
-import csv
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -20,26 +18,20 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED, AbstractStrategy, Batch, VarianceClip, named
+from experiments.lab import tables
+from experiments.lab.exact import EPS
 
-from . import results
-from .accuracy_cases import CHANNELS, EPS
-from .accuracy_claims import Verdict, Y
-from .accuracy_claims import table as claims_table
-from .accuracy_measured import text
+from .cases import CHANNELS, power
 
-RATIOS = (1.0, 1e3, 1e5, 1e7)
-MOMENTA = (0.5, 0.99)
 EXAMPLES, VALUES = 16, 4
 CLIP_START = 5
-CLAIM = "10. y to 1e-6 of max(1, abs(xhat)), by every approach, in training and inference"
-HEADER = ("approach", "momentum", "mean/std", "use", "error")
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     steps: int = 300
-    ratios: tuple[float, ...] = RATIOS
-    momenta: tuple[float, ...] = MOMENTA
+    ratios: tuple[float, ...] = (1.0, 1e3, 1e5, 1e7)
+    momenta: tuple[float, ...] = (0.5, 0.99)
     approaches: tuple[str, ...] = tuple(NAMED)
     implementation: Literal["auto", "xla", "device_invariant"] = "auto"
 
@@ -48,24 +40,16 @@ WHOLE = Job()
 QUICK = Job(steps=30, ratios=(1.0, 1e7), momenta=(0.99,))
 
 
-class Run(NamedTuple):
-    """Of what an error is."""
-
+class Row(NamedTuple):
     approach: str
     momentum: float
-    ratio: float
+    ratio: float  # of mean and standard deviation
     use: str  # "training" or "inference"
-
-    @property
-    def at(self) -> str:
-        return f"1e{round(np.log10(self.ratio))}"
-
-
-Measured = dict[Run, float]
+    error: float  # the largest over all steps
 
 
 class Statistics(NamedTuple):
-    """Of each channel, in extended precision."""
+    """Mean and variance of each channel, in extended precision."""
 
     mean: NDArray[np.longdouble]
     variance: NDArray[np.longdouble]
@@ -136,11 +120,14 @@ def _call(
     return jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
 
 
-def run(job: Job, call: Any = _call) -> Measured:
-    """Returns the largest error over all steps; inference is on the batch just trained on."""
-    measured: Measured = {}
-    cases = [(a, m, r) for a in job.approaches for m in job.momenta for r in job.ratios]
-    for approach, momentum, ratio in tqdm(cases, unit="case", disable=None):
+Call = Callable[[BatchNorm, jax.Array, eqx.nn.State], tuple[jax.Array, eqx.nn.State]]
+
+
+def measure(job: Job, call: Call = _call) -> list[Row]:
+    """Returns the largest errors; inference is on the batch just trained on."""
+    rows = []
+    kinds = [(a, m, r) for a in job.approaches for m in job.momenta for r in job.ratios]
+    for approach, momentum, ratio in tqdm(kinds, unit="run", disable=None):
         layer, state = eqx.nn.make_with_state(BatchNorm)(
             CHANNELS,
             "batch",
@@ -157,53 +144,22 @@ def run(job: Job, call: Any = _call) -> Measured:
             worst["training"] = max(worst["training"], error(y, x, used))
             y, _ = call(inference, jax.numpy.asarray(x), state)
             worst["inference"] = max(worst["inference"], error(y, x, remembered))
-        for use, largest in worst.items():
-            measured[Run(approach, momentum, ratio, use)] = largest
-    return measured
+        rows += [Row(approach, momentum, ratio, *found) for found in worst.items()]
+    return rows
 
 
-def report(measured: Measured) -> tuple[str, list[Verdict]]:
-    """Returns the tables for the terminal and the README, and the verdict."""
-    largest = max(measured, key=lambda run: measured[run])
-    worst = (
-        f"{measured[largest]:.1e} ({largest.approach}, {largest.use}, mean/std = {largest.at})"
-    )
-    verdicts = [Verdict(CLAIM, worst, measured[largest] <= Y)]
-    return f"{_table(measured)}\n\n{claims_table(verdicts)}", verdicts
+def table(rows: Sequence[Row]) -> str:
+    """Returns one line for each approach and use, the worst over momenta."""
+    ratios = list(dict.fromkeys(row.ratio for row in rows))
 
+    def worst(*kind: Any) -> str:
+        found = (row.error for row in rows if (row.approach, row.use, row.ratio) == kind)
+        return f"{max(found):.1e}"
 
-def _table(measured: Measured) -> str:
-    """Returns one row for each approach and use, the worst over momenta."""
-    ratios = list(dict.fromkeys(run.at for run in measured))
-    rows: dict[tuple[str, str], dict[str, float]] = {}
-    for of, largest in measured.items():
-        row = rows.setdefault((of.approach, of.use), {})
-        row[of.at] = max(row.get(of.at, 0.0), largest)
-    header = ("largest error of y", *(f"mean/std = {ratio}" for ratio in ratios))
-    return results.table(
-        header,
+    return tables.table(
+        ("largest error of y", *(f"mean/std = {power(ratio)}" for ratio in ratios)),
         [
-            (f"{approach}, {use}", *(f"{row[ratio]:.1e}" for ratio in ratios))
-            for (approach, use), row in rows.items()
+            (f"{approach}, {use}", *(worst(approach, use, ratio) for ratio in ratios))
+            for approach, use in dict.fromkeys((row.approach, row.use) for row in rows)
         ],
     )
-
-
-def save(path: Path, measured: Measured) -> None:
-    rows = [
-        (of.approach, of.momentum, f"{of.ratio:g}", of.use, text(largest))
-        for of, largest in measured.items()
-    ]
-    results.write_csv(path, HEADER, rows)
-
-
-def load(path: Path) -> Measured:
-    """Returns what `save` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        Run(row["approach"], float(row["momentum"]), float(row["mean/std"]), row["use"]): float(
-            row["error"]
-        )
-        for row in rows
-    }
