@@ -70,7 +70,7 @@ def with_options(job: Any, options: argparse.Namespace) -> Any:
         if value is not None and hasattr(job, name):
             several = isinstance(value, list)
             given[name] = tuple(dict.fromkeys(value)) if several else value
-    return dataclasses.replace(job, **given)
+    return dataclasses.replace(job, **given) if given else job
 
 
 @dataclass(frozen=True)

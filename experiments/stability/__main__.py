@@ -34,7 +34,7 @@ from experiments.lab.networks import NETWORKS, MakeNorm
 from experiments.lab.tables import table
 from experiments.lab.training import GradientNorms
 
-from .claims import CLAIMS, FIRST_STEPS, mean_loss, peak
+from .claims import BATCH, CLAIMS, EMA, FIRST_STEPS, mean_loss, peak
 from .figures import draw
 from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step
 
@@ -142,7 +142,14 @@ def report(files: Files) -> Report:
     )
     verdicts = judge(CLAIMS, runs)
     header = "claim of issue #659", "measured, median (range) over seeds"
-    return Report(f"{settings}\n\n{verdicts_table(verdicts, *header)}", verdicts)
+
+    def first_peak(setting: Setting) -> str:
+        if setting not in runs:
+            return ""
+        return f"`{setting.approach}`: gradients up to {np.median(peak(runs[setting])):.1f}"
+
+    text = f"{settings}\n\n{verdicts_table(verdicts, *header)}"
+    return Report(text, verdicts, ours=first_peak(BATCH), peers=first_peak(EMA))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +213,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=draw,
+    thread="[Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
     quick_help="only what the claims compare, two seeds; exits with 1 if a claim does not hold",
     add_arguments=add_arguments,
     choose=choose,

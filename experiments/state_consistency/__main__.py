@@ -46,7 +46,7 @@ from .claims import CLAIMS
 from .row import OURS, Row
 from .script import ERRORS, SEED, SHAPE, play
 from .subjects import EPS, JIT, MOMENTUM, subject, usual, ways
-from .summary import raised, summary
+from .summary import in_short, raised, summary
 
 LAYERS = (
     *OURS,
@@ -130,7 +130,13 @@ def report(files: Files) -> Report:
     found = rows.load(files.csv(), Row)
     verdicts = [claim.verdict(found) for claim in CLAIMS]
     tables = f"{summary(found)}\n\n{verdicts_table(verdicts, f'claim of {names.OURS}')}"
-    return Report(f"{tables}\n\n{raised(found)}", verdicts, summary=tables)
+    return Report(
+        f"{tables}\n\n{raised(found)}",
+        verdicts,
+        summary=tables,
+        ours=in_short([row for row in found if row.layer in OURS]),
+        peers=in_short([row for row in found if row.layer not in OURS]),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -140,6 +146,7 @@ EXPERIMENT = Experiment(
     quick=QUICK,
     measure=measure,
     report=report,
+    thread="[MXNet #21111](https://github.com/apache/mxnet/issues/21111)",
     quick_help="fewer rows, no peers but Equinox; exits with 1 if a claim does not hold",
     whole_help="the whole job with every peer",
     present=present,

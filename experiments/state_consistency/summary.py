@@ -18,6 +18,10 @@ def summary(rows: list[Row]) -> str:
     return table(("layer", "rows", *COLUMNS), lines)
 
 
+def in_short(rows: list[Row]) -> str:
+    return f"updates a call: {_updates(rows)}; memory after NaN: {_bad_batch(rows)}"
+
+
 def raised(rows: list[Row]) -> str:
     """Returns what was raised, and by which batches; one line each."""
     found: dict[str, dict[str, None]] = {}

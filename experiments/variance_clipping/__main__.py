@@ -164,7 +164,17 @@ def report(files: Files) -> Report:
         verdicts_table(thread, "claim of Caffe #3963", measured),
         verdicts_table(found, "found here", measured),
     )
-    return Report("\n\n".join(tables), [*thread, *found])
+
+    def lost(clipped: bool) -> str:
+        setting = Setting("batch", clipped, ONE_IMAGE)
+        return f"{claims.median(runs, setting, claims.points_lost):.1f} points lost"
+
+    return Report(
+        "\n\n".join(tables),
+        [*thread, *found],
+        ours=f"clipped, one corrupted image a batch: {lost(True)}",
+        peers=f"not clipped: {lost(False)}",
+    )
 
 
 def _grid(
@@ -197,6 +207,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=draw,
+    thread="[Caffe #3963](https://github.com/BVLC/caffe/issues/3963)",
     quick_help="one seed, two approaches, four corruptions; exits with 1 if what is found here "
     "is not found again",
     add_arguments=add_arguments,

@@ -27,20 +27,22 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A row of the results. "From" is from the first corrupted step on."""
+    """A row of the results. What is largest is that from the first corrupted batch on."""
 
     approach: str
     clipped: bool
     corruption: str
     seed: int
-    loss: float  # the largest from
-    gradient: float  # the largest norm from, of any parameter
-    accuracy_after: float  # training accuracy of the clean batches soon after the last
+    loss: float  # the largest
+    gradient: float  # the largest norm of any parameter's
+    accuracy_after: (
+        float  # training accuracy of the clean batches soon after the last corrupted one
+    )
     accuracy_end: float  # training accuracy at the end
-    test_after: float  # test accuracy in inference mode, right after the last corrupted one
+    test_after: float  # test accuracy in inference mode, right after that one
     test_end: float
-    variance: float  # the largest running variance from, mean over channels
-    growth: float  # the largest factor that it grows by in one step, from
+    variance: float  # the largest running variance, mean over channels
+    growth: float  # the largest factor by which that grows in one step
 
 
 class Step(NamedTuple):
@@ -58,6 +60,7 @@ class Step(NamedTuple):
 
 
 def summary(setting: Setting, seed: int, curves: Curves) -> Run:
+    """Returns the row of a run; `curves` are those of one seed, `[steps]` each."""
     first, last = CORRUPTED[0] - 1, CORRUPTED[-1]
     accuracy, test = curves["training_accuracy"], curves["test_accuracy"]
     variance = curves["running_variance"]
