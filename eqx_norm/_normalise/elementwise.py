@@ -1,5 +1,6 @@
 """Functions of each value once it is normalised: an activation, a weight of its own."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,12 +12,14 @@ from jax.extend.core import Literal
 from jax.tree_util import Partial
 from jaxtyping import Array
 
-from . import primitives
+from .arithmetic import Arithmetic
+from .new_primitive import Static, bind
+from .primitives import AFFINE
 from .reference import Activation
 
 
 class Affine(eqx.Module):
-    """`activation(bias + weight * xhat)`, for a weight and a bias of the shape of `xhat`."""
+    """Computes `activation(bias + weight * xhat)`, with one weight and bias for each value."""
 
     weight: Array | None
     bias: Array | None
@@ -35,7 +38,8 @@ class Affine(eqx.Module):
             return bias + weight * xhat
         # The primitive, so that the gradients of both are summed in one pass.
         zero = jnp.zeros((1,) * xhat.ndim, xhat.dtype)
-        return primitives.affine(bias, weight, xhat, zero, zero)
+        static = Static(xhat.ndim, Arithmetic(), has_channels=False)
+        return bind(AFFINE, bias, weight, xhat, zero, zero, static=static)[0]
 
 
 def as_tree(activation: Activation | None) -> Activation | None:
@@ -62,6 +66,16 @@ def function(activation: Activation | None) -> Activation | None:
     if isinstance(activation, Partial):
         return activation if activation.args or activation.keywords else activation.func
     return activation
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def recomputed(
+    function: Any, static: Static, arrays: list[Array], u: Array, *operands: Any
+) -> Array:
+    """Returns `function(u, *arrays)`. For its derivative u is not kept, but computed again: it
+    is `affine(*operands)`."""
+    del static, operands
+    return function(u, *arrays)
 
 
 def is_pure(activation: Activation, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:

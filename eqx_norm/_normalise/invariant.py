@@ -24,14 +24,14 @@ prevents both, in a function and in its derivatives.
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
@@ -40,12 +40,6 @@ from . import totals
 
 # How two of something, a vector of each kind, become one.
 Two = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
-
-
-class Across(NamedTuple):
-    """What `implementation="device_invariant"` is to the passes: mesh axes, the major first."""
-
-    mesh_axes: tuple[Hashable, ...]
 
 
 # --- The order of sums.
@@ -119,10 +113,12 @@ def _merge_moments(a: Any, b: Any) -> list[Array]:
     return jax.tree.leaves(Moments(*a).merge(Moments(*b)))
 
 
-def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> Moments:
+def merged(
+    examples: Moments, mesh_axes: Sequence[Hashable], gather: Callable[..., Array]
+) -> Moments:
     """Returns the moments of all devices, of moments with an axis of examples in front."""
     vectors = _of_examples(jnp.broadcast_arrays(*jax.tree.leaves(examples)), _merge)
-    for name in reversed(across.mesh_axes):
+    for name in reversed(mesh_axes):
         devices = lax.psum(1, name)
         if devices & (devices - 1):
             raise ValueError(
@@ -135,12 +131,12 @@ def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> M
     return jax.tree.unflatten(jax.tree.structure(examples), vectors)
 
 
-def from_first(vectors: Sequence[Array], across: Across) -> list[Array]:
+def from_first(vectors: Sequence[Array], mesh_axes: Sequence[Hashable]) -> list[Array]:
     """What the first device has. Transposed: the sum of all devices' there, and 0 elsewhere."""
-    if not across.mesh_axes:
+    if not mesh_axes:
         return list(vectors)
     spread = jnp.stack(vectors)
-    for name in across.mesh_axes:
+    for name in mesh_axes:
         index, size = lax.axis_index(name), lax.psum(1, name)
         stride = size // 2
         while stride:
@@ -221,12 +217,6 @@ def rsqrt(x: ArrayLike) -> Array:
     return _quotient(jnp.ones_like(x), lax.sqrt(x))
 
 
-@rsqrt.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    r = rsqrt(*primals)
-    return r, product(-0.5, product(r, product(r, product(r, *tangents))))
-
-
 _ROUNDED: dict[str, Callable[..., Array]] = {
     "mul": product,
     "div": _quotient,
@@ -243,20 +233,8 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.where(jnp.isnan(p), jnp.nan, p).astype(p.dtype)
 
 
-def _transposed(ct: Any, linear: Any, other: Any) -> Array:
-    ct = PRODUCT.bind(ct, other)
-    shape = linear.aval.shape
-    axes = [i for i, (had, has) in enumerate(zip(shape, ct.shape, strict=True)) if had != has]
-    return ct.sum(axes, keepdims=True)
-
-
 PRODUCT = Primitive("eqx_norm_product")
 PRODUCT.def_impl(jax.jit(_product))
 PRODUCT.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b, out_dtype=None)[0])
 mlir.register_lowering(PRODUCT, mlir.lower_fun(_product, multiple_results=False))
 batching.defbroadcasting(PRODUCT)
-ad.defbilinear(
-    PRODUCT,
-    lambda ct, a, b: _transposed(ct, a, b),
-    lambda ct, a, b: _transposed(ct, b, a),
-)
