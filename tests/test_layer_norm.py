@@ -12,7 +12,7 @@ from eqx_norm import BatchNorm, LayerNorm
 
 from .compiling import filter_jit, jit
 from .helpers import bits, normal
-from .test_residuals import held, printed
+from .operation.test_residuals import held, printed
 
 SHAPES = [(6,), (3, 4), (2, 3, 2), (1,), ()]
 AFFINE = [(True, True), (True, False), (False, True), (False, False)]

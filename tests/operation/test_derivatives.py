@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from eqx_norm.strategies import Running
 
-from .compiling import filter_jit, jit
+from ..compiling import filter_jit, jit
 from .derivatives import (
     ACTIVATIONS,
     COTANGENT,
@@ -37,7 +37,7 @@ from .derivatives import (
     ours,
     slope_of_gradient,
 )
-from .helpers import APPROACHES, copy, make, over_batch
+from ..helpers import APPROACHES, copy, make, over_batch
 
 
 @pytest.fixture

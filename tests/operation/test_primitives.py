@@ -13,8 +13,8 @@ import pytest
 
 from eqx_norm._normalise import primitives, reference, totals
 
-from .compiling import jit
-from .helpers import f32
+from ..compiling import jit
+from ..helpers import f32
 
 N, C, L = 5, 3, 7
 COLUMN = (1, C, 1)

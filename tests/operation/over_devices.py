@@ -1,4 +1,4 @@
-"""Training steps over 1, 2, 4 and 8 devices, fingerprinted: `python -m tests.over_devices`.
+"""Training steps over 1, 2, 4 and 8 devices, fingerprinted: `python -m tests.operation.over_devices`.
 
 A program of its own, because the number of CPU devices is fixed when JAX starts. Prints, as
 JSON, for each case and quantity the fingerprint that each way of running it gave.
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .helpers import make
+from ..helpers import make
 
 DEVICES = (1, 2, 4, 8)
 QUANTITIES = ("y", "dweight", "dbias", "dx", "memory")

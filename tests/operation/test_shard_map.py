@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm._normalise import primitives
 
 from . import over_mesh
-from .compiling import XLA_FLAGS
-from .processes import on_devices
+from ..compiling import XLA_FLAGS
+from ..processes import on_devices
 
 SCRIPT = """
 import sys
@@ -67,7 +67,7 @@ def test_with_check_vma_a_sentence_says_what_to_do():
 
 @pytest.fixture(scope="module")
 def errors():
-    return json.loads(on_devices(8, "-m", "tests.over_mesh", flags=XLA_FLAGS).stdout)
+    return json.loads(on_devices(8, "-m", "tests.operation.over_mesh", flags=XLA_FLAGS).stdout)
 
 
 @pytest.mark.parametrize("name", over_mesh.CASES)

@@ -15,18 +15,18 @@ from eqx_norm import BatchNorm
 from eqx_norm._normalise import invariant
 from eqx_norm.strategies import Moments
 
-from .compiling import jit
-from .helpers import bits, call, make
+from ..compiling import jit
+from ..helpers import bits, call, make
 from .over_devices import CASES, QUANTITIES
-from .processes import on_devices
-from .test_accuracy import check, far_from_zero, make_batch, seeds, with_outlier
+from ..processes import on_devices
+from ..test_accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 
 MODE = "device_invariant"
 
 
 @pytest.fixture(scope="module")
 def found():
-    return json.loads(on_devices(8, "-m", "tests.over_devices").stdout)
+    return json.loads(on_devices(8, "-m", "tests.operation.over_devices").stdout)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)

@@ -12,7 +12,7 @@ import pytest
 from eqx_norm import BatchNorm, LayerNorm
 
 from .derivatives import ACTIVATIONS, COTANGENT, C, X, arrays, compiled, gradient, ours
-from .helpers import bits, copy, make, over_batch
+from ..helpers import bits, copy, make, over_batch
 
 
 def scaled(scale, u):

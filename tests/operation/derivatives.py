@@ -10,8 +10,8 @@ import numpy as np
 
 from eqx_norm.strategies import Running
 
-from .compiling import jit
-from .helpers import copy, make, over_batch
+from ..compiling import jit
+from ..helpers import copy, make, over_batch
 
 N, C, L = 4, 2, 3
 MOMENTUM, SEEN = 0.7, np.array(0.51)
