@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from eqx_norm._normalise import pallas_triton_rows, rows, tiling
+from eqx_norm._normalise.arithmetic import Arithmetic
+from eqx_norm._normalise.new_primitive import Static
 
 from .compiling import jit
 
@@ -28,8 +30,9 @@ def arrays(shape, dtype="float32", mean=0.0, seed=0):
 
 @functools.partial(jit, static_argnums=0)
 def composed(activation, x, *affine):
-    how = rows.How(EPS, activation, "xla")
-    return rows._rows_of(x, *affine, how=how)
+    static = Static(1, Arithmetic("xla"), False, activation, eps=EPS)
+    y, mean, m2, mean_rest = rows._rows(x, *affine, static=static)
+    return y, mean, mean_rest, m2
 
 
 def exactly(f, *inputs):

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from eqx_norm._normalise import primitives
+from eqx_norm._normalise.arithmetic import Arithmetic
+from eqx_norm._normalise.new_primitive import Static
+from eqx_norm._normalise.primitives import AFFINE
 
 from . import over_mesh
 from ..compiling import XLA_FLAGS
@@ -83,7 +85,8 @@ def test_derivatives_are_those_of_one_device_where_jax_checks_what_varies(errors
 
 def test_a_primitive_that_cannot_keep_track_raises():
     def mixed(x, weight):
-        return primitives.AFFINE.bind(weight, weight, x, weight, weight)[0]
+        static = Static(1, Arithmetic())
+        return AFFINE.bind(weight, weight, x, weight, weight, static=static)[0]
 
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.shard_map(
