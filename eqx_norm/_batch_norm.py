@@ -199,8 +199,8 @@ class BatchNorm(eqx.nn.BatchNorm):
             they hold. Examples may have different numbers of values that count.
 
         **Returns:** the normalised `x`, of the same shape and dtype, and the state after
-        this batch (in inference, the state as it was; likewise after a batch that is masked
-        out as a whole, or leaves one value for an unbiased variance).
+        this batch (the state as it was in inference, after a batch that is masked out as a
+        whole, and after one that leaves one value for an unbiased variance).
 
         **Raises:** `NameError` where no enclosing `vmap` binds `axis_name` (in training);
         `ValueError` for a wrong shape, a state that is not this layer's, or, with

@@ -1,7 +1,8 @@
-"""How a batch is summed and vectors are multiplied: the one object that `implementation` names.
+"""How a batch is summed and how vectors are multiplied, as one object: an `Arithmetic`.
 
-`Arithmetic` sums as each platform does it best. `DeviceInvariant` sums in an order that no
-number of devices changes (`invariant`). It is a static argument of every pass over x.
+The layers' `implementation` names it, and every pass over x takes it as a static argument.
+`Arithmetic` itself sums as each platform does it best; `DeviceInvariant` sums in an order that
+no number of devices changes.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from .reference import Activation
 
 AxisName = Hashable | tuple[Hashable, ...]
 Implementation = Literal["auto", "xla", "pallas_triton", "pallas_mosaic"]
-# What is calculated over a batch may also be calculated in a fixed order.
+# Over a batch there is one more.
 BatchImplementation = Literal[Implementation, "device_invariant"]
 
 
@@ -55,7 +56,8 @@ class Arithmetic:
         for name in vmapped:
             x = _gather(x, name, tiled=True)
             mask = None if mask is None else _gather(mask, name, tiled=True)
-        moments = Moments(*bind(STATISTICS, x, mask, static=static))
+        count, mean, m2, mean_rest = bind(STATISTICS, x, mask, static=static)
+        moments = Moments(count, mean, m2, mean_rest)
         # Of other devices only the vectors are fetched, at once, and merged in their order.
         for name in mesh:
             shards = _gather(jnp.stack(jax.tree.leaves(moments)), name)
@@ -97,13 +99,13 @@ class DeviceInvariant(Arithmetic):
     def statistics(
         self, x: Array, mask: Array | None, axis_name: AxisName, static: Static
     ) -> Moments:
-        """Returns the same, merged of the moments of each example."""
+        """Returns the moments, merged of those of each example by a tree."""
         x, mask = x[None], None if mask is None else mask[None]
         vectors = [v[None] for v in bind(STATISTICS, x, mask, static=static)]
         for name in _axes(axis_name)[0]:
             vectors = [_gather(vector, name, tiled=True) for vector in vectors]
-        count, *others = vectors
-        examples = Moments(count[:, :1], *others)
+        count, mean, m2, mean_rest = vectors
+        examples = Moments(count[:, :1], mean, m2, mean_rest)
         merged = invariant.merged(examples, self.mesh_axes, _gather)
         count = jnp.broadcast_to(merged.count, merged.mean.shape)
         return dataclasses.replace(merged, count=count)

@@ -1,7 +1,8 @@
-"""All derivative rules of the operation. Whoever imports the package has them registered.
+"""Registers all derivative rules of the operation.
 
-Those in what a primitive is linear in are primitives again; the others are derivatives of what
-it is composed of, which JAX differentiates and transposes as usual.
+Where a primitive is linear in an operand, its derivative and transpose are primitives again. In
+other operands they are those of what it is composed of, which JAX differentiates and transposes
+as usual.
 """
 
 import functools
@@ -38,7 +39,7 @@ def _all_zero(*tangents: Any) -> bool:
     return all(isinstance(tangent, ad.Zero) for tangent in tangents)
 
 
-# --- Of a normalisation.
+# --- A normalisation.
 
 
 def _deviations_jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
@@ -136,7 +137,7 @@ def _composed_activated_vjp(
     return [*bind(SUMS, g, *inner[2:], static=static, shape=shape), g]
 
 
-# --- Of a row.
+# --- A row.
 
 
 def _rows_jvp(primals: Any, tangents: Any, *, static: Static) -> Any:
@@ -148,7 +149,7 @@ def _rows_jvp(primals: Any, tangents: Any, *, static: Static) -> Any:
     return results, [dy, *map(jnp.zeros_like, results[1:])]
 
 
-# --- Of what is linear in its first operands.
+# --- Primitives that are linear in their first operands.
 
 
 def _jvp_of_linear(
@@ -203,7 +204,9 @@ def _zeros(cotangents: Any, *shapes: tuple[Shape, Any]) -> list[Array]:
     return [jnp.zeros(*like) if _all_zero(ct) else ct for ct, like in pairs]
 
 
-def _sums_transposed(cotangents: Any, moving: Any, inner: Any, *, static: Any, shape: Any) -> Any:
+def _sums_transposed(
+    cotangents: Any, moving: Any, inner: Any, *, static: Any, shape: Any
+) -> Any:
     (g,) = moving
     bias, scale = _zeros(cotangents, *[(shape, g.aval.dtype)] * 2)
     return bind(AFFINE, bias, scale, *inner, static=static)
@@ -295,7 +298,7 @@ for _primitive, _linear, _transposed in (
     ad.primitive_transposes[_primitive] = _transpose_of_linear(_linear, _transposed)
 
 
-# --- Of vectors, and of an activation with arrays of its own.
+# --- Vectors, and activations with arrays of their own.
 
 
 @reference.rsqrt.defjvp

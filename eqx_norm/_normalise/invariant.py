@@ -1,25 +1,25 @@
-"""Bits that do not depend on the number of devices: `implementation="device_invariant"`.
+"""Computes bits that do not depend on the number of devices: how it sums, how it rounds.
 
 A sum depends on its order, and the order on how the batch is cut up. Here it is fixed: the
-values of each example in an order that knows nothing of other examples, then the examples by a
-tree that halves the batch as often as it can be halved. With a power of two of devices, each
-holds whole branches of that tree, and what is fetched from the others are the roots.
+values of each example are summed in an order that knows nothing of other examples, then the
+examples by a tree that halves the batch as often as it can be halved. If the number of devices
+is a power of two, each holds whole branches of that tree, and fetches the others' roots.
 
         1 device         ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7))
         2 devices        (      of the first   ) + (    of the second    )
 
 - Forward, the branches are `Moments`, joined by their `merge`.
-- Backward they are the sums of `pulled`, which must be complete before anything is calculated
-  of them: a product of sums is no sum of products to the bit. `from_first` sees to it. It hands
-  out tangents from the first device, so that, transposed, the sums are collected there, by the
-  tree, and are 0 on the others. What JAX sums over devices later on (in the gradient of x, and
-  of a weight) is one number and zeros: exact in any order.
+- Backward, they are the sums of `primitives.ACTIVATED_VJP`. Those must be complete before they
+  are multiplied: a product of sums has not the bits of a sum of products. `from_first` sees to
+  it. It hands out tangents from the first device, so that, transposed, the sums are collected
+  there, by the tree, and are 0 on the others. What JAX sums over devices later on (in the
+  gradient of x, and of a weight) is one number and zeros, which is exact in any order.
 
-All other operations are elementwise. Addition, multiplication, division and square root are
-rounded correctly by every processor, so their order and their operands decide the result, as
-long as they stay what they are: LLVM makes one operation, rounded once, of a product and a sum
-in some loops and not in others, and XLA makes a product of a division by a constant. `rounded`
-prevents both, in a function and in its derivatives.
+All other operations are elementwise. Every processor rounds addition, multiplication, division
+and square root correctly, so that the operands and the order of operations decide the result.
+But LLVM makes one operation, rounded once, of a product and a sum, in some loops and not in
+others, and XLA makes a product of a division by a constant. `rounded` prevents both, in a
+function and in its derivatives.
 """
 
 import functools
@@ -38,15 +38,16 @@ from eqx_norm.strategies import Moments
 
 from . import totals
 
-# How two of something, a vector of each kind, become one.
-Two = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
+# Combines two sets of vectors to one, by adding them or by merging moments.
+Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 
 
 # --- The order of sums.
 
 
 def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """A `totals.Total`: the last axis has the values of an example, any other the examples."""
+    """Returns the sums, as a `totals.Total` does: along the last axis, which holds the values
+    of an example, then along any other, which holds examples."""
     last = arrays[0].ndim - 1
     for axis in sorted(axes, reverse=True):
         if axis == last:
@@ -58,7 +59,7 @@ def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
 
 
 def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
-    """Each summed along the last axis, in an order that depends on nothing but its size.
+    """Returns sums along the last axis, in an order that depends on nothing but its size.
 
     A reduction of several arrays is a loop of XLA's own, one number after the other. That of
     one array is a library's, and one array is therefore summed as its two halves.
@@ -74,24 +75,24 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
     return [half + odd if size > whole else half]
 
 
-def _of_examples(vectors: Sequence[Array], two: Two) -> Sequence[Array]:
-    """Along the first axis: an odd number of neighbours each time, then by halves."""
+def _of_examples(vectors: Sequence[Array], combine: Combine) -> Sequence[Array]:
+    """Combines along the first axis: an odd number of neighbours each, then by halves."""
     size = len(vectors[0])
     halves = size & -size
     blocks = [v.reshape(halves, size // halves, *v.shape[1:]) for v in vectors]
-    return _by_pairs(_by_pairs([v.swapaxes(0, 1) for v in blocks], two), two)
+    return _by_pairs(_by_pairs([v.swapaxes(0, 1) for v in blocks], combine), combine)
 
 
-def _by_pairs(vectors: Sequence[Array], two: Two) -> Sequence[Array]:
-    """Neighbours along the first axis, again and again; two steps are one pass."""
+def _by_pairs(vectors: Sequence[Array], combine: Combine) -> Sequence[Array]:
+    """Combines neighbours along the first axis until one is left; two steps are one pass."""
     zeros = tuple(np.zeros((), v.dtype) for v in vectors)
     while (size := len(vectors[0])) > 1:
         if size > 2:
             fill = [(0, -size % 4)] + [(0, 0)] * (vectors[0].ndim - 1)
             padded = [jnp.pad(v, fill) for v in vectors]
-            vectors = two(tuple(v[::2] for v in padded), tuple(v[1::2] for v in padded))
+            vectors = combine(tuple(v[::2] for v in padded), tuple(v[1::2] for v in padded))
         pairs = [v.reshape(-1, 2, *v.shape[1:]) for v in vectors]
-        vectors = lax.reduce(tuple(pairs), zeros, two, [1])
+        vectors = lax.reduce(tuple(pairs), zeros, combine, [1])
     return [v[0] for v in vectors]
 
 
@@ -101,7 +102,7 @@ def _add(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
 
 def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     both = rounded(_merge_moments)(tuple(a), tuple(b))
-    # What there is nothing of changes nothing, not even where a square overflows.
+    # An empty set changes nothing, not even where a square overflows.
     (count_a, *_), (count_b, *_) = a, b
     return tuple(
         jnp.where(count_a == 0, y, jnp.where(count_b == 0, x, v))
@@ -132,7 +133,8 @@ def merged(
 
 
 def from_first(vectors: Sequence[Array], mesh_axes: Sequence[Hashable]) -> list[Array]:
-    """What the first device has. Transposed: the sum of all devices' there, and 0 elsewhere."""
+    """Returns the first device's vectors. Transposed, that sums all devices' on the first one,
+    and returns 0 on the others."""
     if not mesh_axes:
         return list(vectors)
     spread = jnp.stack(vectors)
@@ -151,7 +153,7 @@ def from_first(vectors: Sequence[Array], mesh_axes: Sequence[Hashable]) -> list[
 
 
 def rounded(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, of pytrees of arrays; no product becomes half of a fused multiply-add."""
+    """Returns `f`, of pytrees of arrays, in which each operation is rounded by itself."""
 
     @functools.wraps(f)
     def call(*args: Any, **static: Any) -> Any:
@@ -189,7 +191,7 @@ def _evaluate(closed: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def product(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
-    """`a * b`; its derivatives are products of this kind, too."""
+    """Returns `a * b`, never as half of a fused multiply-add; so are its derivatives."""
     a, b = jnp.asarray(a), jnp.asarray(b)
     ndim = max(a.ndim, b.ndim)
     a, b = (lax.expand_dims(v, range(ndim - v.ndim)) for v in (a, b))
@@ -203,8 +205,8 @@ def _power(x: ArrayLike, *, y: int) -> Array:
 
 
 def _quotient(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
-    """Where a or b is not a number, nor is a/b. So XLA sees neither a constant nor a root,
-    of which it would make products."""
+    """Returns a/b, where XLA sees neither a constant nor a root, of which it would make
+    products: NaN is selected where a or b is NaN, as a/b is anyway."""
     return lax.div(
         a, jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, b).astype(jnp.result_type(b))
     )

@@ -2,8 +2,8 @@
 
 A pass over x takes x as the caller has it, `(*mapped, channels, *spatial)`, so that x is kept
 once for the backward pass, in that form. When a program is lowered, arrays are flattened to
-`(*mapped, channels, values)`, which costs nothing in a compiled program: loops follow an array's
-axes, and rows of 7 or 8 are too short for a vector unit.
+`(*mapped, channels, values)`, because loops follow an array's axes, and rows of 7 or 8 are too
+short for a vector unit. In a compiled program that costs nothing.
 
 Here, in `primitives`, `derivatives` and `invariant`, and of this package else only in
 `determinism`, JAX's interface for new primitives is used (`jax.extend.core`,
@@ -73,7 +73,9 @@ def new_primitive(
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
 
-    def lower(function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any) -> Any:
+    def lower(
+        function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
+    ) -> Any:
         function = static.arithmetic.chosen(function, invariant)
         _refuse_kernels(static.arithmetic.implementation, kernel is not None)
         lowered = mlir.lower_fun(flattened(function, shapes), multiple_results=True)

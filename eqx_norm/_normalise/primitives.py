@@ -6,28 +6,30 @@
     affine(bias, scale; x, mean)         bias + scale (x - mean)         linear in bias, scale
     activated(bias, scale, x, mean)      activation(affine)
     activation_jvp(g; bias, ...)         activation'(affine) g           linear in g
-    activated_jvp(bias', scale', u'; ..) activation_jvp(affine(bias', scale') + u')
+    activated_jvp(bias', scale', u'; ..) activation_jvp(affine(bias', scale') + u'), linear in
+                                         bias', scale' and u'
     activated_vjp(g; bias, ...)          sums(activation_jvp(g)), activation_jvp(g)
 
 `sums` and `affine` are each other's transpose, so are `activated_jvp` and `activated_vjp`, and
 `activation_jvp` is its own. So the backward pass of a normalisation, differentiated and
 transposed by JAX, is one `activated_vjp` and one `affine`; forward mode and all higher orders
-remain; and of the size of x nothing is kept but x. (`activated_jvp` and `activated_vjp` are made
-of the others. As one, a kernel can compute the activation's derivative while it sums.)
+remain; and of the size of x nothing is kept but x. (`activated_jvp` and `activated_vjp` are
+made of the others. As one, a kernel can compute the activation's derivative while it sums.)
 
-In jax.numpy alone the transpose would have four sums where two suffice, and would keep x - mean
-and what the activation needs. And a primitive is lowered for each platform in its own way (on a
-CPU it sums by a tree, see `totals`), where `lax.platform_dependent` would branch while tracing.
+In jax.numpy alone the transpose would have four sums where two suffice, and would keep
+x - mean and what the activation needs. And a primitive is lowered for each platform in its own
+way (on a CPU it sums by a tree, see `totals`); `lax.platform_dependent` would branch while
+tracing.
 
-Operands are positional: `bias, scale, x, mean, mean_rest` and, if there is one, `mask`. Each has
-as many axes as x, of size 1 where it does not differ. `deviations` and `activated` also take
-`wide`, which is x in the dtype to calculate in. Nothing is computed of it: its tangent is what
-their derivatives take for that of x, so that the cotangents which x gets from both are added
-before they are rounded to half precision.
+Operands are positional: `bias, scale, x, mean, mean_rest` and, if there is one, `mask`. All
+have as many axes as x, of size 1 where they do not differ. `deviations` and `activated` also
+take `wide`, which is x in the dtype to calculate in. They do not use its value: its tangent is
+what their derivatives take for that of x, so that the cotangents which x gets from both are
+added before they are rounded to half precision.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -157,14 +159,20 @@ def _statistics_kernel(
 def _activated_vjp_kernel(
     implementation: str, partitioned: bool, *arrays: Any, static: Static, shape: Shape
 ) -> Any:
-    how: Any = {"activation": static.activation, "shape": shape}
-    kernel = kernels.of_pulled(implementation, partitioned, *arrays, **how)
-    return kernel and (lambda *arrays, static, shape: kernel(*arrays, **how))
+    parameters: Any = {"activation": static.activation, "shape": shape}
+    kernel = kernels.of_pulled(implementation, partitioned, *arrays, **parameters)
+
+    def call(*arrays: Array, **_: Any) -> Sequence[Array]:
+        assert kernel is not None
+        return kernel(*arrays, **parameters)
+
+    return kernel and call
 
 
-def _vectors(x: Any, *_: Any, static: Static) -> list[tuple[Shape, Any]]:
-    *outer, _, channels, _ = static.flat(x.shape)
-    return [((*outer, channels), reference.compute_dtype(x.dtype))] * 4
+def _vectors(x: Any, *mask: Any, static: Static) -> list[tuple[Shape, Any]]:
+    del mask
+    *ensemble, _examples, channels, _values = static.flat(x.shape)
+    return [((*ensemble, channels), reference.compute_dtype(x.dtype))] * 4
 
 
 STATISTICS = new_primitive(
@@ -230,17 +238,15 @@ ACTIVATED_VJP = new_primitive(
         _activated_vjp, total=totals.by_tree, activation_jvp=_activation_jvp
     ),
     invariant=invariant.rounded(
-        functools.partial(
-            _activated_vjp, total=invariant.total, activation_jvp=_activation_jvp
-        )
+        functools.partial(_activated_vjp, total=invariant.total, activation_jvp=_activation_jvp)
     ),
     kernel=_activated_vjp_kernel,
 )
 
 
 # Returns the vectors that it is given, as if they were others. On a GPU, XLA would otherwise
-# keep what the forward pass has computed of them and x, rather than compute it again. A CPU does
-# so anyway. (Not x itself: that would be kept twice, once as each.)
+# keep what the forward pass has computed of them and x, rather than compute it again. A CPU
+# computes it again anyway. (x itself is not passed through: it would be kept twice.)
 RECOMPUTE_BARRIER = Primitive("eqx_norm_recompute_barrier")
 RECOMPUTE_BARRIER.multiple_results = True
 RECOMPUTE_BARRIER.def_impl(lambda *arrays: arrays)

@@ -8,7 +8,7 @@ whatever they hold, and 0 is computed for them. `total` sums as suits the platfo
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,34 +102,19 @@ def affine(
     return counted(bias + scale * centred(x, mean, mean_rest), mask)
 
 
-def activated(
-    activation: Activation | None,
-    bias: Array,
-    scale: Array,
-    x: Array,
-    mean: Array,
-    mean_rest: Array,
-    mask: Array | None = None,
-) -> Array:
-    """Returns `activation(affine(bias, scale, x, ...))`; 0 where the mask is false."""
-    return counted(applied(activation, affine(bias, scale, x, mean, mean_rest)), mask)
+def activated(activation: Activation | None, *operands: Array) -> Array:
+    """Returns `activation(affine(*operands))`; 0 where the mask is false."""
+    *inner, mask = _with_mask(operands)
+    return counted(applied(activation, affine(*inner)), mask)
 
 
-def activation_jvp(
-    activation: Activation | None,
-    g: Array,
-    bias: Array,
-    scale: Array,
-    x: Array,
-    mean: Array,
-    mean_rest: Array,
-    mask: Array | None = None,
-) -> Array:
-    """Returns the derivative of the activation at `affine(bias, scale, x, ...)`, times `g`."""
+def activation_jvp(activation: Activation | None, g: Array, *operands: Array) -> Array:
+    """Returns the activation's derivative at `affine(*operands)`, times `g`; 0 where the mask
+    is false."""
+    *inner, mask = _with_mask(operands)
     if activation is None:
         return counted(g, mask)
-    u = affine(bias, scale, x, mean, mean_rest)
-    _, tangent = jax.jvp(functools.partial(applied, activation), (u,), (g,))
+    _, tangent = jax.jvp(functools.partial(applied, activation), (affine(*inner),), (g,))
     return counted(tangent, mask)
 
 
@@ -155,6 +140,11 @@ def centred(x: Array, mean: Array, mean_rest: Array) -> Array:
 def counted(values: Array, mask: Array | None = None) -> Array:
     """Returns the values that count, and 0 for the others."""
     return values if mask is None else jnp.where(mask, values, 0)
+
+
+def _with_mask(operands: Sequence[Array]) -> tuple[Any, ...]:
+    """Returns bias, scale, x, mean, mean_rest and the mask, or `None` in its place."""
+    return (*operands, None) if len(operands) == 5 else tuple(operands)
 
 
 def _rounded(product: Array) -> Array:

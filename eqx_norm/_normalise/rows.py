@@ -101,8 +101,8 @@ def _rows_jvp(*arrays: Array, static: Static, learns: bool) -> list[Array]:
 def _rows_vjp(
     g: Array, *inner: Array, static: Static, learns: bool, shape: Shape | None
 ) -> list[Array]:
-    # Of the type that they have on the way forward, mesh axes included: transposed, a tangent
-    # that starts to vary over devices is summed over them.
+    # They have the type of the way forward, mesh axes included: transposed, a tangent that starts
+    # to vary over devices is summed over them.
     linear = [like(g, g.shape, g.dtype)]
     if shape is not None:
         linear += [like(g, shape, array.dtype) for array in inner[1:3]]
@@ -123,9 +123,7 @@ def _each(f: Callable[..., Any], *arrays: Array) -> Any:
     return jax.vmap(functools.partial(_each, f), in_axes=axes)(*arrays)
 
 
-def _rows_kernel(
-    implementation: str, partitioned: bool, *arrays: Any, static: Static
-) -> Any:
+def _rows_kernel(implementation: str, partitioned: bool, *arrays: Any, static: Static) -> Any:
     kernel = kernels.of_rows(implementation, partitioned, *arrays, how=static)
 
     def in_order(*arrays: Array, static: Static) -> list[Array]:
@@ -173,9 +171,7 @@ def _vjp_shapes(
 
 ROWS = new_primitive("rows", _rows, _rows_shapes, full=[0], kernel=_rows_kernel)
 ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0])
-ROWS_VJP = new_primitive(
-    "rows_vjp", _rows_vjp, _vjp_shapes, full=[0], kernel=_rows_vjp_kernel
-)
+ROWS_VJP = new_primitive("rows_vjp", _rows_vjp, _vjp_shapes, full=[0], kernel=_rows_vjp_kernel)
 # What the two are composed of, to be differentiated.
 rows_jvp = flattened(_rows_jvp, _jvp_shapes)
 rows_vjp = flattened(_rows_vjp, _vjp_shapes)

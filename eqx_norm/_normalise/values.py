@@ -1,7 +1,7 @@
 """`Values`: an example's values, given once; their moments, and how they are normalised.
 
-Both halves work on one example, `(channels, *spatial)`, under a `vmap` that binds the axis name.
-Between them stands a strategy. The derivative of both is that of `SUMS` and `AFFINE`:
+Both halves work on one example, `(channels, *spatial)`, under a `vmap` that binds the axis
+name. Between them stands a strategy. The derivative of both is that of `SUMS` and `AFFINE`:
 
 - moments: d mean = sum(dx) / n and d m2 = 2 sum(dx (x - mean)): one `SUMS`. Moments are
   polynomials of degree 2, so around a mean that does not move, D = sum(x - mean) and
@@ -178,10 +178,10 @@ class Values:
         bias, scale, mean, mean_rest = map(self._column, (bias, scale, mean, mean_rest))
         return bias, scale, self.x, mean, mean_rest, self._mask
 
-    def _activated(self, operands: tuple[Any, ...], **static: Any) -> Array:
+    def _activated(self, operands: tuple[Any, ...], **replaced: Any) -> Array:
         bias, scale, *centre = operands
-        static = {"static": self._static._replace(**static)}
-        return bind(ACTIVATED, bias, scale, self._wide, *centre, **static)[0]
+        static = self._static._replace(**replaced)
+        return bind(ACTIVATED, bias, scale, self._wide, *centre, static=static)[0]
 
     def _column(self, vector: Array) -> Array:
         """Returns a vector of one number per channel with as many axes as x."""

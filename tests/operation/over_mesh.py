@@ -1,8 +1,8 @@
 """Derivatives inside and outside of `jax.shard_map`, against one device.
 
-`python -m tests.operation.over_mesh`: a program of its own, because the number of CPU devices is fixed
-when JAX starts. Prints, as JSON, the largest error of each case and transformation, in units of
-the largest value.
+`python -m tests.operation.over_mesh` is a program of its own, because the number of CPU devices
+is fixed when JAX starts. It prints, as JSON, the largest error of each case and transformation,
+in units of the largest value.
 """
 
 import functools
@@ -21,8 +21,7 @@ from eqx_norm import LayerNorm
 from eqx_norm._normalise import primitives
 from eqx_norm._normalise.arithmetic import Arithmetic
 from eqx_norm._normalise.new_primitive import Static, bind
-
-from ..helpers import f32, make
+from tests.helpers import f32, make
 
 DEVICES = 8
 N, C, L = 16, 2, 3

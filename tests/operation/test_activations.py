@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
+from tests.helpers import bits, copy, make, over_batch
 
 from .derivatives import ACTIVATIONS, COTANGENT, C, X, arrays, compiled, gradient, ours
-from ..helpers import bits, copy, make, over_batch
 
 
 def scaled(scale, u):

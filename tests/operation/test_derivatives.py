@@ -10,8 +10,9 @@ import pytest
 from jax.test_util import check_grads
 
 from eqx_norm.strategies import Running
+from tests.compiling import filter_jit, jit
+from tests.helpers import APPROACHES, copy, make, over_batch
 
-from ..compiling import filter_jit, jit
 from .derivatives import (
     ACTIVATIONS,
     COTANGENT,
@@ -37,7 +38,6 @@ from .derivatives import (
     ours,
     slope_of_gradient,
 )
-from ..helpers import APPROACHES, copy, make, over_batch
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from jax.test_util import check_grads
 from eqx_norm import BatchNorm
 from eqx_norm._normalise import invariant
 from eqx_norm.strategies import Moments
+from tests.compiling import jit
+from tests.helpers import bits, call, make
+from tests.processes import on_devices
+from tests.test_accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 
-from ..compiling import jit
-from ..helpers import bits, call, make
 from .over_devices import CASES, QUANTITIES
-from ..processes import on_devices
-from ..test_accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 
 MODE = "device_invariant"
 

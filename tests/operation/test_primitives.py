@@ -16,9 +16,8 @@ from eqx_norm._normalise import reference, totals
 from eqx_norm._normalise.arithmetic import Arithmetic
 from eqx_norm._normalise.new_primitive import Static, bind
 from eqx_norm._normalise.primitives import ACTIVATED, AFFINE, DEVIATIONS, STATISTICS, SUMS
-
-from ..compiling import jit
-from ..helpers import f32
+from tests.compiling import jit
+from tests.helpers import f32
 
 N, C, H, W = 5, 3, 2, 4
 COLUMN = (1, C, 1, 1)
@@ -126,7 +125,8 @@ def jnp_sums(g, x, mean, rest, mask=None):
 
 
 def jnp_activated(a, b, x, mean, rest, mask=None):
-    return reference.activated(activation, a, b, x, mean, rest, mask)
+    present = () if mask is None else (mask,)
+    return reference.activated(activation, a, b, x, mean, rest, *present)
 
 
 ALL = {

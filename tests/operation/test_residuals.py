@@ -17,8 +17,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from eqx_norm import LayerNorm
 from eqx_norm._normalise import elementwise
-
-from ..helpers import APPROACHES, make, normal, over_batch
+from tests.helpers import APPROACHES, make, normal, over_batch
 
 N, C, L = 8, 3, 40
 ACTIVATIONS = {
@@ -147,6 +146,7 @@ DEPTH, SHAPE = 3, (4, 5, 6, 7)
 
 def stacked(f, *operands):
     """Shape and dtype of what the forward scan of `grad(f)` keeps for each layer, if large."""
+
     def loss(*operands):
         return jnp.sum(f(*operands).astype(jnp.float32))
 
@@ -158,7 +158,9 @@ def stacked(f, *operands):
     )
     kept = forward.outvars[forward.params["num_carry"] :]
     return [
-        (var.aval.shape[1:], var.aval.dtype) for var in kept if var.aval.size >= DEPTH * math.prod(SHAPE)
+        (var.aval.shape[1:], var.aval.dtype)
+        for var in kept
+        if var.aval.size >= DEPTH * math.prod(SHAPE)
     ]
 
 
@@ -207,7 +209,9 @@ def test_scanned_with_a_relu_of_its_own(norm, dtype):
     block = scanned(lambda x, w: conv(jax.nn.relu(f(conv(x, w[0]))), w[1]))
     kept = stacked(block, *network(NAMES[dtype]))
     # And what the ReLU keeps: where it was positive.
-    assert sorted(kept, key=str) == sorted([(SHAPE, NAMES[dtype])] * 3 + [(SHAPE, bool)], key=str)
+    assert sorted(kept, key=str) == sorted(
+        [(SHAPE, NAMES[dtype])] * 3 + [(SHAPE, bool)], key=str
+    )
 
 
 @each_norm

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm._normalise.arithmetic import Arithmetic
 from eqx_norm._normalise.new_primitive import Static
 from eqx_norm._normalise.primitives import AFFINE
+from tests.compiling import XLA_FLAGS
+from tests.processes import on_devices
 
 from . import over_mesh
-from ..compiling import XLA_FLAGS
-from ..processes import on_devices
 
 SCRIPT = """
 import sys
