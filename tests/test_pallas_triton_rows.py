@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from eqx_norm._normalise import pallas_triton_rows, rows, tiling
-from eqx_norm._normalise.arithmetic import Arithmetic
-from eqx_norm._normalise.new_primitive import Static
 
 from .compiling import jit
 
@@ -30,8 +28,8 @@ def arrays(shape, dtype="float32", mean=0.0, seed=0):
 
 @functools.partial(jit, static_argnums=0)
 def composed(activation, x, *affine):
-    static = Static(1, Arithmetic("xla"), False, activation, eps=EPS)
-    y, mean, m2, mean_rest = rows._rows(x, *affine, static=static)
+    row = rows.Row(EPS, activation, "xla")
+    y, mean, m2, mean_rest = rows._rows(x, *affine, row=row)
     return y, mean, mean_rest, m2
 
 

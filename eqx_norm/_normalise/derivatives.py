@@ -282,8 +282,8 @@ ad.primitive_jvps[RECOMPUTE_BARRIER] = lambda primals, tangents: (
 for _primitive, _linear, _composed in (
     (ACTIVATED_JVP, _three, _composed_activated_jvp),
     (ACTIVATED_VJP, _one, _composed_activated_vjp),
-    (ROWS_JVP, _three_if_it_learns, rows.rows_jvp),
-    (ROWS_VJP, _one, rows.rows_vjp),
+    (ROWS_JVP, _three_if_it_learns, rows.composed_jvp),
+    (ROWS_VJP, _one, rows.composed_vjp),
 ):
     ad.primitive_jvps[_primitive] = _jvp_of_linear(_primitive, _linear, _composed)
 for _primitive, _linear, _transposed in (

@@ -26,7 +26,7 @@ from jaxtyping import Array
 from . import kernels as kernels
 
 Shape = tuple[int, ...]
-Compute = Callable[..., Sequence[Array]]
+Compute = Callable[..., Sequence[Array] | Array]
 Shapes = Callable[..., list[tuple[Shape, Any]]]
 
 
@@ -38,7 +38,7 @@ class Static(NamedTuple):
     has_channels: bool = True  # or whether all values of an example are one channel
     activation: Any = None  # without arrays of its own
     dtype: Any = None  # of what `activated` returns, and of its cotangent
-    eps: float | None = None  # of `rows`
+    row: Any = None  # a `rows.Row`
 
     def flat(self, shape: Shape) -> Shape:
         """Returns `(*mapped, channels, values)`, the shape to calculate in."""
@@ -53,11 +53,12 @@ def new_primitive(
     shapes: Shapes,
     full: Sequence[int],
     *,
+    takes: Sequence[str] = (),
     on_cpu: Compute | None = None,
     invariant: Compute | None = None,
     kernel: Callable[..., Compute | None] | None = None,
 ) -> Primitive:
-    """Returns a primitive that computes `compute(*arrays, static=static, **parameters)`.
+    """Returns a primitive that computes `compute(*arrays, ...)`; it has a parameter `static`.
 
     **Arguments:**
 
@@ -67,19 +68,24 @@ def new_primitive(
     - `full`: the arrays that an ensemble needs in full, where size 1 will do for the others.
         All arrays have the same number of axes; a mapped one is put in front of them, and of
         the parameter `shape`.
+    - `takes`: the fields of `static` that `compute` is given by keyword, beside the other
+        parameters.
     - `kernel`: on a CUDA device, `kernel(implementation, partitioned, *arrays, ...)`, of
-        flattened arrays without their values, is what to compute instead, or `None`.
+        flattened arrays without their values, returns what to compute instead, or `None`.
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
+
+    def lowered(function: Compute, context: Any, *arrays: Any, **parameters: Any) -> Any:
+        flat = flattened(function, takes, [aval.shape for aval in context.avals_out])
+        return mlir.lower_fun(flat, multiple_results=True)(context, *arrays, **parameters)
 
     def lower(
         function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
     ) -> Any:
         function = static.arithmetic.chosen(function, invariant)
         _refuse_kernels(static.arithmetic.implementation, kernel is not None)
-        lowered = mlir.lower_fun(flattened(function, shapes), multiple_results=True)
-        return lowered(context, *arrays, static=static, **rest)
+        return lowered(function, context, *arrays, static=static, **rest)
 
     def lower_for_cuda(context: Any, *arrays: Any, static: Static, **rest: Any) -> Any:
         implementation = static.arithmetic.implementation
@@ -90,12 +96,11 @@ def new_primitive(
             implementation,
             _is_partitioned(context),
             *(jax.ShapeDtypeStruct(static.flat(a.shape), a.dtype) for a in context.avals_in),
-            **_flat_parameters(static, rest),
+            **_flat_parameters(static, takes, rest),
         )
         function = chosen or static.arithmetic.chosen(compute, invariant)
-        lowered = mlir.lower_fun(flattened(function, shapes), multiple_results=True)
         with kernels.quiet():
-            return lowered(context, *arrays, static=static, **rest)
+            return lowered(function, context, *arrays, static=static, **rest)
 
     mlir.register_lowering(primitive, functools.partial(lower, compute))
     mlir.register_lowering(primitive, functools.partial(lower, on_cpu or compute), "cpu")
@@ -144,15 +149,14 @@ def new_primitive(
     return primitive
 
 
-def flattened(compute: Compute, shapes: Shapes) -> Compute:
+def flattened(compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]) -> Compute:
     """Returns `compute` for arrays as the caller has them, with results of `shapes`."""
 
     def call(*arrays: Array, static: Static, **parameters: Any) -> list[Array]:
         flat = [array.reshape(static.flat(array.shape)) for array in arrays]
-        results = compute(*flat, **_flat_parameters(static, parameters))
-        wanted = shapes(*arrays, static=static, **parameters)
-        pairs = zip(results, wanted, strict=True)
-        return [result.reshape(shape) for result, (shape, _) in pairs]
+        results = compute(*flat, **_flat_parameters(static, takes, parameters))
+        results = [results] if isinstance(results, jax.Array) else results
+        return [r.reshape(shape) for r, shape in zip(results, shapes, strict=True)]
 
     return call
 
@@ -184,10 +188,13 @@ def like(array: Array, shape: Shape, dtype: Any) -> Any:
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def _flat_parameters(static: Static, parameters: dict[str, Any]) -> dict[str, Any]:
+def _flat_parameters(
+    static: Static, takes: Sequence[str], parameters: dict[str, Any]
+) -> dict[str, Any]:
+    taken = {name: getattr(static, name) for name in takes}
     shape = parameters.get("shape")
     flat = {} if shape is None else {"shape": static.flat(shape)}
-    return {**parameters, **flat, "static": static}
+    return {**parameters, **taken, **flat}
 
 
 def _varying(aval: Any) -> frozenset[Any]:

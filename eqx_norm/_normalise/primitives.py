@@ -29,7 +29,7 @@ added before they are rounded to half precision.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,12 +43,62 @@ from . import invariant, reference, totals
 from .new_primitive import Shape, Static, kernels, new_primitive
 
 
-def _statistics(*arrays: Array, static: Static, total: totals.Total) -> tuple[Array, ...]:
-    del static
-    return reference.statistics(*arrays, total=total)
+def _deviations(wide: Array, *centre: Array, shape: Shape) -> list[Array]:
+    del centre
+    return [jnp.zeros(shape, wide.dtype)] * 2
 
 
-def _statistics_of_examples(x: Array, mask: Array | None = None, *, static: Static) -> Any:
+def _activated(
+    bias: Array, scale: Array, wide: Array, *centre: Array, activation: Any, dtype: Any
+) -> Array:
+    del wide
+    return reference.activated(activation, bias, scale, *centre).astype(dtype)
+
+
+def _activation_jvp(*arrays: Array, activation: Any) -> Array:
+    return reference.activation_jvp(activation, *arrays)
+
+
+def _activation_jvp_elsewhere(
+    g: Array, bias: Array, scale: Array, x: Array, *rest: Array, activation: Any
+) -> Array:
+    """Returns `_activation_jvp` for a GPU, where XLA writes out a mask that two passes need.
+
+    Where nothing but columns is summed, that costs 2.5 times reading x in bfloat16; as a
+    product the derivative of a ReLU is computed again. (Between convolutions the product costs
+    more: see experiments/results/gpu_compile.csv.)
+    """
+    if activation is jax.nn.relu and x.shape[-1] == 1:
+        return g * jnp.sign(reference.activated(activation, bias, scale, x, *rest))
+    return reference.activation_jvp(activation, g, bias, scale, x, *rest)
+
+
+def _activated_jvp(
+    dbias: Array, dscale: Array, du: Array, *inner: Array, activation: Any, dtype: Any
+) -> Array:
+    _, _, x, mean, mean_rest, *_ = inner
+    tangent = reference.affine(dbias, dscale, x, mean, mean_rest) + du
+    return reference.activation_jvp(activation, tangent, *inner).astype(dtype)
+
+
+def _activated_vjp(
+    g: Array,
+    bias: Array,
+    scale: Array,
+    *centre: Array,
+    activation: Any,
+    shape: Shape,
+    total: totals.Total = totals.plain,
+    activation_jvp: Callable[..., Array] = _activation_jvp,
+) -> list[Array]:
+    g = activation_jvp(g.astype(bias.dtype), bias, scale, *centre, activation=activation)
+    return [*reference.sums(g, *centre, shape=shape, total=total), g]
+
+
+# --- Where no number of devices changes a bit.
+
+
+def _statistics_of_examples(x: Array, mask: Array | None = None) -> Any:
     if x.shape[-3] == x.shape[-1] == 1:
         count, *moments = _statistics_of_one(x, mask)
     else:
@@ -66,107 +116,28 @@ def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
     return tuple(vector[..., 0, :, 0] for vector in vectors)
 
 
-def _deviations(wide: Array, *centre: Array, static: Static, shape: Shape) -> list[Array]:
-    return [jnp.zeros(shape, wide.dtype)] * 2
+def _of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `compute`, rounded; of the sums that it is given first, -0 is 0, as it is where
+    several devices have added 0 to it."""
+
+    def call(sums: Array, *arrays: Array, **parameters: Any) -> Any:
+        return compute(jnp.where(sums == 0, 0, sums), *arrays, **parameters)
+
+    return invariant.rounded(call)
 
 
-def _sums(
-    *arrays: Array, static: Static, shape: Shape, total: totals.Total
-) -> tuple[Array, Array]:
-    del static
-    return reference.sums(*arrays, shape=shape, total=total)
+# --- The primitives.
 
 
-def _affine(*arrays: Array, static: Static) -> list[Array]:
-    del static
-    return [reference.affine(*arrays)]
-
-
-def _affine_of_sums(bias: Array, *arrays: Array, static: Static) -> list[Array]:
-    # On several devices -0 has been added to 0.
-    return _affine(jnp.where(bias == 0, 0, bias), *arrays, static=static)
-
-
-def _activated(
-    bias: Array, scale: Array, wide: Array, *centre: Array, static: Static
-) -> list[Array]:
-    del wide
-    y = reference.activated(static.activation, bias, scale, *centre)
-    return [y.astype(static.dtype)]
-
-
-def _activation_jvp(*arrays: Array, static: Static) -> list[Array]:
-    return [reference.activation_jvp(static.activation, *arrays)]
-
-
-def _activation_jvp_elsewhere(
-    g: Array, bias: Array, scale: Array, x: Array, *rest: Array, static: Static
-) -> list[Array]:
-    """Returns `_activation_jvp` for a GPU, where XLA writes out a mask that two passes need.
-
-    Where nothing but columns is summed, that costs 2.5 times reading x in bfloat16; as a
-    product the derivative of a ReLU is computed again. (Between convolutions the product costs
-    more: see experiments/results/gpu_compile.csv.)
-    """
-    inner = (bias, scale, x, *rest)
-    if static.activation is jax.nn.relu and x.shape[-1] == 1:
-        return [g * jnp.sign(reference.activated(static.activation, *inner))]
-    return _activation_jvp(g, *inner, static=static)
-
-
-def _activated_jvp(
-    dbias: Array, dscale: Array, du: Array, *inner: Array, static: Static
-) -> list[Array]:
-    _, _, x, mean, mean_rest, *_ = inner
-    tangent = reference.affine(dbias, dscale, x, mean, mean_rest) + du
-    return [reference.activation_jvp(static.activation, tangent, *inner).astype(static.dtype)]
-
-
-def _activated_jvp_of_sums(dbias: Array, *arrays: Array, static: Static) -> list[Array]:
-    # On several devices -0 has been added to 0.
-    return _activated_jvp(jnp.where(dbias == 0, 0, dbias), *arrays, static=static)
-
-
-def _activated_vjp(
-    g: Array,
-    bias: Array,
-    scale: Array,
-    *centre: Array,
-    static: Static,
-    shape: Shape,
-    total: totals.Total,
-    activation_jvp: Callable[..., Any],
-) -> list[Array]:
-    (g,) = activation_jvp(g.astype(bias.dtype), bias, scale, *centre, static=static)
-    return [*reference.sums(g, *centre, shape=shape, total=total), g]
-
-
-def _statistics_kernel(
-    implementation: str, partitioned: bool, *arrays: Any, static: Static
-) -> Any:
-    del static
+def _statistics_kernel(implementation: str, partitioned: bool, *arrays: Any) -> Any:
     kernel = kernels.of_statistics(implementation, partitioned, *arrays)
 
-    def in_order(*arrays: Array, static: Static) -> tuple[Array, ...]:
-        del static
+    def in_order(*arrays: Array) -> tuple[Array, ...]:
         assert kernel is not None
         count, mean, mean_rest, m2 = kernel(*arrays)
         return count, mean, m2, mean_rest
 
     return kernel and in_order
-
-
-def _activated_vjp_kernel(
-    implementation: str, partitioned: bool, *arrays: Any, static: Static, shape: Shape
-) -> Any:
-    parameters: Any = {"activation": static.activation, "shape": shape}
-    kernel = kernels.of_pulled(implementation, partitioned, *arrays, **parameters)
-
-    def call(*arrays: Array, **_: Any) -> Sequence[Array]:
-        assert kernel is not None
-        return kernel(*arrays, **parameters)
-
-    return kernel and call
 
 
 def _vectors(x: Any, *mask: Any, static: Static) -> list[tuple[Shape, Any]]:
@@ -177,10 +148,10 @@ def _vectors(x: Any, *mask: Any, static: Static) -> list[tuple[Shape, Any]]:
 
 STATISTICS = new_primitive(
     "statistics",
-    functools.partial(_statistics, total=totals.plain),
+    reference.statistics,
     _vectors,
     full=[0],
-    on_cpu=functools.partial(_statistics, total=totals.by_tree),
+    on_cpu=functools.partial(reference.statistics, total=totals.by_tree),
     invariant=invariant.rounded(_statistics_of_examples),
     kernel=_statistics_kernel,
 )
@@ -192,24 +163,25 @@ DEVIATIONS = new_primitive(
 )
 SUMS = new_primitive(
     "sums",
-    functools.partial(_sums, total=totals.plain),
+    reference.sums,
     lambda g, *_, static, shape: [(shape, g.dtype)] * 2,
     full=[0, 1],
-    on_cpu=functools.partial(_sums, total=totals.by_tree),
-    invariant=invariant.rounded(functools.partial(_sums, total=invariant.total)),
+    on_cpu=functools.partial(reference.sums, total=totals.by_tree),
+    invariant=invariant.rounded(functools.partial(reference.sums, total=invariant.total)),
 )
 AFFINE = new_primitive(
     "affine",
-    _affine,
+    reference.affine,
     lambda bias, scale, x, *_, static: [(x.shape, bias.dtype)],
     full=[2],
-    invariant=invariant.rounded(_affine_of_sums),
+    invariant=_of_sums(reference.affine),
 )
 ACTIVATED = new_primitive(
     "activated",
     _activated,
     lambda bias, scale, wide, x, *_, static: [(x.shape, static.dtype)],
     full=[2, 3],
+    takes=["activation", "dtype"],
     invariant=invariant.rounded(_activated),
 )
 ACTIVATION_JVP = new_primitive(
@@ -217,6 +189,7 @@ ACTIVATION_JVP = new_primitive(
     _activation_jvp_elsewhere,
     lambda g, *_, static: [(g.shape, g.dtype)],
     full=[0, 3],
+    takes=["activation"],
     on_cpu=_activation_jvp,
     invariant=invariant.rounded(_activation_jvp),
 )
@@ -225,22 +198,18 @@ ACTIVATED_JVP = new_primitive(
     _activated_jvp,
     lambda dbias, dscale, du, *_, static: [(du.shape, static.dtype)],
     full=[2, 5],
-    invariant=invariant.rounded(_activated_jvp_of_sums),
+    takes=["activation", "dtype"],
+    invariant=_of_sums(_activated_jvp),
 )
 ACTIVATED_VJP = new_primitive(
     "activated_vjp",
-    functools.partial(
-        _activated_vjp, total=totals.plain, activation_jvp=_activation_jvp_elsewhere
-    ),
+    functools.partial(_activated_vjp, activation_jvp=_activation_jvp_elsewhere),
     lambda g, bias, *_, static, shape: [*[(shape, bias.dtype)] * 2, (g.shape, bias.dtype)],
     full=[0, 3],
-    on_cpu=functools.partial(
-        _activated_vjp, total=totals.by_tree, activation_jvp=_activation_jvp
-    ),
-    invariant=invariant.rounded(
-        functools.partial(_activated_vjp, total=invariant.total, activation_jvp=_activation_jvp)
-    ),
-    kernel=_activated_vjp_kernel,
+    takes=["activation"],
+    on_cpu=functools.partial(_activated_vjp, total=totals.by_tree),
+    invariant=invariant.rounded(functools.partial(_activated_vjp, total=invariant.total)),
+    kernel=kernels.of_pulled,
 )
 
 

@@ -15,7 +15,7 @@ where they are shared.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,14 @@ from .arithmetic import Arithmetic, Implementation
 from .new_primitive import Shape, Static, bind, flattened, kernels, like, new_primitive
 from .reference import Activation, compute_dtype
 from .values import Values
+
+
+class Row(NamedTuple):
+    """How a row is normalised."""
+
+    eps: float
+    activation: Activation | None  # without arrays of its own
+    implementation: Implementation
 
 
 def normalise_row(
@@ -54,36 +62,34 @@ def normalise_row(
             jnp.ones(x.shape, dtype) if weight is None else weight.astype(dtype),
             jnp.zeros(x.shape, dtype) if bias is None else bias.astype(dtype),
         ]
-    static = Static(x.ndim, Arithmetic(implementation), False, function, eps=eps)
+    row = Row(eps, function, implementation)
+    static = Static(x.ndim, Arithmetic(implementation), has_channels=False, row=row)
     return bind(ROWS, x, *affine, static=static)[0]
 
 
 # --- What they compute, of flattened arrays.
 
 
-def _row(
-    static: Static, given: Sequence[Array] | None, x: Array, *affine: Array
-) -> list[Array]:
+def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> list[Array]:
     """Returns y and the moments of one row, `(1, values)`; `given` are those, if known."""
-    values = Values(x[0], implementation=static.arithmetic.implementation, has_channels=False)
+    values = Values(x[0], implementation=row.implementation, has_channels=False)
     if given is None:
         used = values.moments()
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
         used = values.moving(Moments(jnp.full((1,), x.size, mean.dtype), mean, m2, mean_rest))
     vectors = (array[0] for array in affine)
-    how: Any = {"eps": static.eps, "activation": static.activation}
-    y = values.normalise(used, *vectors, **how)
+    y = values.normalise(used, *vectors, eps=row.eps, activation=row.activation)
     return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]
 
 
-def _rows(*arrays: Array, static: Static) -> list[Array]:
-    return _each(functools.partial(_row, static, None), *arrays)
+def _rows(*arrays: Array, row: Row) -> list[Array]:
+    return _each(functools.partial(_one, row, None), *arrays)
 
 
-def _rows_jvp(*arrays: Array, static: Static, learns: bool) -> list[Array]:
+def _rows_jvp(*arrays: Array, row: Row, learns: bool) -> list[Array]:
     """Returns the tangent of y, of those of x and, if it `learns`, of weight and bias; then
-    come what `rows` took and gave."""
+    come what `rows` took and what it gave."""
     linear = 3 if learns else 1
 
     def tangent(*arrays: Array) -> Array:
@@ -91,7 +97,7 @@ def _rows_jvp(*arrays: Array, static: Static, learns: bool) -> list[Array]:
         moving, fixed = inner[:linear], inner[linear:]
 
         def y(*moving: Array) -> Array:
-            return _row(static, lax.stop_gradient(given), *moving, *fixed)[0]
+            return _one(row, lax.stop_gradient(given), *moving, *fixed)[0]
 
         return jax.jvp(y, moving, tangents)[1]
 
@@ -99,16 +105,16 @@ def _rows_jvp(*arrays: Array, static: Static, learns: bool) -> list[Array]:
 
 
 def _rows_vjp(
-    g: Array, *inner: Array, static: Static, learns: bool, shape: Shape | None
+    g: Array, *inner: Array, row: Row, learns: bool, shape: Shape | None
 ) -> list[Array]:
-    # They have the type of the way forward, mesh axes included: transposed, a tangent that starts
-    # to vary over devices is summed over them.
+    # These have the type of the way forward, mesh axes included: transposed, a tangent that
+    # starts to vary over devices is summed over them.
     linear = [like(g, g.shape, g.dtype)]
     if shape is not None:
         linear += [like(g, shape, array.dtype) for array in inner[1:3]]
 
     def jvp(*tangents: Array) -> list[Array]:
-        return _rows_jvp(*tangents, *inner, static=static, learns=learns)
+        return _rows_jvp(*tangents, *inner, row=row, learns=learns)
 
     return list(jax.linear_transpose(jvp, *linear)([g]))
 
@@ -123,12 +129,12 @@ def _each(f: Callable[..., Any], *arrays: Array) -> Any:
     return jax.vmap(functools.partial(_each, f), in_axes=axes)(*arrays)
 
 
-def _rows_kernel(implementation: str, partitioned: bool, *arrays: Any, static: Static) -> Any:
-    kernel = kernels.of_rows(implementation, partitioned, *arrays, how=static)
+def _rows_kernel(implementation: str, partitioned: bool, *arrays: Any, row: Row) -> Any:
+    kernel = kernels.of_rows(implementation, partitioned, *arrays, how=row)
 
-    def in_order(*arrays: Array, static: Static) -> list[Array]:
+    def in_order(*arrays: Array, row: Row) -> list[Array]:
         assert kernel is not None
-        y, mean, mean_rest, m2 = kernel(*arrays, how=static)
+        y, mean, mean_rest, m2 = kernel(*arrays, how=row)
         return [y, mean, m2, mean_rest]
 
     return kernel and in_order
@@ -138,17 +144,17 @@ def _rows_vjp_kernel(
     implementation: str,
     partitioned: bool,
     *arrays: Any,
-    static: Static,
+    row: Row,
     learns: bool,
     shape: Shape | None,
 ) -> Any:
-    how: Any = {"how": static, "learns": learns, "shape": shape or ()}
-    kernel = kernels.of_pulled_rows(implementation, partitioned, *arrays, **how)
+    parameters: Any = {"how": row, "learns": learns, "shape": shape or ()}
+    kernel = kernels.of_pulled_rows(implementation, partitioned, *arrays, **parameters)
 
     def in_order(*arrays: Array, **_: Any) -> Sequence[Array]:
         assert kernel is not None
         *others, m2, mean_rest = arrays
-        return kernel(*others, mean_rest, m2, **how)
+        return kernel(*others, mean_rest, m2, **parameters)
 
     return kernel and in_order
 
@@ -169,9 +175,20 @@ def _vjp_shapes(
     return [(g.shape, g.dtype), *affine]
 
 
-ROWS = new_primitive("rows", _rows, _rows_shapes, full=[0], kernel=_rows_kernel)
-ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0])
-ROWS_VJP = new_primitive("rows_vjp", _rows_vjp, _vjp_shapes, full=[0], kernel=_rows_vjp_kernel)
-# What the two are composed of, to be differentiated.
-rows_jvp = flattened(_rows_jvp, _jvp_shapes)
-rows_vjp = flattened(_rows_vjp, _vjp_shapes)
+ROWS = new_primitive("rows", _rows, _rows_shapes, full=[0], takes=["row"], kernel=_rows_kernel)
+ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
+ROWS_VJP = new_primitive(
+    "rows_vjp", _rows_vjp, _vjp_shapes, full=[0], takes=["row"], kernel=_rows_vjp_kernel
+)
+
+
+def composed_jvp(*arrays: Array, **parameters: Any) -> Any:
+    """Returns what `ROWS_JVP` does, by what it is composed of, to be differentiated."""
+    shapes = [shape for shape, _ in _jvp_shapes(*arrays, **parameters)]
+    return flattened(_rows_jvp, ["row"], shapes)(*arrays, **parameters)
+
+
+def composed_vjp(*arrays: Array, **parameters: Any) -> Any:
+    """Returns what `ROWS_VJP` does, by what it is composed of, to be differentiated."""
+    shapes = [shape for shape, _ in _vjp_shapes(*arrays, **parameters)]
+    return flattened(_rows_vjp, ["row"], shapes)(*arrays, **parameters)
