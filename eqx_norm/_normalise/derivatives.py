@@ -152,50 +152,50 @@ def _rows_jvp(primals: Any, tangents: Any, *, static: Static) -> Any:
 # --- Primitives that are linear in their first operands.
 
 
-def _jvp_of_linear(
-    primitive: Primitive, linear: Callable[..., int], composed: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns the rule of a primitive that is linear in its first `linear(**parameters)`
-    operands. In the others, its derivative is that of what it is `composed` of."""
+def _register_linear(
+    primitive: Primitive,
+    linear: int,
+    transposed: Callable[..., Any],
+    composed: Callable[..., Any] | None = None,
+) -> None:
+    """Registers the rules of a primitive that is linear in its first `linear` operands.
 
-    def rule(primals: Any, tangents: Any, **parameters: Any) -> Any:
-        n = linear(**parameters)
-        along = map(_dense, tangents[:n], primals[:n])
-        tangent = bind(primitive, *along, *primals[n:], **parameters)
-        moving = [i for i in range(n, len(primals)) if not _all_zero(tangents[i])]
+    Its transpose in those is `transposed(cotangents, linear operands, others, ...)`. If it has
+    no rule of its own, its derivative in the others is that of what it is `composed` of.
+    """
 
-        def of_moving(moved: list[Array]) -> Any:
-            arrays = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-            return composed(*arrays.values(), **parameters)
+    def split(operands: Any, learns: bool = True, **_: Any) -> tuple[Any, Any]:
+        n = linear if learns else 1
+        return operands[:n], operands[n:]
 
-        if moving:
-            at, along = ([values[i] for i in moving] for values in (primals, tangents))
-            more = jax.jvp(of_moving, (at,), (along,))[1]
-            tangent = list(map(jnp.add, tangent, more))
-        return bind(primitive, *primals, **parameters), tangent
+    def jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
+        moving, inner = split(primals, **parameters)
+        along = map(_dense, tangents[: len(moving)], moving)
+        tangent = bind(primitive, *along, *inner, **parameters)
+        varied = [i for i in range(len(moving), len(primals)) if not _all_zero(tangents[i])]
 
-    return rule
+        def of_varied(arrays: list[Array]) -> Any:
+            operands = dict(enumerate(primals)) | dict(zip(varied, arrays, strict=True))
+            assert composed is not None
+            return composed(*operands.values(), **parameters)
 
+        if varied:
+            at, along = ([values[i] for i in varied] for values in (primals, tangents))
+            tangent = map(jnp.add, tangent, jax.jvp(of_varied, (at,), (along,))[1])
+        return bind(primitive, *primals, **parameters), list(tangent)
 
-def _transpose_of_linear(
-    linear: Callable[..., int], transposed: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns the rule of a primitive whose transpose, in its first operands, is `transposed`
-    of the cotangents, those operands and the others. All cotangents are zero, or none is."""
-
-    def rule(cotangents: Any, *operands: Any, **parameters: Any) -> Any:
-        n = linear(**parameters)
+    def transpose(cotangents: Any, *operands: Any, **parameters: Any) -> Any:
         if _all_zero(*cotangents):
             return [None] * len(operands)
-        moving, inner = operands[:n], operands[n:]
+        moving, inner = split(operands, **parameters)
         results = transposed(cotangents, moving, inner, **parameters)
-        wanted = zip(results, moving, strict=True)
-        return [
-            *(ct if ad.is_undefined_primal(operand) else None for ct, operand in wanted),
-            *[None] * len(inner),
-        ]
+        pairs = zip(results, moving, strict=True)
+        wanted = [ct if ad.is_undefined_primal(operand) else None for ct, operand in pairs]
+        return [*wanted, *[None] * len(inner)]
 
-    return rule
+    ad.primitive_transposes[primitive] = transpose
+    if composed is not None:
+        ad.primitive_jvps[primitive] = jvp
 
 
 def _zeros(cotangents: Any, *shapes: tuple[Shape, Any]) -> list[Array]:
@@ -204,98 +204,67 @@ def _zeros(cotangents: Any, *shapes: tuple[Shape, Any]) -> list[Array]:
     return [jnp.zeros(*like) if _all_zero(ct) else ct for ct, like in pairs]
 
 
-def _sums_transposed(
-    cotangents: Any, moving: Any, inner: Any, *, static: Any, shape: Any
-) -> Any:
-    (g,) = moving
-    bias, scale = _zeros(cotangents, *[(shape, g.aval.dtype)] * 2)
+def _sums_transposed(cts: Any, moving: Any, inner: Any, *, static: Static, shape: Any) -> Any:
+    bias, scale = _zeros(cts, *[(shape, moving[0].aval.dtype)] * 2)
     return bind(AFFINE, bias, scale, *inner, static=static)
 
 
-def _affine_transposed(cotangents: Any, moving: Any, inner: Any, *, static: Static) -> Any:
+def _affine_transposed(cts: Any, moving: Any, inner: Any, *, static: Static) -> Any:
     one = next(operand for operand in moving if ad.is_undefined_primal(operand))
-    return bind(SUMS, *cotangents, *inner, static=static, shape=one.aval.shape)
+    return bind(SUMS, *cts, *inner, static=static, shape=one.aval.shape)
 
 
-def _activation_jvp_transposed(
-    cotangents: Any, moving: Any, inner: Any, *, static: Static
-) -> Any:
-    del moving
-    return bind(ACTIVATION_JVP, *cotangents, *inner, static=static)
+def _activation_jvp_transposed(cts: Any, _: Any, inner: Any, *, static: Static) -> Any:
+    return bind(ACTIVATION_JVP, *cts, *inner, static=static)
 
 
-def _activated_jvp_transposed(
-    cotangents: Any, moving: Any, inner: Any, *, static: Static
-) -> Any:
-    shape = moving[0].aval.shape
-    return bind(ACTIVATED_VJP, *cotangents, *inner, static=static, shape=shape)
+def _activated_jvp_transposed(cts: Any, moving: Any, inner: Any, *, static: Static) -> Any:
+    return bind(ACTIVATED_VJP, *cts, *inner, static=static, shape=moving[0].aval.shape)
 
 
 def _activated_vjp_transposed(
-    cotangents: Any, moving: Any, inner: Any, *, static: Static, shape: Shape
+    cts: Any, moving: Any, inner: Any, *, static: Static, shape: Shape
 ) -> Any:
     (g,), dtype = moving, inner[0].dtype
-    linear = _zeros(cotangents, *[(shape, dtype)] * 2, (g.aval.shape, dtype))
-    static = static._replace(dtype=g.aval.dtype)
-    return bind(ACTIVATED_JVP, *linear, *inner, static=static)
+    linear = _zeros(cts, *[(shape, dtype)] * 2, (g.aval.shape, dtype))
+    return bind(ACTIVATED_JVP, *linear, *inner, static=static._replace(dtype=g.aval.dtype))
 
 
-def _rows_jvp_transposed(
-    cotangents: Any, moving: Any, inner: Any, *, static: Static, learns: bool
-) -> Any:
-    shape = moving[1].aval.shape if learns else None
-    how: Any = {"static": static, "learns": learns, "shape": shape}
-    return bind(ROWS_VJP, *cotangents, *inner, **how)
+def _rows_jvp_transposed(cts: Any, moving: Any, inner: Any, **parameters: Any) -> Any:
+    shape = moving[1].aval.shape if parameters["learns"] else None
+    return bind(ROWS_VJP, *cts, *inner, shape=shape, **parameters)
 
 
 def _rows_vjp_transposed(
-    cotangents: Any, moving: Any, inner: Any, *, static: Static, learns: bool, shape: Any
+    cts: Any, moving: Any, inner: Any, *, shape: Shape | None, **parameters: Any
 ) -> Any:
     (g,) = moving
-    affine = [(shape, array.dtype) for array in inner[1:3]] if learns else []
-    linear = _zeros(cotangents, (g.aval.shape, g.aval.dtype), *affine)
-    return bind(ROWS_JVP, *linear, *inner, static=static, learns=learns)
+    affine = [] if shape is None else [(shape, array.dtype) for array in inner[1:3]]
+    linear = _zeros(cts, (g.aval.shape, g.aval.dtype), *affine)
+    return bind(ROWS_JVP, *linear, *inner, **parameters)
 
 
-def _one(**_: Any) -> int:
-    return 1
-
-
-def _three(**_: Any) -> int:
-    return 3
-
-
-def _three_if_it_learns(*, learns: bool, **_: Any) -> int:
-    return 3 if learns else 1
-
-
-ad.primitive_jvps[DEVIATIONS] = _deviations_jvp
-ad.primitive_jvps[ACTIVATED] = _activated_jvp
-ad.primitive_jvps[AFFINE] = _affine_jvp
-ad.primitive_jvps[SUMS] = _sums_jvp
-ad.primitive_jvps[ACTIVATION_JVP] = _activation_jvp_jvp
-ad.primitive_jvps[ROWS] = _rows_jvp
-ad.primitive_jvps[RECOMPUTE_BARRIER] = lambda primals, tangents: (
-    RECOMPUTE_BARRIER.bind(*primals),
-    tangents,
+_register_linear(SUMS, 1, _sums_transposed)
+_register_linear(AFFINE, 2, _affine_transposed)
+_register_linear(ACTIVATION_JVP, 1, _activation_jvp_transposed)
+_register_linear(ACTIVATED_JVP, 3, _activated_jvp_transposed, _composed_activated_jvp)
+_register_linear(ACTIVATED_VJP, 1, _activated_vjp_transposed, _composed_activated_vjp)
+_register_linear(ROWS_JVP, 3, _rows_jvp_transposed, rows.composed_jvp)
+_register_linear(ROWS_VJP, 1, _rows_vjp_transposed, rows.composed_vjp)
+ad.primitive_jvps.update(
+    {
+        DEVIATIONS: _deviations_jvp,
+        ACTIVATED: _activated_jvp,
+        AFFINE: _affine_jvp,
+        SUMS: _sums_jvp,
+        ACTIVATION_JVP: _activation_jvp_jvp,
+        ROWS: _rows_jvp,
+        RECOMPUTE_BARRIER: lambda primals, tangents: (
+            RECOMPUTE_BARRIER.bind(*primals),
+            tangents,
+        ),
+    }
 )
-for _primitive, _linear, _composed in (
-    (ACTIVATED_JVP, _three, _composed_activated_jvp),
-    (ACTIVATED_VJP, _one, _composed_activated_vjp),
-    (ROWS_JVP, _three_if_it_learns, rows.composed_jvp),
-    (ROWS_VJP, _one, rows.composed_vjp),
-):
-    ad.primitive_jvps[_primitive] = _jvp_of_linear(_primitive, _linear, _composed)
-for _primitive, _linear, _transposed in (
-    (SUMS, _one, _sums_transposed),
-    (AFFINE, lambda **_: 2, _affine_transposed),
-    (ACTIVATION_JVP, _one, _activation_jvp_transposed),
-    (ACTIVATED_JVP, _three, _activated_jvp_transposed),
-    (ACTIVATED_VJP, _one, _activated_vjp_transposed),
-    (ROWS_JVP, _three_if_it_learns, _rows_jvp_transposed),
-    (ROWS_VJP, _one, _rows_vjp_transposed),
-):
-    ad.primitive_transposes[_primitive] = _transpose_of_linear(_linear, _transposed)
 
 
 # --- Vectors, and activations with arrays of their own.
