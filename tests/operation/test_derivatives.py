@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from eqx_norm.strategies import Running
 from tests.compiling import filter_jit, jit
-from tests.helpers import copy, make, over_batch
+from tests.helpers import APPROACHES, copy, make, over_batch
 
 from .derivatives import (
     ACTIVATIONS,
@@ -50,6 +50,9 @@ exactly: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 some_approaches = pytest.mark.parametrize("approach", ["batch", "ema", "smooth_start"])
 
 
+OTHERS = sorted({*APPROACHES} - {"batch", "ema", "smooth_start"})
+
+
 @pytest.mark.parametrize(
     ("transforms", "approach", "name"),
     [
@@ -58,7 +61,7 @@ some_approaches = pytest.mark.parametrize("approach", ["batch", "ema", "smooth_s
         (FIRST_ORDER, "ema", "relu"),
         (FIRST_ORDER, "smooth_start", "none"),
         (FIRST_ORDER, "smooth_start", "gelu"),
-        *(((gradient, slope_of_gradient), name, "silu") for name in ("adam", "variance_clip")),
+        *(((gradient, slope_of_gradient), other, "silu") for other in OTHERS),
         (HIGHER, "batch", "none"),
         (HIGHER, "smooth_start", "relu"),
         (HIGHER, "ema", "silu"),
