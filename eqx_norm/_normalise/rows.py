@@ -77,7 +77,9 @@ def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> l
         used = values.moments()
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
-        used = values.moving(Moments(jnp.full((1,), x.size, mean.dtype), mean, m2, mean_rest))
+        used = values.differentiable(
+            Moments(jnp.full((1,), x.size, mean.dtype), mean, m2, mean_rest)
+        )
     vectors = (array[0] for array in affine)
     y = values.normalise(used, *vectors, eps=row.eps, activation=row.activation)
     return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]

@@ -95,10 +95,10 @@ class Values:
             return Moments(parts.count, mean, jnp.add(*jnp.split(parts.m2, 2)), mean_rest)
         static, x = self._static, lax.stop_gradient(self.x)
         moments = self.arithmetic.statistics(x, self._mask, self.axis_name, static)
-        return self.moving(moments)
+        return self.differentiable(moments)
 
-    def moving(self, moments: Moments) -> Moments:
-        """Returns the moments of these values, which are known, with their derivatives."""
+    def differentiable(self, moments: Moments) -> Moments:
+        """Returns the moments, which are those of these values, as functions of them."""
         count, mean, m2, mean_rest = jax.tree.leaves(moments)
         columns = [self._column(vector) for vector in (mean, mean_rest)]
         deviations = bind(
@@ -169,10 +169,12 @@ class Values:
         dtype, arithmetic = self._wide.dtype, self.arithmetic
         variance = arithmetic.rounded(lambda used: used.variance + eps)(used)
         rstd = arithmetic.rsqrt(variance).astype(dtype)
-        mean = used.mean.astype(dtype)
-        # What a mean in float64 has more than float32 can hold is not lost.
-        more = used.mean - mean.astype(used.mean.dtype)
-        mean_rest = (more + used.mean_rest).astype(dtype)
+        mean, mean_rest = used.mean, used.mean_rest
+        if mean.dtype != dtype:
+            # What a mean in float64 has more than float32 can hold is not lost.
+            mean = used.mean.astype(dtype)
+            more = used.mean - mean.astype(used.mean.dtype)
+            mean_rest = (more + used.mean_rest).astype(dtype)
         scale = rstd if weight is None else arithmetic.rounded(operator.mul)(rstd, weight)
         bias = jnp.zeros_like(rstd) if bias is None else bias
         bias, scale, mean, mean_rest = map(self._column, (bias, scale, mean, mean_rest))
@@ -188,17 +190,18 @@ class Values:
         static = self._static
         return vector.reshape(*vector.shape[: static.has_channels], *(1,) * static.spatial)
 
-    # --- Complex numbers.
+    # --- Complex numbers: a channel is two real ones.
 
     @functools.cached_property
     def _parts(self) -> "Values":
-        """The real and the imaginary parts, as channels."""
+        """Returns the real and the imaginary parts, as channels."""
         x = self.x if self._static.has_channels else self.x[None]
         mask = None if self._mask is None else self._mask[0]
         implementation: Any = self.arithmetic.implementation
         return Values(_parts(x), self.axis_name, mask, implementation)
 
     def _complex_xhat(self, used: Moments, eps: float) -> Array:
+        """Returns x normalised, without weight and bias."""
         variance = jnp.concatenate([used.variance] * 2)
         parts = Moments.of(_parts(used.mean), variance, _parts(used.mean_rest))
         return _whole(self._parts.normalise(parts, eps=eps)).reshape(self.x.shape)

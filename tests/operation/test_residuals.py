@@ -156,12 +156,8 @@ def stacked(f, *operands):
         for equation in elementwise.equations(closed.jaxpr)
         if equation.primitive.name == "scan"
     )
-    kept = forward.outvars[forward.params["num_carry"] :]
-    return [
-        (var.aval.shape[1:], var.aval.dtype)
-        for var in kept
-        if var.aval.size >= DEPTH * math.prod(SHAPE)
-    ]
+    kept = [var.aval for var in forward.outvars if var.aval.shape[:1] == (DEPTH,)]
+    return [(a.shape[1:], a.dtype) for a in kept if a.size >= DEPTH * math.prod(SHAPE)]
 
 
 def scanned(block):
