@@ -199,8 +199,8 @@ class BatchNorm(eqx.nn.BatchNorm):
             they hold. Examples may have different numbers of values that count.
 
         **Returns:** the normalised `x`, of the same shape and dtype, and the state after
-        this batch (in inference, the state as it was; likewise after a batch that is masked
-        out as a whole, or leaves one value for an unbiased variance).
+        this batch (the state as it was in inference, after a batch that is masked out as a
+        whole, and after one that leaves one value for an unbiased variance).
 
         **Raises:** `NameError` where no enclosing `vmap` binds `axis_name` (in training);
         `ValueError` for a wrong shape, a state that is not this layer's, or, with
@@ -217,12 +217,12 @@ class BatchNorm(eqx.nn.BatchNorm):
         accepted, rejected = (state.get(i) for i in (self.accepted_index, self.rejected_index))
         self._check_input(x, memory)
         mask = _check_mask(mask, x)
-        wide = _normalise.widened(x)
+        values = _normalise.Values(x, self.axis_name, mask, self.implementation)
         if inference is True:
             used = _contract.infer(self.approach, memory, self.input_size)
         else:
-            batch = self._training_batch(x, wide, mask, accepted)
-            update = _normalise.of_vectors(_contract.update(self.approach), self.implementation)
+            batch = self._training_batch(values, accepted)
+            update = values.arithmetic.rounded(_contract.update(self.approach))
             used, learnt = update(batch, memory)
             if inference is not False:  # only known at run time: jax.jit traces the flag
                 remembered = _contract.infer(self.approach, memory, self.input_size)
@@ -234,17 +234,8 @@ class BatchNorm(eqx.nn.BatchNorm):
             memory = _select(accepts, jax.lax.stop_gradient(learnt), memory)
             accepted = _memory.counted(accepted, accepts)
             rejected = _memory.counted(rejected, training & ~finite)
-        y = _normalise.normalise(
-            x,
-            used,
-            self.weight,
-            self.bias,
-            eps=self.eps,
-            activation=self.activation,
-            mask=mask,
-            wide=wide,
-            implementation=self.implementation,
-            axis_name=self.axis_name,
+        y = values.normalise(
+            used, self.weight, self.bias, eps=self.eps, activation=self.activation
         )
         if inference is not True:
             # Last of all: from here on nothing can fail, and the old state is used up.
@@ -253,10 +244,8 @@ class BatchNorm(eqx.nn.BatchNorm):
             state = state.set(self.rejected_index, rejected)
         return y, state
 
-    def _training_batch(
-        self, x: Array, wide: Array, mask: Array | None, step: Array
-    ) -> TrainingBatch:
-        count = _normalise.count(x, self.axis_name)
+    def _training_batch(self, values: _normalise.Values, step: Array) -> TrainingBatch:
+        x, count = values.x, values.count()
         if count <= int(self.unbiased):
             raise ValueError(
                 f"x has shape {x.shape} and the mapped axes {self.axis_name!r} hold "
@@ -268,9 +257,7 @@ class BatchNorm(eqx.nn.BatchNorm):
                     else ", of which there are no statistics."
                 )
             )
-        batch = _normalise.moments(
-            x, self.axis_name, mask, wide=wide, implementation=self.implementation
-        )
+        batch = values.moments()
         batch = batch.astype(_memory.statistics_dtype(batch.mean.dtype))
         return TrainingBatch(
             batch.count,

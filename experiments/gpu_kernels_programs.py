@@ -24,6 +24,11 @@ class Passes(NamedTuple):
     pulled_sums: Callable[..., Any]
 
 
+def _xla_statistics(x: Array) -> tuple[Array, ...]:
+    count, mean, m2, rest = reference.statistics(x)
+    return count, mean, rest, m2
+
+
 def _xla_pulled_sums(activation: Any, g: Array, *inner: Array) -> tuple[Array, Array]:
     a, b, x, mean, rest = inner
     g = g.astype(mean.dtype)
@@ -36,7 +41,7 @@ TRITON, MOSAIC, XLA = "pallas_triton", "pallas_mosaic", "xla"
 PASSES = {
     TRITON: Passes(pallas_triton.statistics, pallas_triton.pulled_sums),
     MOSAIC: Passes(pallas_mosaic.statistics, pallas_mosaic.pulled_sums),
-    XLA: Passes(reference.statistics, _xla_pulled_sums),
+    XLA: Passes(_xla_statistics, _xla_pulled_sums),
 }
 
 
@@ -62,7 +67,7 @@ def backward(
     """dx, and of both parameters. The least: x and g for the sums, x, g and dx."""
     mean, rest, m2, scale = kept
     sum_g, sum_gd = passes.pulled_sums(activation, g, bias, scale, x, mean, rest)
-    # As if XLA had not seen them before: see primitives.again.
+    # As if XLA had not seen them before: see primitives.RECOMPUTE_BARRIER.
     bias, scale, mean, rest, sum_g, sum_gd = lax.optimization_barrier(
         (bias, scale, mean, rest, sum_g, sum_gd)
     )

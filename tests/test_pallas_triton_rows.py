@@ -28,8 +28,9 @@ def arrays(shape, dtype="float32", mean=0.0, seed=0):
 
 @functools.partial(jit, static_argnums=0)
 def composed(activation, x, *affine):
-    how = rows.How(EPS, activation, "xla")
-    return rows._rows_of(x, *affine, how=how)
+    row = rows.Row(EPS, activation, "xla")
+    y, mean, m2, mean_rest = rows._rows(x, *affine, row=row)
+    return y, mean, mean_rest, m2
 
 
 def exactly(f, *inputs):

@@ -1,5 +1,6 @@
-"""Functions of each value once it is normalised: an activation, a weight of its own."""
+"""Analyses and applies functions of each normalised value: activations, weights per value."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,12 +12,14 @@ from jax.extend.core import Literal
 from jax.tree_util import Partial
 from jaxtyping import Array
 
-from . import primitives
+from .arithmetic import Arithmetic
+from .new_primitive import Static, bind
+from .primitives import AFFINE
 from .reference import Activation
 
 
 class Affine(eqx.Module):
-    """`activation(bias + weight * xhat)`, for a weight and a bias of the shape of `xhat`."""
+    """Computes `activation(bias + weight * xhat)`, with one weight and bias for each value."""
 
     weight: Array | None
     bias: Array | None
@@ -35,7 +38,8 @@ class Affine(eqx.Module):
             return bias + weight * xhat
         # The primitive, so that the gradients of both are summed in one pass.
         zero = jnp.zeros((1,) * xhat.ndim, xhat.dtype)
-        return primitives.affine(bias, weight, xhat, zero, zero)
+        static = Static(xhat.ndim, Arithmetic(), has_channels=False)
+        return bind(AFFINE, bias, weight, xhat, zero, zero, static=static)[0]
 
 
 def as_tree(activation: Activation | None) -> Activation | None:
@@ -58,17 +62,27 @@ def as_tree(activation: Activation | None) -> Activation | None:
 
 
 def function(activation: Activation | None) -> Activation | None:
-    """Returns what `as_tree` was given."""
+    """Returns the activation that `as_tree` was given."""
     if isinstance(activation, Partial):
         return activation if activation.args or activation.keywords else activation.func
     return activation
 
 
-def is_pure(activation: Activation, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Returns whether the activation can be computed, and again, wherever a value is.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def recomputed(
+    function: Any, static: Static, arrays: list[Array], u: Array, *operands: Any
+) -> Array:
+    """Returns `function(u, *arrays)`. For its derivative u is not kept, but computed again: it
+    is `affine(*operands)`."""
+    del static, operands
+    return function(u, *arrays)
 
-    So it can if it has no arrays of its own, which might have to be differentiated, and if it
-    is seen to treat each value alike and alone. Any other is a function of a whole example.
+
+def is_pure(activation: Activation, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Returns whether a pass can compute the activation, value by value and again.
+
+    It can if the activation has no arrays of its own, which might have to be differentiated,
+    and is seen to treat each value alike and alone. Any other is a function of an example.
 
     **Raises:** `ValueError` where it does not keep an example's `shape`.
     """
@@ -97,8 +111,8 @@ def has_forward_derivative(
         closed = jax.make_jaxpr(lambda u, du: jax.jvp(activation, (u,), (du,)))(u, u)
     except (TypeError, ValueError, NotImplementedError):
         return False
-    # What a `custom_vjp` leaves in place of its tangent, and refuses to evaluate. As text, it
-    # is found in whatever function is called (with jax 0.10.2 and 0.12.0.1).
+    # A `custom_vjp` leaves this in place of its tangent, and refuses to evaluate it. Searched
+    # as text, it is found in nested calls, too (with jax 0.10.2 and 0.12.0.1).
     return "custom_lin[" not in str(closed)
 
 
@@ -112,10 +126,10 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Returns whether it does one and the same to each value, whatever array that is in.
+    """Returns whether it does the same to each value, whatever array that is in.
 
-    Traced on its `own` shape and on two others, it takes the same steps, each of them
-    elementwise. (On a single number all functions would be so.)
+    It does if, traced on its `own` shape and on two others, it takes the same steps, each of
+    them elementwise. (On a single number all functions would be so.)
     """
     steps = []
     for shape in ((2, 3), (3, 5, 2), own):
@@ -133,7 +147,7 @@ def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dty
 def _step(equation: Any) -> Any:
     """Returns what an equation does but for its shapes, or `None` if it may mix values."""
     name = equation.primitive.name
-    # What is broadcast of one number is a constant: what depends on the values is larger.
+    # A broadcast of one number is a constant: what depends on the values is larger.
     is_constant = name == "broadcast_in_dim" and equation.invars[0].aval.size == 1
     if not (is_constant or name in CALLS or name in _ELEMENTWISE):
         return None

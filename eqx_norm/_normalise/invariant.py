@@ -1,58 +1,53 @@
-"""Bits that do not depend on the number of devices: `implementation="device_invariant"`.
+"""Computes bits that do not depend on the number of devices: how it sums, how it rounds.
 
 A sum depends on its order, and the order on how the batch is cut up. Here it is fixed: the
-values of each example in an order that knows nothing of other examples, then the examples by a
-tree that halves the batch as often as it can be halved. With a power of two of devices, each
-holds whole branches of that tree, and what is fetched from the others are the roots.
+values of each example are summed in an order that knows nothing of other examples, then the
+examples by a tree that halves the batch as often as it can be halved. If the number of devices
+is a power of two, each holds whole branches of that tree, and fetches the others' roots.
 
         1 device         ((e0 + e1) + (e2 + e3)) + ((e4 + e5) + (e6 + e7))
         2 devices        (      of the first   ) + (    of the second    )
 
 - Forward, the branches are `Moments`, joined by their `merge`.
-- Backward they are the sums of `pulled`, which must be complete before anything is calculated
-  of them: a product of sums is no sum of products to the bit. `from_first` sees to it. It hands
-  out tangents from the first device, so that, transposed, the sums are collected there, by the
-  tree, and are 0 on the others. What JAX sums over devices later on (in the gradient of x, and
-  of a weight) is one number and zeros: exact in any order.
+- Backward, they are the sums of `primitives.ACTIVATED_VJP`. Those must be complete before they
+  are multiplied: a product of sums has not the bits of a sum of products. `from_first` sees to
+  it. It hands out tangents from the first device, so that, transposed, the sums are collected
+  there, by the tree, and are 0 on the others. What JAX sums over devices later on (in the
+  gradient of x, and of a weight) is one number and zeros, which is exact in any order.
 
-All other operations are elementwise. Addition, multiplication, division and square root are
-rounded correctly by every processor, so their order and their operands decide the result, as
-long as they stay what they are: LLVM makes one operation, rounded once, of a product and a sum
-in some loops and not in others, and XLA makes a product of a division by a constant. `rounded`
-prevents both, in a function and in its derivatives.
+All other operations are elementwise. Every processor rounds addition, multiplication, division
+and square root correctly, so that the operands and the order of operations decide the result.
+But LLVM makes one operation, rounded once, of a product and a sum, in some loops and not in
+others, and XLA makes a product of a division by a constant. `rounded` prevents both, in a
+function and in its derivatives.
 """
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
 
 from . import totals
 
-# How two of something, a vector of each kind, become one.
-Two = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
-
-
-class Across(NamedTuple):
-    """What `implementation="device_invariant"` is to the passes: mesh axes, the major first."""
-
-    mesh_axes: tuple[Hashable, ...]
+# Combines two sets of vectors to one, by adding them or by merging moments.
+Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 
 
 # --- The order of sums.
 
 
 def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """A `totals.Total`: the last axis has the values of an example, any other the examples."""
+    """Returns the sums, as a `totals.Total` does: along the last axis, which holds the values
+    of an example, then along any other, which holds examples."""
     last = arrays[0].ndim - 1
     for axis in sorted(axes, reverse=True):
         if axis == last:
@@ -64,7 +59,7 @@ def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
 
 
 def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
-    """Each summed along the last axis, in an order that depends on nothing but its size.
+    """Returns sums along the last axis, in an order that depends on nothing but its size.
 
     A reduction of several arrays is a loop of XLA's own, one number after the other. That of
     one array is a library's, and one array is therefore summed as its two halves.
@@ -80,24 +75,24 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
     return [half + odd if size > whole else half]
 
 
-def _of_examples(vectors: Sequence[Array], two: Two) -> Sequence[Array]:
-    """Along the first axis: an odd number of neighbours each time, then by halves."""
+def _of_examples(vectors: Sequence[Array], combine: Combine) -> Sequence[Array]:
+    """Combines along the first axis: an odd number of neighbours each, then by halves."""
     size = len(vectors[0])
     halves = size & -size
     blocks = [v.reshape(halves, size // halves, *v.shape[1:]) for v in vectors]
-    return _by_pairs(_by_pairs([v.swapaxes(0, 1) for v in blocks], two), two)
+    return _by_pairs(_by_pairs([v.swapaxes(0, 1) for v in blocks], combine), combine)
 
 
-def _by_pairs(vectors: Sequence[Array], two: Two) -> Sequence[Array]:
-    """Neighbours along the first axis, again and again; two steps are one pass."""
+def _by_pairs(vectors: Sequence[Array], combine: Combine) -> Sequence[Array]:
+    """Combines neighbours along the first axis until one is left; two steps are one pass."""
     zeros = tuple(np.zeros((), v.dtype) for v in vectors)
     while (size := len(vectors[0])) > 1:
         if size > 2:
             fill = [(0, -size % 4)] + [(0, 0)] * (vectors[0].ndim - 1)
             padded = [jnp.pad(v, fill) for v in vectors]
-            vectors = two(tuple(v[::2] for v in padded), tuple(v[1::2] for v in padded))
+            vectors = combine(tuple(v[::2] for v in padded), tuple(v[1::2] for v in padded))
         pairs = [v.reshape(-1, 2, *v.shape[1:]) for v in vectors]
-        vectors = lax.reduce(tuple(pairs), zeros, two, [1])
+        vectors = lax.reduce(tuple(pairs), zeros, combine, [1])
     return [v[0] for v in vectors]
 
 
@@ -107,7 +102,7 @@ def _add(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
 
 def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     both = rounded(_merge_moments)(tuple(a), tuple(b))
-    # What there is nothing of changes nothing, not even where a square overflows.
+    # An empty set changes nothing, not even where a square overflows.
     (count_a, *_), (count_b, *_) = a, b
     return tuple(
         jnp.where(count_a == 0, y, jnp.where(count_b == 0, x, v))
@@ -119,10 +114,12 @@ def _merge_moments(a: Any, b: Any) -> list[Array]:
     return jax.tree.leaves(Moments(*a).merge(Moments(*b)))
 
 
-def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> Moments:
+def merged(
+    examples: Moments, mesh_axes: Sequence[Hashable], gather: Callable[..., Array]
+) -> Moments:
     """Returns the moments of all devices, of moments with an axis of examples in front."""
     vectors = _of_examples(jnp.broadcast_arrays(*jax.tree.leaves(examples)), _merge)
-    for name in reversed(across.mesh_axes):
+    for name in reversed(mesh_axes):
         devices = lax.psum(1, name)
         if devices & (devices - 1):
             raise ValueError(
@@ -135,12 +132,13 @@ def merged(examples: Moments, across: Across, gather: Callable[..., Array]) -> M
     return jax.tree.unflatten(jax.tree.structure(examples), vectors)
 
 
-def from_first(vectors: Sequence[Array], across: Across) -> list[Array]:
-    """What the first device has. Transposed: the sum of all devices' there, and 0 elsewhere."""
-    if not across.mesh_axes:
+def from_first(vectors: Sequence[Array], mesh_axes: Sequence[Hashable]) -> list[Array]:
+    """Returns the first device's vectors. Transposed, that sums all devices' on the first one,
+    and returns 0 on the others."""
+    if not mesh_axes:
         return list(vectors)
     spread = jnp.stack(vectors)
-    for name in across.mesh_axes:
+    for name in mesh_axes:
         index, size = lax.axis_index(name), lax.psum(1, name)
         stride = size // 2
         while stride:
@@ -155,7 +153,7 @@ def from_first(vectors: Sequence[Array], across: Across) -> list[Array]:
 
 
 def rounded(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, of pytrees of arrays; no product becomes half of a fused multiply-add."""
+    """Returns `f`, of pytrees of arrays, in which each operation is rounded by itself."""
 
     @functools.wraps(f)
     def call(*args: Any, **static: Any) -> Any:
@@ -193,7 +191,7 @@ def _evaluate(closed: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def product(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
-    """`a * b`; its derivatives are products of this kind, too."""
+    """Returns `a * b`, never as half of a fused multiply-add; so are its derivatives."""
     a, b = jnp.asarray(a), jnp.asarray(b)
     ndim = max(a.ndim, b.ndim)
     a, b = (lax.expand_dims(v, range(ndim - v.ndim)) for v in (a, b))
@@ -207,8 +205,8 @@ def _power(x: ArrayLike, *, y: int) -> Array:
 
 
 def _quotient(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
-    """Where a or b is not a number, nor is a/b. So XLA sees neither a constant nor a root,
-    of which it would make products."""
+    """Returns a/b, where XLA sees neither a constant nor a root, of which it would make
+    products: NaN is selected where a or b is NaN, as a/b is anyway."""
     return lax.div(
         a, jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, b).astype(jnp.result_type(b))
     )
@@ -219,12 +217,6 @@ def rsqrt(x: ArrayLike) -> Array:
     """Returns `reference.rsqrt`, by a root and a division: processors may have a fast and less
     exact instruction for both in one."""
     return _quotient(jnp.ones_like(x), lax.sqrt(x))
-
-
-@rsqrt.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    r = rsqrt(*primals)
-    return r, product(-0.5, product(r, product(r, product(r, *tangents))))
 
 
 _ROUNDED: dict[str, Callable[..., Array]] = {
@@ -243,20 +235,8 @@ def _product(a: Array, b: Array) -> Array:
     return jnp.where(jnp.isnan(p), jnp.nan, p).astype(p.dtype)
 
 
-def _transposed(ct: Any, linear: Any, other: Any) -> Array:
-    ct = PRODUCT.bind(ct, other)
-    shape = linear.aval.shape
-    axes = [i for i, (had, has) in enumerate(zip(shape, ct.shape, strict=True)) if had != has]
-    return ct.sum(axes, keepdims=True)
-
-
 PRODUCT = Primitive("eqx_norm_product")
 PRODUCT.def_impl(jax.jit(_product))
 PRODUCT.def_abstract_eval(lambda a, b: lax.mul_p.abstract_eval(a, b, out_dtype=None)[0])
 mlir.register_lowering(PRODUCT, mlir.lower_fun(_product, multiple_results=False))
 batching.defbroadcasting(PRODUCT)
-ad.defbilinear(
-    PRODUCT,
-    lambda ct, a, b: _transposed(ct, a, b),
-    lambda ct, a, b: _transposed(ct, b, a),
-)

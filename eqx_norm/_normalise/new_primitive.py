@@ -1,14 +1,20 @@
 """How a function becomes a primitive of JAX, with implementations of its own by platform.
 
+A pass over x takes x as the caller has it, `(*mapped, channels, *spatial)`, so that x is kept
+once for the backward pass, in that form. When a program is lowered, arrays are flattened to
+`(*mapped, channels, values)`, because loops follow an array's axes, and rows of 7 or 8 are too
+short for a vector unit. In a compiled program that costs nothing.
+
 Here, in `primitives`, `derivatives` and `invariant`, and of this package else only in
 `determinism`, JAX's interface for new primitives is used (`jax.extend.core`,
 `jax.interpreters`), which may change: checked with jax 0.10.2 and 0.12.0.1, and by
-tests/test_primitives.py.
+tests/operation/test_primitives.py.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,62 +23,88 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import kernels
-from .invariant import Across
+from . import kernels as kernels
 
-Shapes = list[tuple[tuple[int, ...], Any]]
-Compute = Callable[..., Sequence[Array]]
+Shape = tuple[int, ...]
+Compute = Callable[..., Sequence[Array] | Array]
+Shapes = Callable[..., list[tuple[Shape, Any]]]
+
+
+class Static(NamedTuple):
+    """The static arguments of a pass over x."""
+
+    spatial: int  # how many axes, the last, hold the values of one channel
+    arithmetic: Any  # an `arithmetic.Arithmetic`
+    has_channels: bool = True  # or whether all values of an example are one channel
+    activation: Any = None  # without arrays of its own
+    dtype: Any = None  # of what `activated` returns, and of its cotangent
+    row: Any = None  # a `rows.Row`
+
+    def flat(self, shape: Shape) -> Shape:
+        """Returns `(*mapped, channels, values)`, the shape to calculate in."""
+        axis = len(shape) - self.spatial
+        channels = () if self.has_channels else (1,)
+        return (*shape[:axis], *channels, math.prod(shape[axis:]))
 
 
 def new_primitive(
     name: str,
     compute: Compute,
-    on_cpu: Compute,
-    shapes: Callable[..., Shapes],
+    shapes: Shapes,
     full: Sequence[int],
-    kernel: Callable[..., Compute | None] | None = None,
+    *,
+    takes: Sequence[str] = (),
+    on_cpu: Compute | None = None,
     invariant: Compute | None = None,
+    kernel: Callable[..., Compute | None] | None = None,
 ) -> Primitive:
-    """A primitive that computes `compute(*arrays, **parameters)`, or `on_cpu` on a CPU.
+    """Returns a primitive that computes `compute(*arrays, ...)`; it has a parameter `static`.
 
-    `shapes` gives shape and dtype of each result. All arrays have the same number of axes; a
-    mapped one is put in front of them. `full` are the arrays that need it in full, where size
-    1 will do for the others; a parameter `shape` gets it, too.
+    **Arguments:**
 
-    A parameter `implementation` says whether a kernel is wanted: on a CUDA device,
-    `kernel(implementation, partitioned, *arrays, **parameters)`, given arrays without their
-    values, is what to compute instead, or `None`. For the implementation `Across`, all
-    platforms compute `invariant`.
+    - `compute`: given flattened arrays; `on_cpu` instead of it on a CPU, where there is one,
+        and `invariant` on all platforms where `static.arithmetic` is device-invariant.
+    - `shapes`: gives shape and dtype of each result, for arrays that are not flattened.
+    - `full`: the arrays that an ensemble needs in full, where size 1 will do for the others.
+        All arrays have the same number of axes; a mapped one is put in front of them, and of
+        the parameter `shape`.
+    - `takes`: the fields of `static` that `compute` is given by keyword, beside the other
+        parameters.
+    - `kernel`: on a CUDA device, `kernel(implementation, partitioned, *arrays, ...)`, of
+        flattened arrays without their values, returns what to compute instead, or `None`.
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
 
-    def lower(function: Compute, context: Any, *arrays: Any, **parameters: Any) -> Any:
-        implementation = parameters.pop("implementation", "auto")
-        if invariant is not None and isinstance(implementation, Across):
-            function = invariant
-        else:
-            _refuse_kernels(implementation, kernel is not None)
-        return mlir.lower_fun(function, multiple_results=True)(context, *arrays, **parameters)
+    def lowered(function: Compute, context: Any, *arrays: Any, **parameters: Any) -> Any:
+        flat = flattened(function, takes, [aval.shape for aval in context.avals_out])
+        return mlir.lower_fun(flat, multiple_results=True)(context, *arrays, **parameters)
 
-    def lower_for_cuda(
-        context: Any, *arrays: Any, implementation: Any = "auto", **parameters: Any
+    def lower(
+        function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
     ) -> Any:
-        if isinstance(implementation, Across):
-            return lower(compute, context, *arrays, implementation=implementation, **parameters)
+        function = static.arithmetic.chosen(function, invariant)
+        _refuse_kernels(static.arithmetic.implementation, kernel is not None)
+        return lowered(function, context, *arrays, static=static, **rest)
+
+    def lower_for_cuda(context: Any, *arrays: Any, static: Static, **rest: Any) -> Any:
+        implementation = static.arithmetic.implementation
         # `jax.export` refuses kernels, unless it is told to trust them.
         if implementation == "auto" and context.module_context.lowering_parameters.for_export:
             implementation = "xla"
         chosen = kernel and kernel(
-            implementation, _is_partitioned(context), *context.avals_in, **parameters
+            implementation,
+            _is_partitioned(context),
+            *(jax.ShapeDtypeStruct(static.flat(a.shape), a.dtype) for a in context.avals_in),
+            **_flat_parameters(static, takes, rest),
         )
-        lowered = mlir.lower_fun(chosen or compute, multiple_results=True)
+        function = chosen or static.arithmetic.chosen(compute, invariant)
         with kernels.quiet():
-            return lowered(context, *arrays, **parameters)
+            return lowered(function, context, *arrays, static=static, **rest)
 
     mlir.register_lowering(primitive, functools.partial(lower, compute))
-    mlir.register_lowering(primitive, functools.partial(lower, on_cpu), platform="cpu")
-    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+    mlir.register_lowering(primitive, functools.partial(lower, on_cpu or compute), "cpu")
+    mlir.register_lowering(primitive, lower_for_cuda, "cuda")
 
     @functools.lru_cache
     def compiled(**parameters: Any) -> Callable[..., Any]:
@@ -85,8 +117,7 @@ def new_primitive(
             return compiled(**parameters)(*arrays)
 
     @primitive.def_abstract_eval
-    def _(*arrays: Any, implementation: Any = "auto", **parameters: Any) -> list[Any]:
-        del implementation
+    def _(*arrays: Any, **parameters: Any) -> list[Any]:
         if len({_varying(array) for array in arrays}) > 1:
             raise TypeError(
                 f"{primitive} was given arrays that vary over different axes of a mesh, "
@@ -109,13 +140,25 @@ def new_primitive(
         ]
         for i in full:
             arrays[i] = jnp.broadcast_to(arrays[i], (size, *arrays[i].shape[1:]))
-        if "shape" in parameters:
+        if parameters.get("shape") is not None:
             parameters["shape"] = (size, *parameters["shape"])
         results = primitive.bind(*arrays, **parameters)
         return results, [0] * len(results)
 
     batching.primitive_batchers[primitive] = batch
     return primitive
+
+
+def flattened(compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]) -> Compute:
+    """Returns `compute` for arrays as the caller has them, with results of `shapes`."""
+
+    def call(*arrays: Array, static: Static, **parameters: Any) -> list[Array]:
+        flat = [array.reshape(static.flat(array.shape)) for array in arrays]
+        results = compute(*flat, **_flat_parameters(static, takes, parameters))
+        results = [results] if isinstance(results, jax.Array) else results
+        return [r.reshape(shape) for r, shape in zip(results, shapes, strict=True)]
+
+    return call
 
 
 def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:
@@ -138,25 +181,35 @@ def aligned(*arrays: Array) -> list[Array]:
     ]
 
 
-def like(array: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+def like(array: Array, shape: Shape, dtype: Any) -> Any:
     """Returns an abstract array of `shape` and `dtype`, varying over a mesh as `array` does."""
     aval: Any = jax.typeof(array)
     sharding = _sharding([aval], shape)
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
+def _flat_parameters(
+    static: Static, takes: Sequence[str], parameters: dict[str, Any]
+) -> dict[str, Any]:
+    taken = {name: getattr(static, name) for name in takes}
+    shape = parameters.get("shape")
+    flat = {} if shape is None else {"shape": static.flat(shape)}
+    return {**parameters, **taken, **flat}
+
+
 def _varying(aval: Any) -> frozenset[Any]:
     return aval.manual_axis_type.varying
 
 
-def _sharding(arrays: Sequence[Any], shape: tuple[int, ...]) -> Any:
-    """Where a mesh has explicit axes: that of an operand of this shape; sums have none."""
+def _sharding(arrays: Sequence[Any], shape: Shape) -> Any:
+    """Returns where a result is, on a mesh with explicit axes: where an operand of its shape
+    is; sums are nowhere in particular."""
     alike = [array.sharding for array in arrays if array.shape == shape]
     unsharded = jax.sharding.PartitionSpec(*[None] * len(shape))
     return alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
 
 
-def _refuse_kernels(implementation: Any, has_kernel: bool) -> None:
+def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
     if has_kernel and implementation not in ("auto", "xla"):
         raise ValueError(
             f"implementation={implementation!r} is for CUDA devices, and this program is "
@@ -166,7 +219,8 @@ def _refuse_kernels(implementation: Any, has_kernel: bool) -> None:
 
 
 def _is_partitioned(context: Any) -> bool:
-    """Whether XLA will split the program over devices: not so on one, nor in `shard_map`."""
+    """Returns whether XLA will split the program over devices: not so on one device, nor
+    inside `shard_map`."""
     axes = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return frozenset(axes.manual_axes) != frozenset(axes.mesh.axis_names)

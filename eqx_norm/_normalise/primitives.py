@@ -1,22 +1,31 @@
 """The passes over x, as primitives of JAX.
 
-    statistics(x)                  count, mean, rest, m2                 (not differentiated)
-    sums(g; x, mean)               sum(g), sum(g (x - mean))             linear in g
-    affine(a, b; x, mean)          a + b (x - mean)                      linear in a and b
-    activated(a, b, x, mean)       act(affine)
-    slope(g; a, b, x, mean)        act'(affine) g                        linear in g
-    pushed(a', b', g; ...)         slope(affine(a', b') + g)             linear in a', b', g
-    pulled(g; ...)                 sums(slope(g)), slope(g)              linear in g
+    statistics(x)                        count, mean, m2, mean_rest      (not differentiated)
+    deviations(x; mean)                  0 and 0, whose derivatives are `sums`
+    sums(g; x, mean)                     sum(g), sum(g (x - mean))       linear in g
+    affine(bias, scale; x, mean)         bias + scale (x - mean)         linear in bias, scale
+    activated(bias, scale, x, mean)      activation(affine)
+    activation_jvp(g; bias, ...)         activation'(affine) g           linear in g
+    activated_jvp(bias', scale', u'; ..) activation_jvp(affine(bias', scale') + u'), linear in
+                                         bias', scale' and u'
+    activated_vjp(g; bias, ...)          sums(activation_jvp(g)), activation_jvp(g)
 
-`sums` and `affine` are each other's transpose, so are `pushed` and `pulled`, and `slope` is its
-own. That is the derivative rule of this package: differentiated and transposed by JAX, the
-backward pass of a normalisation is one `sums` of the slope and one `affine`; forward mode and
-all higher orders remain; and of the size of x nothing is kept but x. (`pushed` and `pulled` are
-made of the others. As one, a kernel can compute the slope while it sums.)
+`sums` and `affine` are each other's transpose, so are `activated_jvp` and `activated_vjp`, and
+`activation_jvp` is its own. So the backward pass of a normalisation, differentiated and
+transposed by JAX, is one `activated_vjp` and one `affine`; forward mode and all higher orders
+remain; and of the size of x nothing is kept but x. (`activated_jvp` and `activated_vjp` are
+made of the others. As one, a kernel can compute the activation's derivative while it sums.)
 
-In jax.numpy alone the transpose would have four sums where two suffice, and would keep x - mean
-and what the activation needs. And a primitive is lowered for each platform in its own way (on a
-CPU it sums by a tree, see `totals`), where `lax.platform_dependent` would branch while tracing.
+In jax.numpy alone the transpose would have four sums where two suffice, and would keep
+x - mean and what the activation needs. And a primitive is lowered for each platform in its own
+way (on a CPU it sums by a tree, see `totals`); `lax.platform_dependent` would branch while
+tracing.
+
+Operands are positional: `bias, scale, x, mean, mean_rest` and, if there is one, `mask`. All
+have as many axes as x, of size 1 where they do not differ. `deviations` and `activated` also
+take `wide`, which is x in the dtype to calculate in. They do not use its value: its tangent is
+what their derivatives take for that of x, so that the cotangents which x gets from both are
+added before they are rounded to half precision.
 """
 
 import functools
@@ -27,125 +36,69 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import invariant, kernels, reference, totals
-from .new_primitive import bind, new_primitive
-from .reference import Activation
+from . import invariant, reference, totals
+from .new_primitive import Shape, Static, kernels, new_primitive
 
 
-def statistics(
-    x: Array, mask: Array | None = None, *, implementation: Any = "auto"
-) -> tuple[Array, Array, Array, Array]:
-    """See `reference.statistics`."""
-    count, mean, rest, m2 = bind(STATISTICS, x, mask, implementation=implementation)
-    return count, mean, rest, m2
+def _deviations(wide: Array, *centre: Array, shape: Shape) -> list[Array]:
+    del centre
+    return [jnp.zeros(shape, wide.dtype)] * 2
 
 
-def sums(
-    g: Array,
-    x: Array,
-    mean: Array,
-    rest: Array,
-    mask: Array | None,
-    shape: tuple[int, ...],
-    *,
-    implementation: Any = "auto",
-) -> tuple[Array, Array]:
-    """See `reference.sums`."""
-    if isinstance(implementation, invariant.Across):
-        how: Any = {"activation": None, "implementation": implementation}
-        sum_g, sum_gd, _ = bind(PULLED, g, mean, rest, x, mean, rest, mask, shape=shape, **how)
-    else:
-        sum_g, sum_gd = bind(SUMS, g, x, mean, rest, mask, shape=shape)
-    return sum_g, sum_gd
-
-
-def affine(
-    a: Array, b: Array, x: Array, mean: Array, rest: Array, mask: Array | None = None
+def _activated(
+    bias: Array, scale: Array, wide: Array, *centre: Array, activation: Any, dtype: Any
 ) -> Array:
-    """See `reference.affine`."""
-    return bind(AFFINE, a, b, x, mean, rest, mask)[0]
+    del wide
+    return reference.activated(activation, bias, scale, *centre).astype(dtype)
 
 
-def activated(
-    activation: Activation | None,
-    dtype: jnp.dtype,
-    a: Array,
-    b: Array,
-    x: Array,
-    mean: Array,
-    rest: Array,
-    mask: Array | None = None,
-    *,
-    implementation: Any = "auto",
+def _activation_jvp(*arrays: Array, activation: Any) -> Array:
+    return reference.activation_jvp(activation, *arrays)
+
+
+def _activation_jvp_elsewhere(
+    g: Array, bias: Array, scale: Array, x: Array, *rest: Array, activation: Any
 ) -> Array:
-    """See `reference.activated`; `activation` must not close over traced arrays.
-
-    The result is of `dtype`, and so is what its derivative is given.
-    """
-    how: Any = {"activation": activation, "dtype": dtype, "implementation": implementation}
-    return bind(ACTIVATED, a, b, x, mean, rest, mask, **how)[0]
-
-
-def again(*vectors: Array) -> list[Array]:
-    """The same; but what XLA has computed of them before is not kept for what comes now."""
-    return AGAIN.bind(*vectors)
-
-
-# --- What they compute.
-
-
-def _affine_of(*arrays: Array) -> list[Array]:
-    return [reference.affine(*arrays)]
-
-
-def _activated_of(*arrays: Array, activation: Any, dtype: jnp.dtype) -> list[Array]:
-    return [reference.activated(activation, *arrays).astype(dtype)]
-
-
-def _slope_of(*arrays: Array, activation: Any) -> list[Array]:
-    return [reference.slope(activation, *arrays)]
-
-
-def _slope_elsewhere(
-    g: Array, a: Array, b: Array, x: Array, *rest: Array, activation: Any
-) -> list[Array]:
-    """For a GPU, where XLA writes out a mask that two passes need.
+    """Returns `_activation_jvp` for a GPU, where XLA writes out a mask that two passes need.
 
     Where nothing but columns is summed, that costs 2.5 times reading x in bfloat16; as a
-    product the slope of a ReLU is computed again. (Between convolutions the product costs
+    product the derivative of a ReLU is computed again. (Between convolutions the product costs
     more: see experiments/results/gpu_compile.csv.)
     """
     if activation is jax.nn.relu and x.shape[-1] == 1:
-        return [g * jnp.sign(reference.activated(activation, a, b, x, *rest))]
-    return _slope_of(g, a, b, x, *rest, activation=activation)
+        return g * jnp.sign(reference.activated(activation, bias, scale, x, *rest))
+    return reference.activation_jvp(activation, g, bias, scale, x, *rest)
 
 
-def _pushed_of(
-    da: Array, db: Array, du: Array, *inner: Array, activation: Any, dtype: jnp.dtype
-) -> list[Array]:
-    _, _, x, mean, rest, *_ = inner
-    tangent = reference.affine(da, db, x, mean, rest) + du
-    return [reference.slope(activation, tangent, *inner).astype(dtype)]
+def _activated_jvp(
+    dbias: Array, dscale: Array, du: Array, *inner: Array, activation: Any, dtype: Any
+) -> Array:
+    _, _, x, mean, mean_rest, *_ = inner
+    tangent = reference.affine(dbias, dscale, x, mean, mean_rest) + du
+    return reference.activation_jvp(activation, tangent, *inner).astype(dtype)
 
 
-def _pulled_of(
+def _activated_vjp(
     g: Array,
-    a: Array,
-    *inner: Array,
+    bias: Array,
+    scale: Array,
+    *centre: Array,
     activation: Any,
-    shape: tuple[int, ...],
-    total: totals.Total,
-    slope: Callable[..., Any],
+    shape: Shape,
+    total: totals.Total = totals.plain,
+    activation_jvp: Callable[..., Array] = _activation_jvp,
 ) -> list[Array]:
-    (g,) = slope(g.astype(a.dtype), a, *inner, activation=activation)
-    _, *centre = inner
+    g = activation_jvp(g.astype(bias.dtype), bias, scale, *centre, activation=activation)
     return [*reference.sums(g, *centre, shape=shape, total=total), g]
 
 
-def _statistics_of_examples(x: Array, mask: Array | None = None) -> tuple[Array, ...]:
+# --- Where no number of devices changes a bit.
+
+
+def _statistics_of_examples(x: Array, mask: Array | None = None) -> Any:
     if x.shape[-3] == x.shape[-1] == 1:
         count, *moments = _statistics_of_one(x, mask)
     else:
@@ -155,7 +108,7 @@ def _statistics_of_examples(x: Array, mask: Array | None = None) -> tuple[Array,
 
 
 def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
-    """The same, of one value each, without the passes that it takes to find out."""
+    """Returns the statistics of one value each, without the passes that find them."""
     x = reference.counted(x.astype(reference.compute_dtype(x.dtype)), mask)
     count = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape)
     nothing = x - x  # or NaN, as it would be
@@ -163,74 +116,115 @@ def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
     return tuple(vector[..., 0, :, 0] for vector in vectors)
 
 
-def _pushed_from_sums(da: Array, *arrays: Array, **parameters: Any) -> list[Array]:
-    # On several devices -0 has been added to 0.
-    return _pushed_of(jnp.where(da == 0, 0, da), *arrays, **parameters)
+def _of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `compute`, rounded; of the sums that it is given first, -0 is 0, as it is where
+    several devices have added 0 to it."""
+
+    def call(sums: Array, *arrays: Array, **parameters: Any) -> Any:
+        return compute(jnp.where(sums == 0, 0, sums), *arrays, **parameters)
+
+    return invariant.rounded(call)
+
+
+# --- The primitives.
+
+
+def _statistics_kernel(implementation: str, partitioned: bool, *arrays: Any) -> Any:
+    kernel = kernels.of_statistics(implementation, partitioned, *arrays)
+
+    def in_order(*arrays: Array) -> tuple[Array, ...]:
+        assert kernel is not None
+        count, mean, mean_rest, m2 = kernel(*arrays)
+        return count, mean, m2, mean_rest
+
+    return kernel and in_order
+
+
+def _vectors(x: Any, *mask: Any, static: Static) -> list[tuple[Shape, Any]]:
+    del mask
+    *ensemble, _examples, channels, _values = static.flat(x.shape)
+    return [((*ensemble, channels), reference.compute_dtype(x.dtype))] * 4
 
 
 STATISTICS = new_primitive(
     "statistics",
     reference.statistics,
-    functools.partial(reference.statistics, total=totals.by_tree),
-    lambda x, *_: [((*x.shape[:-3], x.shape[-2]), reference.compute_dtype(x.dtype))] * 4,
+    _vectors,
     full=[0],
-    kernel=kernels.of_statistics,
+    on_cpu=functools.partial(reference.statistics, total=totals.by_tree),
     invariant=invariant.rounded(_statistics_of_examples),
+    kernel=_statistics_kernel,
+)
+DEVIATIONS = new_primitive(
+    "deviations",
+    _deviations,
+    lambda wide, *_, static, shape: [(shape, wide.dtype)] * 2,
+    full=[0, 1],
 )
 SUMS = new_primitive(
     "sums",
     reference.sums,
-    functools.partial(reference.sums, total=totals.by_tree),
-    lambda g, *_, shape: [(shape, g.dtype)] * 2,
+    lambda g, *_, static, shape: [(shape, g.dtype)] * 2,
     full=[0, 1],
+    on_cpu=functools.partial(reference.sums, total=totals.by_tree),
+    invariant=invariant.rounded(functools.partial(reference.sums, total=invariant.total)),
 )
 AFFINE = new_primitive(
-    "affine", _affine_of, _affine_of, lambda a, b, x, *_: [(x.shape, a.dtype)], full=[2]
+    "affine",
+    reference.affine,
+    lambda bias, scale, x, *_, static: [(x.shape, bias.dtype)],
+    full=[2],
+    invariant=_of_sums(reference.affine),
 )
 ACTIVATED = new_primitive(
     "activated",
-    _activated_of,
-    _activated_of,
-    lambda a, b, x, *_, activation, dtype: [(x.shape, dtype)],
-    full=[2],
-    invariant=invariant.rounded(_activated_of),
+    _activated,
+    lambda bias, scale, wide, x, *_, static: [(x.shape, static.dtype)],
+    full=[2, 3],
+    takes=["activation", "dtype"],
+    invariant=invariant.rounded(_activated),
 )
-SLOPE = new_primitive(
-    "slope",
-    _slope_elsewhere,
-    _slope_of,
-    lambda g, *_, activation: [(g.shape, g.dtype)],
+ACTIVATION_JVP = new_primitive(
+    "activation_jvp",
+    _activation_jvp_elsewhere,
+    lambda g, *_, static: [(g.shape, g.dtype)],
     full=[0, 3],
+    takes=["activation"],
+    on_cpu=_activation_jvp,
+    invariant=invariant.rounded(_activation_jvp),
 )
-PUSHED = new_primitive(
-    "pushed",
-    _pushed_of,
-    _pushed_of,
-    lambda da, db, du, *_, activation, dtype: [(du.shape, dtype)],
+ACTIVATED_JVP = new_primitive(
+    "activated_jvp",
+    _activated_jvp,
+    lambda dbias, dscale, du, *_, static: [(du.shape, static.dtype)],
     full=[2, 5],
-    invariant=invariant.rounded(_pushed_from_sums),
+    takes=["activation", "dtype"],
+    invariant=_of_sums(_activated_jvp),
 )
-PULLED = new_primitive(
-    "pulled",
-    functools.partial(_pulled_of, total=totals.plain, slope=_slope_elsewhere),
-    functools.partial(_pulled_of, total=totals.by_tree, slope=_slope_of),
-    lambda g, a, *_, activation, shape: [(shape, a.dtype)] * 2 + [(g.shape, a.dtype)],
+ACTIVATED_VJP = new_primitive(
+    "activated_vjp",
+    functools.partial(_activated_vjp, activation_jvp=_activation_jvp_elsewhere),
+    lambda g, bias, *_, static, shape: [*[(shape, bias.dtype)] * 2, (g.shape, bias.dtype)],
     full=[0, 3],
+    takes=["activation"],
+    on_cpu=functools.partial(_activated_vjp, total=totals.by_tree),
+    invariant=invariant.rounded(functools.partial(_activated_vjp, total=invariant.total)),
     kernel=kernels.of_pulled,
-    invariant=invariant.rounded(
-        functools.partial(_pulled_of, total=invariant.total, slope=_slope_of)
-    ),
 )
 
 
-# The same vectors, as if they were others. On a GPU, XLA would otherwise keep what the forward
-# pass has computed of them and x, rather than compute it again. A CPU does so anyway. (Not x
-# itself: that would be kept twice, once as each.)
-AGAIN = Primitive("eqx_norm_again")
-AGAIN.multiple_results = True
-AGAIN.def_impl(lambda *arrays: arrays)
-AGAIN.def_abstract_eval(lambda *arrays: arrays)
-mlir.register_lowering(AGAIN, mlir.lower_fun(lambda *a: lax.optimization_barrier(a), True))
-mlir.register_lowering(AGAIN, lambda context, *arrays: arrays, platform="cpu")
-batching.primitive_batchers[AGAIN] = lambda arrays, axes: (AGAIN.bind(*arrays), axes)
-ad.primitive_jvps[AGAIN] = lambda primals, tangents: (AGAIN.bind(*primals), tangents)
+# Returns the vectors that it is given, as if they were others. On a GPU, XLA would otherwise
+# keep what the forward pass has computed of them and x, rather than compute it again. A CPU
+# computes it again anyway. (x itself is not passed through: it would be kept twice.)
+RECOMPUTE_BARRIER = Primitive("eqx_norm_recompute_barrier")
+RECOMPUTE_BARRIER.multiple_results = True
+RECOMPUTE_BARRIER.def_impl(lambda *arrays: arrays)
+RECOMPUTE_BARRIER.def_abstract_eval(lambda *arrays: arrays)
+mlir.register_lowering(
+    RECOMPUTE_BARRIER, mlir.lower_fun(lambda *a: lax.optimization_barrier(a), True)
+)
+mlir.register_lowering(RECOMPUTE_BARRIER, lambda context, *arrays: arrays, platform="cpu")
+batching.primitive_batchers[RECOMPUTE_BARRIER] = lambda arrays, axes: (
+    RECOMPUTE_BARRIER.bind(*arrays),
+    axes,
+)

@@ -1,14 +1,14 @@
-"""The formulas: what every implementation of the three passes over x computes.
+"""The formulas: what every implementation of a pass over x computes.
 
-In all of them the mean is given as an unevaluated pair, `mean + rest`; x may be of a lower
-precision than the vectors, and is converted first. Vectors have as many axes as x, of size 1
-where they do not differ. A `mask`, if there is one, tells which places count: the others add
-nothing to a sum, whatever is found there, and `affine` is 0 there. `total` is how the platform
-sums best (`totals`).
+Arrays have one number of axes; the last three of x are (examples, channels, values), and a
+vector has size 1 along an axis where it does not differ. The mean is given as an unevaluated
+pair, `mean + mean_rest`. x may be of a lower precision than the vectors, and is converted
+first. A `mask`, if there is one, tells which places count: the others add nothing to a sum,
+whatever they hold, and 0 is computed for them. `total` sums as suits the platform (`totals`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ Activation = Callable[[Array], Array]
 
 
 def compute_dtype(dtype: Any) -> jnp.dtype:
-    """The precision to calculate in: the input's own, but float32 at least."""
+    """Returns the dtype to calculate in: the input's own, but float32 at least."""
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
@@ -33,7 +33,7 @@ def statistics(
     *,
     total: Total = totals.plain,
 ) -> tuple[Array, Array, Array, Array]:
-    r"""Count, mean, rest and m2 of each channel, `(*ensemble, channels)`.
+    r"""Returns count, mean, m2 and mean_rest of each channel, `(*ensemble, channels)`.
 
     With $k$ the first value of the channel that counts, every quantity in float32 at least,
 
@@ -66,60 +66,59 @@ def statistics(
     sum_d, sum_d2 = total([d, d * d], axes)
     c = _rounded(sum_d / n)
     mean = m + c
-    rest = c - (mean - m)
+    mean_rest = c - (mean - m)
     m2 = jnp.maximum(sum_d2 - sum_d * c, 0)
-    return count, mean[..., 0, :, 0], rest[..., 0, :, 0], m2[..., 0, :, 0]
+    return count, mean[..., 0, :, 0], m2[..., 0, :, 0], mean_rest[..., 0, :, 0]
 
 
 def sums(
     g: Array,
     x: Array,
     mean: Array,
-    rest: Array,
+    mean_rest: Array,
     mask: Array | None = None,
     *,
     shape: tuple[int, ...],
     total: Total = totals.plain,
 ) -> tuple[Array, Array]:
-    """`sum(g)` and `sum(g * (x - mean))`, over the axes along which `shape` has size 1."""
+    """Returns `sum(g)` and `sum(g * (x - mean))`, over the axes along which `shape` is 1."""
     axes = [
         i for i, (full, kept) in enumerate(zip(g.shape, shape, strict=True)) if full != kept
     ]
     g = counted(g, mask)
-    sum_g, sum_gd = total([g, g * counted(centred(x, mean, rest), mask)], axes)
+    sum_g, sum_gd = total([g, g * counted(centred(x, mean, mean_rest), mask)], axes)
     return sum_g, sum_gd
 
 
 def affine(
-    a: Array,
-    b: Array,
+    bias: Array,
+    scale: Array,
     x: Array,
     mean: Array,
-    rest: Array,
+    mean_rest: Array,
     mask: Array | None = None,
 ) -> Array:
-    """`a + b * (x - mean)`, of the shape of `x`."""
-    return counted(a + b * centred(x, mean, rest), mask)
+    """Returns `bias + scale * (x - mean)`, of the shape of `x`."""
+    return counted(bias + scale * centred(x, mean, mean_rest), mask)
 
 
-def activated(
-    activation: Activation | None, a: Array, b: Array, x: Array, *rest: Array
-) -> Array:
-    """`activation(affine(a, b, x, ...))`; 0 where the mask is false."""
-    mean, low, *mask = rest
-    return counted(applied(activation, affine(a, b, x, mean, low)), *mask)
+def activated(activation: Activation | None, *operands: Array) -> Array:
+    """Returns `activation(affine(*operands))`; 0 where the mask is false."""
+    *inner, mask = _with_mask(operands)
+    return counted(applied(activation, affine(*inner)), mask)
 
 
-def slope(
-    activation: Activation | None, g: Array, a: Array, b: Array, x: Array, *rest: Array
-) -> Array:
-    """The derivative of `activated` in its affine, times `g`; 0 where the mask is false."""
-    mean, low, *mask = rest
+def activation_jvp(activation: Activation | None, g: Array, *operands: Array) -> Array:
+    """Returns the activation's derivative at `affine(*operands)`, times `g`; 0 where the mask
+    is false."""
+    *inner, mask = _with_mask(operands)
     if activation is None:
-        return counted(g, *mask)
-    u = affine(a, b, x, mean, low)
-    _, tangent = jax.jvp(functools.partial(applied, activation), (u,), (g,))
-    return counted(tangent, *mask)
+        return counted(g, mask)
+    _, tangent = jax.jvp(functools.partial(applied, activation), (affine(*inner),), (g,))
+    return counted(tangent, mask)
+
+
+slope = activation_jvp  # by the kernels' name, until they use the other
 
 
 def applied(activation: Activation | None, u: Array) -> Array:
@@ -129,33 +128,27 @@ def applied(activation: Activation | None, u: Array) -> Array:
 
 @jax.custom_jvp
 def rsqrt(x: Array) -> Array:
-    r"""Returns $1 / \sqrt{x}$, with derivatives that hold wherever their results can be held.
-
-    That of `lax.rsqrt` is $-r / (2 x)$ times the tangent: in float32, 0 from $x = 10^{25}$ on,
-    and infinite below $10^{-25}$. Multiplied by $r$ three times the tangent (or the cotangent,
-    which is as large as the standard deviation) never leaves the range in between.
-    """
+    r"""Returns $1 / \sqrt{x}$, with the derivatives of `derivatives.py`."""
     return lax.rsqrt(x)
 
 
-@rsqrt.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    r = rsqrt(*primals)
-    return r, -0.5 * (r * (r * (r * tangents[0])))
-
-
-def centred(x: Array, mean: Array, rest: Array) -> Array:
-    """`x - mean`, in this order: x - mean is exact where x is near a mean far from 0."""
-    return (x.astype(mean.dtype) - mean) - rest
+def centred(x: Array, mean: Array, mean_rest: Array) -> Array:
+    """Returns `x - mean`, in this order: exact where x is near a mean far from 0."""
+    return (x.astype(mean.dtype) - mean) - mean_rest
 
 
 def counted(values: Array, mask: Array | None = None) -> Array:
-    """The values that count, and 0 for the others."""
+    """Returns the values that count, and 0 for the others."""
     return values if mask is None else jnp.where(mask, values, 0)
 
 
+def _with_mask(operands: Sequence[Array]) -> tuple[Any, ...]:
+    """Returns bias, scale, x, mean, mean_rest and the mask, or `None` in its place."""
+    return (*operands, None) if len(operands) == 5 else tuple(operands)
+
+
 def _rounded(product: Array) -> Array:
-    """The product as a number of its own, never half of a fused multiply-add.
+    """Returns the product as a number of its own, never half of a fused multiply-add.
 
     XLA computes a vector again in each loop that uses it, and in some of them LLVM contracts
     k + sum * (1/n): the mean that was subtracted would not be the mean that was returned.
@@ -165,6 +158,7 @@ def _rounded(product: Array) -> Array:
 
 
 def _first_counted(x: Array, mask: Array) -> Array:
+    """Returns the first value of each channel that counts, and 0 where none does."""
     example = jnp.argmax(mask.any(-1, keepdims=True), axis=-3, keepdims=True)
     x, mask = jnp.take_along_axis(x, example, -3), jnp.take_along_axis(mask, example, -3)
     place = jnp.argmax(mask, axis=-1, keepdims=True)

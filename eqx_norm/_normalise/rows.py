@@ -1,16 +1,16 @@
 """A row normalised by its own moments, as one operation: what LayerNorm is.
 
-    rows(x, weight, bias)          y, and mean, rest, m2       (see `_one`)
-    pushed_rows(x', w', b'; ...)   the tangent of y            linear in x', w' and b'
-    pulled_rows(g; ...)            of x, w and b               linear in g
+    rows(x, weight, bias)          y, and mean, m2, mean_rest
+    rows_jvp(x', w', b'; ...)      the tangent of y               linear in x', w' and b'
+    rows_vjp(g; ...)               the cotangents of x, w and b   linear in g
 
-They compute what the two halves in `rule` compute, one after the other, and their derivatives
-are derived from those: each is the other's transpose, and of higher orders. Nothing stands
-between the halves but a square root; so, as one, a kernel can hold a row in its registers and
-read it once each way, where two passes read it twice.
+They compute what `Values` computes, its moments and then what they normalise, and their
+derivatives are derived from its: `rows_jvp` and `rows_vjp` are each other's transpose, and all
+higher orders remain. Nothing stands between the halves but a square root; so, as one, a kernel
+can hold a row in its registers and read it once each way, where two passes read it twice.
 
-Arrays are `(*mapped, 1, values)`; of weight and bias, the mapped axes have size 1 where they
-are shared.
+Flattened, arrays are `(*mapped, 1, values)`; of weight and bias, the mapped axes have size 1
+where they are shared.
 """
 
 import functools
@@ -20,98 +20,109 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad
-from jaxtyping import Array
+from jaxtyping import Array, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, kernels, reference, rule
-from .derivatives import all_zero, dense
-from .new_primitive import bind, like, new_primitive
+from . import elementwise
+from .arithmetic import Arithmetic, Implementation
+from .new_primitive import Shape, Static, bind, flattened, kernels, like, new_primitive
 from .reference import Activation, compute_dtype
+from .values import Values
 
 
-class How(NamedTuple):
-    """What is no array."""
+class Row(NamedTuple):
+    """How a row is normalised."""
 
     eps: float
     activation: Activation | None  # without arrays of its own
-    implementation: str
+    implementation: Implementation
 
 
-def normalise_row(x: Array, weight: Array | None, bias: Array | None, how: How) -> Array:
-    """`activation(bias + weight * (x - mean) / sqrt(variance + eps))`, in the dtype of `x`.
-
-    Over one row: all arrays are `(1, values)`, weight and bias in float32 or better.
-    """
+def normalise_row(
+    x: Inexact[Array, "*shape"],
+    weight: Inexact[Array, "*shape"] | None,
+    bias: Inexact[Array, "*shape"] | None,
+    *,
+    eps: float,
+    activation: Activation | None = None,
+    implementation: Implementation = "auto",
+) -> Inexact[Array, "*shape"]:
+    """Returns `Values.normalise` by the moments of the same x, all of it one channel."""
+    dtype = compute_dtype(x.dtype)
+    function = elementwise.function(activation)
+    is_pure = function is None or elementwise.is_pure(function, x.shape, dtype)
+    if jnp.iscomplexobj(x) or not is_pure:
+        values = Values(x, implementation=implementation, has_channels=False)
+        used = values.moments()
+        return values.normalise(used, weight, bias, eps=eps, activation=activation)
     affine = []
     if weight is not None or bias is not None:
-        dtype = compute_dtype(x.dtype)
         affine = [
-            jnp.ones(x.shape, dtype) if weight is None else weight,
-            jnp.zeros(x.shape, dtype) if bias is None else bias,
+            jnp.ones(x.shape, dtype) if weight is None else weight.astype(dtype),
+            jnp.zeros(x.shape, dtype) if bias is None else bias.astype(dtype),
         ]
-    return bind(ROWS, x, *affine, how=how, implementation=how.implementation)[0]
+    row = Row(eps, function, implementation)
+    static = Static(x.ndim, Arithmetic(implementation), has_channels=False, row=row)
+    return bind(ROWS, x, *affine, static=static)[0]
 
 
-# --- What they compute.
+# --- What they compute, of flattened arrays.
 
 
-def _one(how: How, given: Sequence[Array] | None, x: Array, *affine: Array) -> list[Array]:
-    """One row; `given` are its mean, rest and m2, if they are known."""
-    wide = x.astype(compute_dtype(x.dtype))
-    if given is not None:
-        given = [jnp.full((1,), x.size, wide.dtype), *(vector[0] for vector in given)]
-    count, mean, rest, m2 = rule.moments(x, wide, None, (), how.implementation, given)
-    rstd = reference.rsqrt(Moments(count, mean, m2, rest).variance + how.eps)
-    operands = (x, wide, mean, rest, rstd, jnp.zeros_like(rstd), None)
-    if affine:
-        weight, bias = affine
-        function = elementwise.Affine(weight, bias, how.activation)
-        y = rule.normalise_and(function, x.shape, *operands)
+def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> list[Array]:
+    """Returns y and the moments of one row, `(1, values)`; `given` are those, if known."""
+    values = Values(x[0], implementation=row.implementation, has_channels=False)
+    if given is None:
+        used = values.moments()
     else:
-        y = rule.normalise(*operands, how.activation, how.implementation)
-    return [y.astype(x.dtype), mean[None], rest[None], m2[None]]
+        mean, m2, mean_rest = (vector[0] for vector in given)
+        used = values.differentiable(
+            Moments(jnp.full((1,), x.size, mean.dtype), mean, m2, mean_rest)
+        )
+    vectors = (array[0] for array in affine)
+    y = values.normalise(used, *vectors, eps=row.eps, activation=row.activation)
+    return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]
 
 
-def _rows_of(x: Array, *affine: Array, how: How) -> list[Array]:
-    return _each(functools.partial(_one, how, None), x, *affine)
+def _rows(*arrays: Array, row: Row) -> list[Array]:
+    return _each(functools.partial(_one, row, None), *arrays)
 
 
-def _pushed_of(*arrays: Array, how: How, learns: bool) -> list[Array]:
-    """Tangents of x and, if it `learns`, of weight and bias; then what `rows` took and gave."""
+def _rows_jvp(*arrays: Array, row: Row, learns: bool) -> list[Array]:
+    """Returns the tangent of y, of those of x and, if it `learns`, of weight and bias; then
+    come what `rows` took and what it gave."""
     linear = 3 if learns else 1
 
-    def one(*arrays: Array) -> Array:
+    def tangent(*arrays: Array) -> Array:
         tangents, inner, given = arrays[:linear], arrays[linear:-3], arrays[-3:]
         moving, fixed = inner[:linear], inner[linear:]
 
         def y(*moving: Array) -> Array:
-            return _one(how, lax.stop_gradient(given), *moving, *fixed)[0]
+            return _one(row, lax.stop_gradient(given), *moving, *fixed)[0]
 
         return jax.jvp(y, moving, tangents)[1]
 
-    return [_each(one, *arrays)]
+    return [_each(tangent, *arrays)]
 
 
-def _pulled_of(
-    g: Array, *inner: Array, how: How, learns: bool, shape: tuple[int, ...]
+def _rows_vjp(
+    g: Array, *inner: Array, row: Row, learns: bool, shape: Shape | None
 ) -> list[Array]:
-    # Of the type that they have on the way forward, mesh axes included: transposed, a tangent
-    # that starts to vary over devices is summed over them.
+    # These have the type of the way forward, mesh axes included: transposed, a tangent that
+    # starts to vary over devices is summed over them.
     linear = [like(g, g.shape, g.dtype)]
-    if learns:
+    if shape is not None:
         linear += [like(g, shape, array.dtype) for array in inner[1:3]]
 
-    def pushed(*tangents: Array) -> list[Array]:
-        return _pushed_of(*tangents, *inner, how=how, learns=learns)
+    def jvp(*tangents: Array) -> list[Array]:
+        return _rows_jvp(*tangents, *inner, row=row, learns=learns)
 
-    return list(jax.linear_transpose(pushed, *linear)([g]))
+    return list(jax.linear_transpose(jvp, *linear)([g]))
 
 
 def _each(f: Callable[..., Any], *arrays: Array) -> Any:
-    """`f` of each row; what has no row of its own is shared."""
+    """Returns `f` of each row; what has no row of its own is shared."""
     if all(array.ndim == 2 for array in arrays):
         return f(*arrays)
     size = max(array.shape[0] for array in arrays)
@@ -120,111 +131,66 @@ def _each(f: Callable[..., Any], *arrays: Array) -> Any:
     return jax.vmap(functools.partial(_each, f), in_axes=axes)(*arrays)
 
 
-def _vector(x: Any) -> tuple[tuple[int, ...], Any]:
-    return (*x.shape[:-1], 1), compute_dtype(x.dtype)
+def _rows_kernel(implementation: str, partitioned: bool, *arrays: Any, row: Row) -> Any:
+    kernel = kernels.of_rows(implementation, partitioned, *arrays, how=row)
+
+    def in_order(*arrays: Array, row: Row) -> list[Array]:
+        assert kernel is not None
+        y, mean, mean_rest, m2 = kernel(*arrays, how=row)
+        return [y, mean, m2, mean_rest]
+
+    return kernel and in_order
 
 
-ROWS = new_primitive(
-    "rows",
-    _rows_of,
-    _rows_of,
-    lambda x, *_, how: [(x.shape, x.dtype), *[_vector(x)] * 3],
-    full=[0],
-    kernel=kernels.of_rows,
-)
-PUSHED_ROWS = new_primitive(
-    "pushed_rows",
-    _pushed_of,
-    _pushed_of,
-    lambda dx, *_, how, learns: [(dx.shape, dx.dtype)],
-    full=[0],
-)
-PULLED_ROWS = new_primitive(
-    "pulled_rows",
-    _pulled_of,
-    _pulled_of,
-    lambda g, *inner, how, learns, shape: [
-        (g.shape, g.dtype),
-        *[(shape, inner[1].dtype)] * (2 * learns),
-    ],
-    full=[0],
-    kernel=kernels.of_pulled_rows,
-)
-
-
-# --- Their derivatives.
-
-
-def _rows_jvp(primals: Any, tangents: Any, *, how: How, **parameters: Any) -> Any:
-    results = bind(ROWS, *primals, how=how, **parameters)
-    learns = not all_zero(*tangents[1:])
-    linear = len(primals) if learns else 1
-    moving = map(dense, tangents[:linear], primals)
-    (dy,) = bind(PUSHED_ROWS, *moving, *primals, *results[1:], how=how, learns=learns)
-    # What the others change by, `_one` has seen to.
-    return results, [dy, *map(jnp.zeros_like, results[1:])]
-
-
-def _composed_jvp(
-    primitive: Primitive,
-    compute: Callable[..., Any],
-    primals: Any,
-    tangents: Any,
-    *,
-    implementation: str = "auto",
-    **parameters: Any,
-) -> Any:
-    del implementation  # of what it is composed of, `how` says it
-    moving = [i for i, tangent in enumerate(tangents) if not all_zero(tangent)]
-
-    def f(moved: list[Array]) -> Any:
-        arrays = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return compute(*arrays.values(), **parameters)
-
-    at, along = ([values[i] for i in moving] for values in (primals, tangents))
-    return primitive.bind(*primals, **parameters), jax.jvp(f, (at,), (along,))[1]
-
-
-def _pushed_transpose(cotangents: Any, *arrays: Any, how: How, learns: bool) -> Any:
-    linear = 3 if learns else 1
-    inner = arrays[linear:]
-    if all_zero(*cotangents):
-        return [None] * len(arrays)
-    shape = arrays[1].aval.shape if learns else ()
-    pulled = bind(
-        PULLED_ROWS,
-        *cotangents,
-        *inner,
-        how=how,
-        learns=learns,
-        shape=shape,
-        implementation=how.implementation,
-    )
-    return [*pulled, *[None] * len(inner)]
-
-
-def _pulled_transpose(
-    cotangents: Any,
-    g: Any,
-    *inner: Array,
-    how: How,
-    learns: bool,
-    shape: Any,
+def _rows_vjp_kernel(
     implementation: str,
+    partitioned: bool,
+    *arrays: Any,
+    row: Row,
+    learns: bool,
+    shape: Shape | None,
 ) -> Any:
-    del implementation
-    if all_zero(*cotangents):
-        return [None] * (1 + len(inner))
-    likes = [(g.aval.shape, g.aval.dtype), *[(shape, array.dtype) for array in inner[1:3]]]
-    linear = [
-        jnp.zeros(*like) if all_zero(cotangent) else cotangent
-        for cotangent, like in zip(cotangents, likes, strict=False)
-    ]
-    return [*bind(PUSHED_ROWS, *linear, *inner, how=how, learns=learns), *[None] * len(inner)]
+    parameters: Any = {"how": row, "learns": learns, "shape": shape or ()}
+    kernel = kernels.of_pulled_rows(implementation, partitioned, *arrays, **parameters)
+
+    def in_order(*arrays: Array, **_: Any) -> Sequence[Array]:
+        assert kernel is not None
+        *others, m2, mean_rest = arrays
+        return kernel(*others, mean_rest, m2, **parameters)
+
+    return kernel and in_order
 
 
-ad.primitive_jvps[ROWS] = _rows_jvp
-ad.primitive_jvps[PUSHED_ROWS] = functools.partial(_composed_jvp, PUSHED_ROWS, _pushed_of)
-ad.primitive_jvps[PULLED_ROWS] = functools.partial(_composed_jvp, PULLED_ROWS, _pulled_of)
-ad.primitive_transposes[PUSHED_ROWS] = _pushed_transpose
-ad.primitive_transposes[PULLED_ROWS] = _pulled_transpose
+def _rows_shapes(x: Any, *_: Any, static: Static) -> list[tuple[Shape, Any]]:
+    vector = (*x.shape[: x.ndim - static.spatial], *(1,) * static.spatial)
+    return [(x.shape, x.dtype), *[(vector, compute_dtype(x.dtype))] * 3]
+
+
+def _jvp_shapes(dx: Any, *_: Any, static: Static, learns: bool) -> list[tuple[Shape, Any]]:
+    return [(dx.shape, dx.dtype)]
+
+
+def _vjp_shapes(
+    g: Any, *inner: Any, static: Static, learns: bool, shape: Shape | None
+) -> list[tuple[Shape, Any]]:
+    affine = [] if shape is None else [(shape, inner[1].dtype)] * 2
+    return [(g.shape, g.dtype), *affine]
+
+
+ROWS = new_primitive("rows", _rows, _rows_shapes, full=[0], takes=["row"], kernel=_rows_kernel)
+ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
+ROWS_VJP = new_primitive(
+    "rows_vjp", _rows_vjp, _vjp_shapes, full=[0], takes=["row"], kernel=_rows_vjp_kernel
+)
+
+
+def composed_jvp(*arrays: Array, **parameters: Any) -> Any:
+    """Returns what `ROWS_JVP` does, by what it is composed of, to be differentiated."""
+    shapes = [shape for shape, _ in _jvp_shapes(*arrays, **parameters)]
+    return flattened(_rows_jvp, ["row"], shapes)(*arrays, **parameters)
+
+
+def composed_vjp(*arrays: Array, **parameters: Any) -> Any:
+    """Returns what `ROWS_VJP` does, by what it is composed of, to be differentiated."""
+    shapes = [shape for shape, _ in _vjp_shapes(*arrays, **parameters)]
+    return flattened(_rows_vjp, ["row"], shapes)(*arrays, **parameters)

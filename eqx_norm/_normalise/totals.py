@@ -1,10 +1,10 @@
-"""Sums over many values: as XLA does them, and as XLA:CPU does them fast.
+"""Sums over many values: as XLA does it, and as XLA:CPU does it fast.
 
 A *total* takes arrays of one shape and axes to sum over, and returns one sum each, those axes
-kept with size 1. `plain` is what every platform but the CPU gets: XLA for GPU and TPU fuses
-sums that read the same array into one pass.
+kept with size 1. Every platform but the CPU gets `plain`: XLA for GPU and TPU fuses sums that
+read the same array into one pass.
 
-XLA:CPU (jax 0.10.2 and 0.12.0.1) does not. What was measured there, on two cores:
+XLA:CPU (jax 0.10.2 and 0.12.0.1) does not. Measured there, on two cores:
 
 - A sum of float32 alone is handed to a library, which vectorises but takes in what computes its
   input only where nobody else uses it, and no comparison, selection or bfloat16 at all: those
@@ -39,14 +39,14 @@ Total = Callable[[Sequence[Array], Sequence[int]], tuple[Array, ...]]
 
 
 def plain(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """One sum each."""
+    """Returns one sum each, in XLA's own order."""
     return tuple(lax.expand_dims(lax.reduce_sum(a, tuple(axes)), tuple(axes)) for a in arrays)
 
 
 def by_tree(
     arrays: Sequence[Array], axes: Sequence[int], *, small: bool | None = None
 ) -> tuple[Array, ...]:
-    """All in one pass, 16 at a time; `small` arrays 8 at a time at first."""
+    """Returns one sum each, in one pass, 16 at a time; at first 8, if `small`."""
     if len(arrays) == 1:
         return (_by_halves(arrays[0], axes),)
     first = True
@@ -77,7 +77,7 @@ def _by_halves(array: Array, axes: Sequence[int]) -> Array:
 def _in_parts(
     arrays: Sequence[Array], axes: Sequence[int], axis: int, fan: int, small: bool | None
 ) -> tuple[Array, ...]:
-    """With a size that has no divisor to use: what `fan` divides, and the rest."""
+    """Sums what `fan` divides and the remainder, where the size has no divisor to use."""
     size = arrays[0].shape[axis]
     whole = size - size % fan
     front = [lax.slice_in_dim(a, 0, whole, axis=axis) for a in arrays]
@@ -87,7 +87,7 @@ def _in_parts(
 
 
 def _sum_blocks(arrays: Sequence[Array], axis: int, fan: int, *, in_pairs: bool) -> list[Array]:
-    """The sums of blocks of `fan` along `axis`, which is as much shorter."""
+    """Returns the sums of blocks of `fan` along `axis`, which gets shorter by that factor."""
     shape = arrays[0].shape
     before, after, length = shape[:axis], shape[axis + 1 :], shape[axis] // fan
     line = 1 if after else _fan(length)
@@ -98,9 +98,10 @@ def _sum_blocks(arrays: Sequence[Array], axis: int, fan: int, *, in_pairs: bool)
 
 
 def _add_pairs(block: Array, axis: int) -> Array:
-    """Each addition rounds, and to a large value that is alone every one counts.
+    """Adds the block's halves, so that a single large value takes part in fewer additions,
+    each of which rounds.
 
-    Not where the sums read what the user gave: more operations than there are would keep
+    Where the sums read what the user gave, it is not worth it: one operation more would keep
     the loop from being unrolled.
     """
     if block.shape[axis] % 2 == 0:
@@ -115,7 +116,7 @@ def _halves(array: Array, axis: int) -> tuple[Array, Array]:
 
 
 def _fan(size: int, most: int = _FAN) -> int:
-    """The largest number up to `most` that divides `size`; 1 rather than less than 4."""
+    """Returns the largest divisor of `size` up to `most`; 1 rather than less than 4."""
     fan = max(fan for fan in range(1, most + 1) if size % fan == 0)
     return fan if fan >= min(4, size) else 1
 

@@ -12,7 +12,7 @@ import pytest
 from eqx_norm import BatchNorm, LayerNorm
 from tests.compiling import filter_jit, jit
 from tests.helpers import bits, normal, over_batch
-from tests.test_residuals import held, printed
+from tests.operation.test_residuals import held, printed
 
 SHAPES = [(6,), (3, 4), (2, 3, 2), (1,), ()]
 AFFINE = [(True, True), (True, False), (False, True), (False, False)]

@@ -10,8 +10,9 @@ import pytest
 from jax.test_util import check_grads
 
 from eqx_norm.strategies import Running
+from tests.compiling import filter_jit, jit
+from tests.helpers import APPROACHES, copy, make, over_batch
 
-from .compiling import filter_jit, jit
 from .derivatives import (
     ACTIVATIONS,
     COTANGENT,
@@ -37,7 +38,6 @@ from .derivatives import (
     ours,
     slope_of_gradient,
 )
-from .helpers import APPROACHES, copy, make, over_batch
 
 
 @pytest.fixture
@@ -47,47 +47,36 @@ def x64():
 
 
 exactly: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
-each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 some_approaches = pytest.mark.parametrize("approach", ["batch", "ema", "smooth_start"])
 
 
+OTHERS = sorted({*APPROACHES} - {"batch", "ema", "smooth_start"})
+
+
 @pytest.mark.parametrize(
-    ("approach", "name"),
+    ("transforms", "approach", "name"),
     [
-        *(("batch", name) for name in ACTIVATIONS),
-        ("ema", "none"),
-        ("ema", "relu"),
-        ("smooth_start", "none"),
-        ("smooth_start", "gelu"),
+        *((FIRST_ORDER, "batch", name) for name in ACTIVATIONS),
+        (FIRST_ORDER, "ema", "none"),
+        (FIRST_ORDER, "ema", "relu"),
+        (FIRST_ORDER, "smooth_start", "none"),
+        (FIRST_ORDER, "smooth_start", "gelu"),
+        *(((gradient, slope_of_gradient), other, "silu") for other in OTHERS),
+        (HIGHER, "batch", "none"),
+        (HIGHER, "smooth_start", "relu"),
+        (HIGHER, "ema", "silu"),
+        (HIGHER, "batch", "gelu"),
+        (ENSEMBLES, "batch", "none"),
+        (ENSEMBLES, "batch", "gelu"),
     ],
 )
-def test_first_order(approach, name, x64):
+def test_against_the_formula(transforms, approach, name, x64):
     pair = (f(approach, ACTIVATIONS[name]) for f in (ours, definition))
-    assert_agree(FIRST_ORDER, *pair, *arrays(), **exactly)
+    tolerance = 1e-8 if transforms == HIGHER else 1e-10
+    assert_agree(transforms, *pair, *arrays(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("approach", sorted({*APPROACHES} - {"batch", "ema", "smooth_start"}))
-def test_the_other_approaches(approach, x64):
-    pair = (f(approach, jax.nn.silu) for f in (ours, definition))
-    assert_agree((gradient, slope_of_gradient), *pair, *arrays(), **exactly)
-
-
-@pytest.mark.parametrize(
-    ("approach", "name"),
-    [("batch", "none"), ("smooth_start", "relu"), ("ema", "silu"), ("batch", "gelu")],
-)
-def test_higher_orders(approach, name, x64):
-    pair = (f(approach, ACTIVATIONS[name]) for f in (ours, definition))
-    assert_agree(HIGHER, *pair, *arrays(), rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", ["none", "gelu"])
-def test_ensembles(name, x64):
-    pair = (f("batch", ACTIVATIONS[name]) for f in (ours, definition))
-    assert_agree(ENSEMBLES, *pair, *arrays(), **exactly)
-
-
-@each_activation
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_float32_against_the_formula_in_float64(name):
     @compiled
     def derive(f, primals, tangents):

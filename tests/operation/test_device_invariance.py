@@ -14,19 +14,19 @@ from jax.test_util import check_grads
 from eqx_norm import BatchNorm
 from eqx_norm._normalise import invariant
 from eqx_norm.strategies import Moments
+from tests.compiling import jit
+from tests.helpers import bits, call, make
+from tests.layers.accuracy import check, far_from_zero, make_batch, seeds, with_outlier
+from tests.processes import on_devices
 
-from .compiling import jit
-from .helpers import bits, call, make
-from .layers.accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 from .over_devices import CASES, QUANTITIES
-from .processes import on_devices
 
 MODE = "device_invariant"
 
 
 @pytest.fixture(scope="module")
 def found():
-    return json.loads(on_devices(8, "-m", "tests.over_devices").stdout)
+    return json.loads(on_devices(8, "-m", "tests.operation.over_devices").stdout)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES)

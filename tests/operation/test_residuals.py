@@ -5,6 +5,7 @@ Read in two ways, which both find more where there is more: eqx.nn.BatchNorm fol
 
 import contextlib
 import io
+import math
 import re
 
 import equinox as eqx
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
-from .helpers import APPROACHES, make, normal, over_batch
+from eqx_norm import LayerNorm
+from eqx_norm._normalise import elementwise
+from tests.helpers import APPROACHES, make, normal, over_batch
 
 N, C, L = 8, 3, 40
 ACTIVATIONS = {
@@ -134,3 +137,93 @@ def test_more_is_found_where_there_is_more(read):
     kept = read(theirs(), vectors, x)
     assert len(large(kept)) > 1
     assert bytes_of(kept) > 2 * x.nbytes
+
+
+# --- In networks: x is kept once, in its own shape, and shared with a neighbour that keeps it.
+
+DEPTH, SHAPE = 3, (4, 5, 6, 7)
+
+
+def stacked(f, *operands):
+    """Shape and dtype of what the forward scan of `grad(f)` keeps for each layer, if large."""
+
+    def loss(*operands):
+        return jnp.sum(f(*operands).astype(jnp.float32))
+
+    closed = jax.make_jaxpr(jax.grad(loss, tuple(range(len(operands)))))(*operands)
+    forward = next(
+        equation
+        for equation in elementwise.equations(closed.jaxpr)
+        if equation.primitive.name == "scan"
+    )
+    kept = [var.aval for var in forward.outvars if var.aval.shape[:1] == (DEPTH,)]
+    return [(a.shape[1:], a.dtype) for a in kept if a.size >= DEPTH * math.prod(SHAPE)]
+
+
+def scanned(block):
+    """`block(x, weights)`, one after the other."""
+    return lambda x, weights: jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
+
+
+def conv(x, weight):
+    return jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME")
+
+
+def batch_norm(activation=None, **arguments):
+    layer, state = make(SHAPE[1], "batch", approach="batch", activation=activation, **arguments)
+    return lambda x: over_batch(layer)(x, state)[0]
+
+
+def layer_norm(activation=None):
+    return jax.vmap(LayerNorm(SHAPE[1:], activation=activation))
+
+
+NORMS = {"BatchNorm": batch_norm, "LayerNorm": layer_norm}
+each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+
+
+def network(dtype):
+    """x and the convolutions of each layer."""
+    weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
+    return normal(0, SHAPE).astype(dtype), weights
+
+
+@each_norm
+@each_dtype
+@pytest.mark.parametrize("activation", [jax.nn.relu, eqx.nn.PReLU(0.25)], ids=["relu", "prelu"])
+def test_scanned_over_depth(norm, dtype, activation):
+    """conv, norm with its activation, conv: the input of each is kept, and nothing else."""
+    f = norm(activation)
+    block = scanned(lambda x, w: conv(f(conv(x, w[0])), w[1]))
+    assert stacked(block, *network(NAMES[dtype])) == [(SHAPE, NAMES[dtype])] * 3
+
+
+@each_norm
+@each_dtype
+def test_scanned_with_a_relu_of_its_own(norm, dtype):
+    f = norm()
+    block = scanned(lambda x, w: conv(jax.nn.relu(f(conv(x, w[0]))), w[1]))
+    kept = stacked(block, *network(NAMES[dtype]))
+    # And what the ReLU keeps: where it was positive.
+    assert sorted(kept, key=str) == sorted(
+        [(SHAPE, NAMES[dtype])] * 3 + [(SHAPE, bool)], key=str
+    )
+
+
+@each_norm
+@each_dtype
+def test_a_neighbour_that_keeps_x_keeps_the_same(norm, dtype):
+    f = norm(jax.nn.silu)
+    block = scanned(lambda x, w: conv(x, w[0]) + f(x))
+    assert stacked(block, *network(NAMES[dtype])) == [(SHAPE, NAMES[dtype])]
+
+
+@each_norm
+@each_dtype
+@pytest.mark.parametrize("activation", [None, eqx.nn.PReLU(0.25)], ids=["none", "prelu"])
+def test_without_a_compiled_whole_it_is_x_itself(norm, dtype, activation):
+    f, (x, w) = norm(activation), network(NAMES[dtype])
+    _, backward = jax.vjp(lambda x: f(x) + conv(x, w[0, 0]), x)
+    leaves = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= x.size]
+    assert leaves
+    assert all(leaf is x for leaf in leaves)

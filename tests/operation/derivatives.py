@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_norm.strategies import Running
-
-from .compiling import jit
-from .helpers import copy, make, over_batch
+from tests.compiling import jit
+from tests.helpers import copy, make, over_batch
 
 N, C, L = 4, 2, 3
 MOMENTUM, SEEN = 0.7, np.array(0.51)

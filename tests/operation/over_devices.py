@@ -1,7 +1,8 @@
-"""Training steps over 1, 2, 4 and 8 devices, fingerprinted: `python -m tests.over_devices`.
+"""Training steps over 1, 2, 4 and 8 devices, fingerprinted.
 
-A program of its own, because the number of CPU devices is fixed when JAX starts. Prints, as
-JSON, for each case and quantity the fingerprint that each way of running it gave.
+`python -m tests.operation.over_devices` is a program of its own, because the number of CPU
+devices is fixed when JAX starts. It prints, as JSON, for each case and quantity the fingerprint
+that each way of running it gave.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .helpers import make
+from tests.helpers import make
 
 DEVICES = (1, 2, 4, 8)
 QUANTITIES = ("y", "dweight", "dbias", "dx", "memory")

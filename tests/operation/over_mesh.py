@@ -1,8 +1,8 @@
 """Derivatives inside and outside of `jax.shard_map`, against one device.
 
-`python -m tests.over_mesh`: a program of its own, because the number of CPU devices is fixed
-when JAX starts. Prints, as JSON, the largest error of each case and transformation, in units of
-the largest value.
+`python -m tests.operation.over_mesh` is a program of its own, because the number of CPU devices
+is fixed when JAX starts. It prints, as JSON, the largest error of each case and transformation,
+in units of the largest value.
 """
 
 import functools
@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from eqx_norm import LayerNorm
 from eqx_norm._normalise import primitives
-from eqx_norm._normalise.new_primitive import bind
-
-from .helpers import f32, make
+from eqx_norm._normalise.arithmetic import Arithmetic
+from eqx_norm._normalise.new_primitive import Static, bind
+from tests.helpers import f32, make
 
 DEVICES = 8
 N, C, L = 16, 2, 3
@@ -55,33 +55,39 @@ def of_primitives() -> dict[str, Case]:
     full, column = (N, C, L), (1, C, 1)
     g, x = normal(*full), normal(*full)
     mean, rest, a, b, da, db = (normal(*column) for _ in range(6))
-    how: Any = {"activation": silu_and_more}
-    cotangent = {"dtype": jnp.dtype("float32"), **how}
+    static = Static(1, Arithmetic(), activation=silu_and_more, dtype=jnp.dtype("float32"))
     inner, inner_specs = (a, b, x, mean, rest), (WHOLE, WHOLE, SPLIT, WHOLE, WHOLE)
 
     def of(primitive: Any, **parameters: Any) -> Callable[..., Any]:
-        return lambda *arrays: bind(primitive, *arrays, **parameters)
+        return lambda *arrays: bind(primitive, *arrays, static=static, **parameters)
 
-    sums = of(primitives.SUMS, shape=column)
-    pulled = of(primitives.PULLED, shape=column, **how)
+    sums, vjp = (of(p, shape=column) for p in (primitives.SUMS, primitives.ACTIVATED_VJP))
     return {
         "sums": Case(sums, (g, x, mean, rest), (SPLIT, SPLIT, WHOLE, WHOLE), WHOLE),
         "affine": Case(of(primitives.AFFINE), inner, inner_specs),
-        "activated": Case(of(primitives.ACTIVATED, **cotangent), inner, inner_specs),
-        "slope": Case(of(primitives.SLOPE, **how), (g, *inner), (SPLIT, *inner_specs)),
-        "pushed": Case(
-            of(primitives.PUSHED, **cotangent),
+        "activated": Case(
+            lambda a, b, x, *mean: of(primitives.ACTIVATED)(a, b, x, x, *mean),
+            inner,
+            inner_specs,
+        ),
+        "activation_jvp": Case(
+            of(primitives.ACTIVATION_JVP), (g, *inner), (SPLIT, *inner_specs)
+        ),
+        "activated_jvp": Case(
+            of(primitives.ACTIVATED_JVP),
             (da, db, g, *inner),
             (WHOLE, WHOLE, SPLIT, *inner_specs),
         ),
-        "pulled": Case(
-            lambda *arrays: pulled(*arrays)[:2], (g, *inner), (SPLIT, *inner_specs), WHOLE
+        "activated_vjp, sums": Case(
+            lambda *arrays: vjp(*arrays)[:2], (g, *inner), (SPLIT, *inner_specs), WHOLE
         ),
-        "slope of pulled": Case(
-            lambda *arrays: pulled(*arrays)[2], (g, *inner), (SPLIT, *inner_specs)
+        "activated_vjp": Case(
+            lambda *arrays: vjp(*arrays)[2], (g, *inner), (SPLIT, *inner_specs)
         ),
-        "again": Case(
-            lambda x, mean: [x * primitives.again(mean)[0]], (x, mean), (SPLIT, WHOLE)
+        "recompute_barrier": Case(
+            lambda x, mean: [x * primitives.RECOMPUTE_BARRIER.bind(mean)[0]],
+            (x, mean),
+            (SPLIT, WHOLE),
         ),
     }
 

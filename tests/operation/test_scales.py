@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import LayerNorm
-
-from .helpers import call_and_grad, f32, make
+from tests.helpers import call_and_grad, f32, make
 
 N = 32
 # Of each scale a channel, or a row; and a constant one.

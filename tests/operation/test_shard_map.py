@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from eqx_norm._normalise import primitives
+from eqx_norm._normalise.arithmetic import Arithmetic
+from eqx_norm._normalise.new_primitive import Static
+from eqx_norm._normalise.primitives import AFFINE
+from tests.compiling import XLA_FLAGS
+from tests.processes import on_devices
 
 from . import over_mesh
-from .compiling import XLA_FLAGS
-from .processes import on_devices
 
 SCRIPT = """
 import sys
@@ -67,7 +69,7 @@ def test_with_check_vma_a_sentence_says_what_to_do():
 
 @pytest.fixture(scope="module")
 def errors():
-    return json.loads(on_devices(8, "-m", "tests.over_mesh", flags=XLA_FLAGS).stdout)
+    return json.loads(on_devices(8, "-m", "tests.operation.over_mesh", flags=XLA_FLAGS).stdout)
 
 
 @pytest.mark.parametrize("name", over_mesh.CASES)
@@ -83,7 +85,8 @@ def test_derivatives_are_those_of_one_device_where_jax_checks_what_varies(errors
 
 def test_a_primitive_that_cannot_keep_track_raises():
     def mixed(x, weight):
-        return primitives.AFFINE.bind(weight, weight, x, weight, weight)[0]
+        static = Static(1, Arithmetic())
+        return AFFINE.bind(weight, weight, x, weight, weight, static=static)[0]
 
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.shard_map(
