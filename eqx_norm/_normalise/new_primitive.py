@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import kernels
+from .gpu import choice as kernels
 from .invariant import Across
 
 Shapes = list[tuple[tuple[int, ...], Any]]

@@ -31,7 +31,7 @@ class Lanes(NamedTuple):
     """
 
     n: Array
-    shift: Array
+    shift: Any
     mean: Array
     m2: Array
 
@@ -54,8 +54,8 @@ def extended(lanes: Lanes, tiles: Sequence[Array], places: Places) -> Lanes:
         n, average = jnp.full_like(count, len(tiles)), tree_sum(deviations) * (1 / len(tiles))
     else:
         n = tree_sum([_number(place, count) for place in places])
-        average = tree_sum(counted(deviations, places)) / jnp.maximum(n, 1)
-    residues = counted([d - average for d in deviations], places)
+        average = tree_sum(zeroed(deviations, places)) / jnp.maximum(n, 1)
+    residues = zeroed([d - average for d in deviations], places)
     new_share = n / jnp.maximum(count + n, 1)
     step = average - mean
     squares = tree_sum([residue * residue for residue in residues])
@@ -113,7 +113,7 @@ def _added(old: Array, excess: Array, value: Array) -> tuple[Array, Array]:
     return new, (new - old) - value
 
 
-def counted(values: Sequence[Array], places: Places) -> list[Array]:
+def zeroed(values: Sequence[Array], places: Places) -> list[Array]:
     """The values in the places that count, 0 in the others."""
     return [
         value if place is None else jnp.where(place, value, 0)

@@ -1,4 +1,4 @@
-"""Where a kernel stands in for a pass over x: on CUDA, chosen when a program is lowered.
+"""Decides where a kernel stands in for a pass over x: on CUDA, when a program is lowered.
 
 By then shapes are known with all that `vmap` has put in front of them, and so is whether XLA
 will partition the program: a kernel is one custom call, which it cannot split, so that
@@ -13,8 +13,6 @@ several times as long as the rest of the package, and most machines have no use 
 """
 
 import contextlib
-import functools
-import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +21,14 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from . import reference, tiling
+from eqx_norm._normalise import reference
+
+from . import tiling
 
 Pass = Callable[..., Sequence[Array]]
+
+# In the order of preference: the second is to replace the first, which jax will remove.
+_BACKENDS = ("pallas_triton", "pallas_mosaic")
 
 PARTITIONED = (
     "XLA partitions this program over several devices, and would gather x to run a kernel. "
@@ -36,7 +39,7 @@ PARTITIONED = (
 def of_statistics(
     implementation: str, partitioned: bool, x: Any, mask: Any = None
 ) -> Pass | None:
-    """The kernel for `reference.statistics`, or `None` for XLA.
+    """Returns the kernel for `reference.statistics`, or `None` for XLA.
 
     **Raises:** `ValueError` where a kernel was asked for by name that cannot serve.
     """
@@ -63,15 +66,24 @@ def of_pulled(
     if shape != tuple(1 if i in (x.ndim - 3, x.ndim - 1) else n for i, n in enumerate(x.shape)):
         return None  # an ensemble that shares what is summed
     backend = _chosen(implementation, partitioned, x, mask, activation)
-    return backend and functools.partial(_pulled, backend)
+
+    def pulled(g: Array, a: Array, *inner: Array, activation: Any, shape: Any) -> list[Array]:
+        del shape
+        sums = backend.pulled_sums(activation, g, a, *inner)
+        return [*sums, reference.slope(activation, g.astype(a.dtype), a, *inner)]
+
+    return backend and pulled
 
 
 def of_rows(
     implementation: str, partitioned: bool, x: Any, *affine: Any, how: Any
 ) -> Pass | None:
-    """The kernel for `rows.ROWS`, or `None` for the passes that it is composed of."""
-    wanted = _row_wanted(implementation, partitioned, x, affine, how, tiling.FORWARD)
-    return _rows if wanted else None
+    """Returns the kernel for `rows.ROWS`, or `None` for the passes that it is composed of."""
+    if not _serves_rows(implementation, partitioned, x, affine, how, tiling.FORWARD):
+        return None
+    from . import triton_rows
+
+    return lambda *arrays, how: triton_rows.rows(how.activation, how.eps, *arrays)
 
 
 def of_pulled_rows(
@@ -88,8 +100,15 @@ def of_pulled_rows(
     if g.shape != x.shape or math.prod(shape[:-1]) != 1:
         return None
     held = tiling.LEARNING if learns else tiling.BACKWARD
-    wanted = _row_wanted(implementation, partitioned, x, affine, how, held)
-    return _pulled_rows if wanted else None
+    if not _serves_rows(implementation, partitioned, x, affine, how, held):
+        return None
+    from . import triton_rows
+
+    def pulled_rows(*arrays: Array, how: Any, learns: bool, shape: Any) -> list[Array]:
+        del shape
+        return triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
+
+    return pulled_rows
 
 
 @contextlib.contextmanager
@@ -105,30 +124,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _pulled(
-    backend: Any, g: Array, a: Array, *inner: Array, activation: Any, shape: Any
-) -> Sequence[Array]:
-    sums = backend.pulled_sums(activation, g, a, *inner)
-    return [*sums, reference.slope(activation, g.astype(a.dtype), a, *inner)]
-
-
-def _rows(*arrays: Array, how: Any) -> Sequence[Array]:
-    from . import pallas_triton_rows
-
-    return pallas_triton_rows.rows(how.activation, how.eps, *arrays)
-
-
-def _pulled_rows(*arrays: Array, how: Any, learns: bool, shape: Any) -> Sequence[Array]:
-    from . import pallas_triton_rows
-
-    del shape
-    return pallas_triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
-
-
-def _row_wanted(
+def _serves_rows(
     implementation: str, partitioned: bool, x: Any, affine: Sequence[Any], how: Any, held: int
 ) -> bool:
-    """No error here: the passes that it is composed of say what cannot be served."""
+    """Returns whether a kernel is to hold a row, with `held` numbers for each value.
+
+    There is no error here: the passes that it is composed of say what cannot be served.
+    """
     count, values = math.prod(x.shape[:-1]), x.shape[-1]
     rows = jax.ShapeDtypeStruct((count, 1, 1, values), x.dtype)
     return (
@@ -143,18 +145,14 @@ def _row_wanted(
     )
 
 
-# In the order of preference: the second is to replace the first, which jax will remove.
-_BACKENDS = ("pallas_triton", "pallas_mosaic")
-
-
 def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> Any:
-    """The module whose kernels to take, or `None`."""
+    """Returns the backend whose kernels to take, or `None`."""
     if implementation == "xla" or (implementation == "auto" and not tiling.worthwhile(x)):
         return None
     why_not = PARTITIONED
     for name in _BACKENDS:
         if implementation in ("auto", name) and not partitioned:
-            backend = importlib.import_module(f".{name}", __package__)
+            backend = _backend(name)
             why_not = backend.serves(x, mask, activation)
             if why_not is None:
                 return backend
@@ -165,3 +163,13 @@ def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activatio
             "implementation='auto' takes XLA where a kernel cannot serve."
         )
     return None
+
+
+def _backend(name: str) -> Any:
+    if name == "pallas_triton":
+        from .triton import Triton
+
+        return Triton()
+    from .mosaic import Mosaic
+
+    return Mosaic()
