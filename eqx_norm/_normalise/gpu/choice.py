@@ -13,6 +13,7 @@ several times as long as the rest of the package, and most machines have no use 
 """
 
 import contextlib
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from . import tiling
 Pass = Callable[..., Sequence[Array]]
 
 # In the order of preference: the second is to replace the first, which jax will remove.
-_BACKENDS = ("pallas_triton", "pallas_mosaic")
+_BACKENDS = {"pallas_triton": ".triton", "pallas_mosaic": ".mosaic"}
 
 PARTITIONED = (
     "XLA partitions this program over several devices, and would gather x to run a kernel. "
@@ -43,29 +44,18 @@ def of_statistics(
 
     **Raises:** `ValueError` where a kernel was asked for by name that cannot serve.
     """
-    backend = _chosen(implementation, partitioned, x, mask, None)
+    backend = _chosen(implementation, partitioned, x, mask)
     return backend and backend.statistics
 
 
 def of_pulled(
-    implementation: str,
-    partitioned: bool,
-    g: Any,
-    a: Any,
-    b: Any,
-    x: Any,
-    mean: Any,
-    rest: Any,
-    mask: Any = None,
-    *,
-    activation: Any,
-    shape: tuple[int, ...],
+    implementation: str, partitioned: bool, *arrays: Any, activation: Any, shape: Any
 ) -> Pass | None:
     """Returns the kernel for the sums of the slope, or `None`; the slope is left to XLA."""
-    del g, a, b, mean, rest
+    _, _, _, x, _, _, *mask = arrays
     if shape != tuple(1 if i in (x.ndim - 3, x.ndim - 1) else n for i, n in enumerate(x.shape)):
         return None  # an ensemble that shares what is summed
-    backend = _chosen(implementation, partitioned, x, mask, activation)
+    backend = _chosen(implementation, partitioned, x, *mask, activation=activation)
 
     def pulled(g: Array, a: Array, *inner: Array, activation: Any, shape: Any) -> list[Array]:
         del shape
@@ -90,25 +80,25 @@ def of_pulled_rows(
     implementation: str,
     partitioned: bool,
     g: Any,
-    *inner: Any,
+    x: Any,
+    *others: Any,
     how: Any,
     learns: bool,
     shape: tuple[int, ...],
 ) -> Pass | None:
     """Returns the kernel for `rows.PULLED_ROWS`, or `None`."""
-    x, *affine = inner[:-3]
     if g.shape != x.shape or math.prod(shape[:-1]) != 1:
         return None
     held = tiling.LEARNING if learns else tiling.BACKWARD
-    if not _serves_rows(implementation, partitioned, x, affine, how, held):
+    if not _serves_rows(implementation, partitioned, x, others[:-3], how, held):
         return None
     from . import triton_rows
 
-    def pulled_rows(*arrays: Array, how: Any, learns: bool, shape: Any) -> list[Array]:
+    def pulled(*arrays: Array, how: Any, learns: bool, shape: Any) -> list[Array]:
         del shape
         return triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
 
-    return pulled_rows
+    return pulled
 
 
 @contextlib.contextmanager
@@ -141,18 +131,20 @@ def _serves_rows(
         and tiling.holds_rows(values, held)
         # Weight and bias are the same for all rows.
         and all(math.prod(array.shape[:-1]) == 1 for array in affine)
-        and _chosen(implementation, partitioned, rows, None, how.activation) is not None
+        and _chosen(implementation, partitioned, rows, activation=how.activation) is not None
     )
 
 
-def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> Any:
+def _chosen(
+    implementation: str, partitioned: bool, x: Any, mask: Any = None, activation: Any = None
+) -> Any:
     """Returns the backend whose kernels to take, or `None`."""
     if implementation == "xla" or (implementation == "auto" and not tiling.worthwhile(x)):
         return None
     why_not = PARTITIONED
     for name in _BACKENDS:
         if implementation in ("auto", name) and not partitioned:
-            backend = _backend(name)
+            backend = importlib.import_module(_BACKENDS[name], __package__).BACKEND
             why_not = backend.serves(x, mask, activation)
             if why_not is None:
                 return backend
@@ -163,13 +155,3 @@ def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activatio
             "implementation='auto' takes XLA where a kernel cannot serve."
         )
     return None
-
-
-def _backend(name: str) -> Any:
-    if name == "pallas_triton":
-        from .triton import Triton
-
-        return Triton()
-    from .mosaic import Mosaic
-
-    return Mosaic()

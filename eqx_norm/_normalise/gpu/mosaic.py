@@ -6,8 +6,6 @@ memory (`mosaic_ring`), not loaded by each thread. A program is one warpgroup, 1
 """
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +16,9 @@ from jax import lax
 from jaxtyping import Array
 
 from . import activations, passes, tiling
-from . import lanes as lanes_of
 from .lanes import Lanes, Places
-from .mosaic_ring import GRID, STAGES, TILE, Ring, layout, plgpu, scratch
-from .passes import Backend, Kernel
+from .mosaic_ring import GRID, STAGES, TILE, Ring, plgpu, scratch
+from .passes import Backend, Inputs, Kernel
 from .tiles import Geometry, geometry
 
 # The bytes of a line of memory. A tile is one wide: its rows are copied whole.
@@ -69,29 +66,18 @@ class Mosaic(Backend):
         return None
 
     def call(
-        self,
-        kernel: Kernel,
-        reading: Geometry,
-        arrays: Sequence[Array],
-        results: int,
-        name: str,
-        *,
-        vectors: Sequence[Array] = (),
-        mask: Sequence[Array] = (),
+        self, kernel: Kernel, reading: Geometry, inputs: Inputs, results: int, name: str
     ) -> list[Array]:
-        del mask
-
         def run(*refs: Any) -> None:
-            ends = itertools.accumulate((len(arrays), len(vectors), results, len(arrays), 1))
-            parts = [refs[start:end] for start, end in itertools.pairwise((0, *ends))]
-            inputs, vector_refs, outputs, slots, (arrived,) = parts
-            ring = Ring(reading, inputs, slots, arrived)
-            ring.fill()
-            kernel(Program(ring, vector_refs, outputs))
+            parts = inputs.split(refs, results, len(inputs.arrays), 1)
+            arrays, vectors, _, outputs, slots, (arrived,) = parts
+            program = _Program(reading, arrays, slots, arrived, vectors, outputs)
+            program.fill()
+            kernel(program)
 
         tiles = reading.tiling
         # As the operands do, results vary over the axes of a mesh.
-        varies = jax.typeof(arrays[-1]).manual_axis_type
+        varies = jax.typeof(inputs.arrays[-1]).manual_axis_type
         # A merge copies 4 rows at least; in those that nobody wrote, it does not look.
         slices = 1 if tiles.slices == 1 else tiling.blocks(tiles.slices, 4) * 4
         shape = reading.ensemble, slices, reading.channels
@@ -100,7 +86,7 @@ class Mosaic(Backend):
         return plgpu.kernel(
             run,
             out_type=[out] * results,
-            scratch_types=scratch(reading, [array.dtype for array in arrays]),
+            scratch_types=scratch(reading, [array.dtype for array in inputs.arrays]),
             grid=(reading.ensemble, tiles.slices, reading.channels // tiles.across),
             grid_names=GRID,
             compiler_params=plgpu.CompilerParams(
@@ -110,31 +96,10 @@ class Mosaic(Backend):
             ),
             kernel_name=name,
             interpret=interpret,
-        )(*arrays, *vectors)
-
-    def merged_moments(
-        self, partial: list[Array], reading: Geometry, masked: bool
-    ) -> list[Array]:
-        del masked
-        each = reading.tiling.slice
-        for columns in self.merges(reading.partials):
-            merge = functools.partial(_merged_moments, reading.length, each)
-            kernel = functools.partial(passes.merge_kernel, merge)
-            partial = self.call(kernel, columns, partial, 3, "eqx_norm_merge_statistics")
-            each *= columns.tiling.slice
-        return [array[:, 0] for array in partial]
-
-    def merged_sums(self, partial: list[Array], shape: tuple[int, int, int]) -> list[Array]:
-        return [array[:, 0] for array in super().merged_sums(partial, shape)]
+        )(*inputs.arrays, *inputs.vectors)
 
 
-def _merged_moments(
-    length: int, each: int, partial: Array, within: Array, *moments: Array
-) -> tuple[Array, ...]:
-    """Of `length` values, `each` partial result has so many, except for the last."""
-    del within
-    count = jnp.clip(length - partial * each, 0, each).astype(jnp.float32)
-    return lanes_of.merged(Lanes(count, *moments), 0)[1:]
+BACKEND = Mosaic()
 
 
 def _too_old() -> str | None:
@@ -151,86 +116,86 @@ def _too_old() -> str | None:
 
 
 @dataclasses.dataclass
-class Program:
-    """Reads and writes by `passes.Program`; a chunk is given by its number."""
+class _Program(Ring):
+    """Reads and writes for a `passes.Kernel`, to which a chunk is its number."""
 
-    ring: Ring
     vector_refs: Sequence[Any]
     outputs: Sequence[Any]
-    waited: bool = False  # for the first chunk, before the others
+    waited: bool = False  # for the first chunk, before all others
     axis = 0
 
-    def zero(self) -> Array:
-        return self._laid_out(jnp.zeros(self.ring.columns.tile, jnp.float32))
-
-    def no_lanes(self, masked: bool) -> Lanes:
-        del masked
-        self.ring.wait(np.int32(0))
-        self.waited = True
-        zero = self.zero()
-        # Up to the chunk that is not whole all lanes have the same count.
-        return Lanes(jnp.float32(0), self.ring.tile(0, np.int32(0), 0), zero, zero)
-
     def over_chunks(self, step: Callable[[Any, Any, Places], Any], carry: Any) -> Any:
-        ring, tiles = self.ring, self.ring.columns.tiling
-
         def run(first: Any, end: Any, places: Places, carry: Any) -> Any:
             def body(chunk: Any, carry: Any) -> Any:
                 carry = step(carry, chunk, places)
                 # All threads have read the slot, also for the eyes of the copy engine.
                 plgpu.commit_smem()
-                ring.ask(chunk + STAGES)
+                self.ask(chunk + STAGES)
                 return carry
 
             return lax.fori_loop(first, end, body, carry)
 
-        carry = run(np.int32(0), ring.whole, [None] * tiles.unroll, carry)
-        if not ring.tail:
+        tiles = self.columns.tiling
+        carry = run(np.int32(0), self.whole, [None] * tiles.unroll, carry)
+        if not self.tail:
             return carry
-        full, rest = divmod(ring.tail, tiles.lanes)
+        full, rest = divmod(self.tail, tiles.lanes)
         places = [None] * full + [self._row() < rest] * (rest > 0)
         zero = self.zero()
         carry = jax.tree.map(lambda value: value if value.ndim else value + zero, carry)
-        return run(ring.whole, ring.last, places, carry)
+        return run(self.whole, self.last, places, carry)
 
     def tiles(self, chunk: Any, places: Places) -> Iterator[list[Array]]:
-        self.ring.wait(chunk, unless_first=self.waited)
-        # One by one, as they are used: they wait in shared memory.
-        for u in range(len(places)):
-            yield [self.ring.tile(i, chunk, u) for i in range(len(self.ring.arrays))]
+        self.wait(chunk, unless_first=self.waited)
+        # One by one, as they are used: they lie in shared memory.
+        for number in range(len(places)):
+            yield self._tiles(chunk, number)
 
     def counted(self, chunk: Any, places: Places) -> Places:
         del chunk
         return places
 
     def vectors(self) -> list[Array]:
-        return [self._vector(ref) for ref in self.vector_refs]
+        vectors = (
+            plgpu.load(ref.at[self.member, self.own], optimized=False)
+            for ref in self.vector_refs
+        )
+        shape = self.columns.tile
+        return [self.laid_out(lax.broadcast_in_dim(vector, shape, (1,))) for vector in vectors]
+
+    def partials(self) -> tuple[Array, Array, list[Array]]:
+        first = np.int32(0)
+        self.wait(first)
+        partial = self.slice * self.columns.tiling.lanes + self._row()
+        within = partial < self.columns.length
+        # What is in those that nobody wrote may be no number.
+        return partial, within, [jnp.where(within, tile, 0) for tile in self._tiles(first, 0)]
+
+    def zero(self) -> Array:
+        return self.laid_out(jnp.zeros(self.columns.tile, jnp.float32))
+
+    def no_lanes(self, masked: bool) -> Lanes:
+        del masked
+        self.wait(np.int32(0))
+        self.waited = True
+        # A lane that has no first value has no other.
+        (shift,) = self._tiles(np.int32(0), 0)
+        zero = self.zero()
+        # Up to the chunk that is not whole all lanes have the same count.
+        return Lanes(jnp.float32(0), shift, zero, zero)
 
     def restated(self, function: Callable[..., Array]) -> Callable[..., Array]:
         return activations.restated(function)
 
-    def partials(self) -> tuple[Array, Array, list[Array]]:
-        ring, first = self.ring, np.int32(0)
-        ring.wait(first)
-        partial = ring.slice * ring.columns.tiling.lanes + self._row()
-        within = partial < ring.columns.length
-        tiles = [ring.tile(i, first, 0) for i in range(len(ring.arrays))]
-        return partial, within, [jnp.where(within, tile, 0) for tile in tiles]
-
     def write(self, results: Sequence[Array]) -> None:
         for ref, result in zip(self.outputs, results, strict=True):
             # Not optimized: in a merge it is less than a line.
-            index = self.ring.member, self.ring.slice, self.ring.own
+            index = self.member, self.slice, self.own
             plgpu.store(ref.at[index], result, optimized=False)
 
-    def _vector(self, ref: Any) -> Array:
-        """Returns the values of this program's channels, in the shape of a tile."""
-        vector = plgpu.load(ref.at[self.ring.member, self.ring.own], optimized=False)
-        return self._laid_out(lax.broadcast_in_dim(vector, self.ring.columns.tile, (1,)))
+    def _tiles(self, chunk: Any, number: int) -> list[Array]:
+        return [self.tile(i, chunk, number) for i in range(len(self.arrays))]
 
     def _row(self) -> Array:
         """Returns the number of each row, in the shape of a tile."""
-        return self._laid_out(lax.broadcasted_iota(np.int32, self.ring.columns.tile, 0))
-
-    def _laid_out(self, tile: Array) -> Array:
-        return plgpu.layout_cast(tile, layout(self.ring.columns))
+        return self.laid_out(lax.broadcasted_iota(np.int32, self.columns.tile, 0))

@@ -41,7 +41,7 @@ _COPIED = 256
 _SHARES = 128
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Ring:
     """Has `arrays` copied, all read together, to their slots; all of them are references."""
 
@@ -113,7 +113,16 @@ class Ring:
         """Returns a tile of this array's chunk, in float32."""
         lanes = self.columns.tiling.lanes
         tile = self.slots[index][_slot(chunk), pl.ds(number * lanes, lanes)]
-        return plgpu.layout_cast(tile, layout(self.columns)).astype(jnp.float32)
+        return self.laid_out(tile).astype(jnp.float32)
+
+    def laid_out(self, tile: Array) -> Array:
+        """Returns the tile laid out as all are: 4 values a thread, warps below each other."""
+        across = self.columns.tiling.across
+        tiles = (TILE // across, across), (_WARP * _WIDE // across, across), (_WIDE,)
+        layout = plgpu.Layout.TILED(
+            plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+        )
+        return plgpu.layout_cast(tile, layout)
 
     def _copy(self, chunk: Any, rows: int) -> None:
         tiles, slot = self.columns.tiling, _slot(chunk)
@@ -136,15 +145,6 @@ def scratch(columns: Geometry, dtypes: list[Any]) -> list[Any]:
         *(plgpu.SMEM((stages, tiles.chunk, tiles.across), dtype) for dtype in dtypes),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
     ]
-
-
-def layout(columns: Geometry) -> Any:
-    """Returns which thread holds which values: 4 side by side, warps below each other."""
-    across = columns.tiling.across
-    tiling = plgpu.Tiling(
-        ((TILE // across, across), (_WARP * _WIDE // across, across), (_WIDE,))
-    )
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _slot(chunk: Any) -> Any:

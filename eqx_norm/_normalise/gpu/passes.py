@@ -10,14 +10,15 @@ XLA, which can only add up, has to read x once for the mean and again for what d
 it; and it reads x and g, or writes out the slope, twice if the slope is not cheap.
 
 How values get from memory to the registers is up to the backend: here, a kernel is a function
-of a `Program`, which reads and writes for it.
+of what reads and writes for a program of it.
 """
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -35,55 +36,31 @@ _DTYPES = ("float32", "bfloat16", "float16")
 MOST = 2**31 - 2**16
 
 
-class Program(Protocol):
-    """Reads and writes what one program of a kernel works on."""
-
-    @property
-    def axis(self) -> int:
-        """Returns the axis along which a tile is reduced."""
-        ...
-
-    def zero(self) -> Array:
-        """Returns a tile of zeros."""
-        ...
-
-    def no_lanes(self, masked: bool) -> Lanes:
-        """Returns lanes without values; their shift is `None` if the first chunk may set it.
-
-        If it may not, and nothing is masked, the shift is the first tile of the slice: a lane
-        that has no value there has none at all.
-        """
-        ...
-
-    def over_chunks(self, step: Callable[[Any, Any, Places], Any], carry: Any) -> Any:
-        """Computes `carry = step(carry, chunk, places)` for each chunk of the slice."""
-        ...
-
-    def tiles(self, chunk: Any, places: Places) -> Iterable[Sequence[Array]]:
-        """Yields a tile of each array, in float32, as often as there are `places`."""
-        ...
-
-    def counted(self, chunk: Any, places: Places) -> Places:
-        """Returns the places that are there and that the mask, if there is one, counts."""
-        ...
-
-    def vectors(self) -> Sequence[Array]:
-        """Returns the vectors of this program's channels, which broadcast to a tile."""
-        ...
-
-    def restated(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Returns the function in terms that the backend knows."""
-        ...
-
-    def partials(self) -> tuple[Array, Array, Sequence[Array]]:
-        """Returns numbers of partial results, which of them there are, and a tile of each."""
-        ...
-
-    def write(self, results: Sequence[Array]) -> None:
-        """Writes a value for each channel to each of the outputs."""
-
-
+# A kernel is given what reads and writes for one program, chunk after chunk of its slice:
+#
+#     axis                           along which a tile is reduced
+#     over_chunks(step, carry)       carry = step(carry, chunk, places), for each chunk
+#     tiles(chunk, places)           for each of the places a tile of each array, in float32
+#     counted(chunk, places)         the places, less those that the mask leaves out
+#     vectors()                      vectors of the program's channels
+#     partials()                     numbers of partial results, which there are; a tile of each
+#     zero(), no_lanes(masked)       a tile of zeros; lanes that have seen no value yet
+#     restated(function)             the function in terms that the backend knows
+#     write(results)                 a value for each channel, to each output
 Kernel = Callable[[Any], None]
+
+
+class Inputs(NamedTuple):
+    """Holds arrays that `Geometry.view` gave, vectors (ensemble, channels), a mask or none."""
+
+    arrays: Sequence[Array]
+    vectors: Sequence[Array] = ()
+    mask: Sequence[Array] = ()
+
+    def split(self, refs: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+        """Returns the references to each of these, and to as many others as `sizes` say."""
+        ends = list(itertools.accumulate((*map(len, self), *sizes)))
+        return [refs[start:end] for start, end in itertools.pairwise((0, *ends))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,23 +80,12 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def call(
-        self,
-        kernel: Kernel,
-        reading: Geometry,
-        arrays: Sequence[Array],
-        results: int,
-        name: str,
-        *,
-        vectors: Sequence[Array] = (),
-        mask: Sequence[Array] = (),
+        self, kernel: Kernel, reading: Geometry, inputs: Inputs, results: int, name: str
     ) -> list[Array]:
-        """Returns what the programs of the kernel write, arrays of `reading.partials`."""
+        """Returns what the programs of the kernel write: arrays of `reading.partials`.
 
-    @abc.abstractmethod
-    def merged_moments(
-        self, partial: list[Array], reading: Geometry, masked: bool
-    ) -> list[Array]:
-        """Merges partial moments until there is one for each channel."""
+        There may be more partial results than that, which mean nothing.
+        """
 
     def serves(self, x: Any, mask: Any = None, activation: Any = None) -> str | None:
         """Returns `None`, or why there is no kernel for arrays of this shape and dtype."""
@@ -143,20 +109,20 @@ class Backend(abc.ABC):
         """
         *ensemble, _, channels, _ = x.shape
         reading, masked = geometry(x, 1), mask is not None
-        partial = self.call(
-            functools.partial(_statistics_kernel, masked),
-            reading,
-            [reading.view(x)],
-            3 + masked,
-            "eqx_norm_statistics",
-            mask=_mask_view(reading, x, mask),
-        )
-        moments = self.merged_moments(partial, reading, masked)
+        inputs = Inputs([reading.view(x)], mask=_mask_view(reading, x, mask))
+        kernel = functools.partial(_statistics_kernel, masked)
+        partial = self.call(kernel, reading, inputs, 3 + masked, "eqx_norm_statistics")
+        # Without a mask, the counts are known, and written only by a merge: each of rows'
+        # partial results may be of another number of values.
+        counts = None if masked else reading.counts
+        name = "eqx_norm_merge_statistics"
+        for columns in self._merges(reading.partials):
+            kernel = functools.partial(_merge_moments_kernel, counts)
+            partial = self.call(kernel, columns, Inputs(partial), 4, name)
+            counts = None
         if not masked:
-            # Known, and so not read.
-            n = x.shape[-3] * x.shape[-1]
-            moments = [jnp.full_like(moments[-1], n), *moments[-3:]]
-        return tuple(array.reshape(*ensemble, channels) for array in moments)
+            partial = [jnp.full_like(partial[-1], x.shape[-3] * x.shape[-1]), *partial[-3:]]
+        return tuple(array.reshape(*ensemble, channels) for array in partial)
 
     def pulled_sums(
         self,
@@ -178,31 +144,26 @@ class Backend(abc.ABC):
         *ensemble, _, channels, _ = x.shape
         shape = (*ensemble, 1, channels, 1)
         reading = geometry(x, 2)
-        vectors = [mean, rest] if activation is None else [mean, rest, a, b]
-        partial = self.call(
-            functools.partial(_sums_kernel, activation),
-            reading,
-            [reading.view(x), reading.view(g)],
-            2,
-            "eqx_norm_pulled_sums",
-            vectors=[
-                jnp.broadcast_to(jnp.asarray(vector, jnp.float32), shape).reshape(-1, channels)
-                for vector in vectors
-            ],
-            mask=_mask_view(reading, x, mask),
-        )
-        partial = self.merged_sums(partial, reading.partials)
-        return tuple(array.reshape(shape) for array in partial)
+        vectors = [
+            jnp.broadcast_to(jnp.asarray(vector, jnp.float32), shape).reshape(-1, channels)
+            for vector in ([mean, rest] if activation is None else [mean, rest, a, b])
+        ]
+        arrays = [reading.view(x), reading.view(g)]
+        inputs = Inputs(arrays, vectors, _mask_view(reading, x, mask))
+        kernel = functools.partial(_sums_kernel, activation)
+        partial = self.call(kernel, reading, inputs, 2, "eqx_norm_pulled_sums")
+        sum_g, sum_gd = self.merged_sums(partial, reading.partials)
+        return sum_g.reshape(shape), sum_gd.reshape(shape)
 
     def merged_sums(self, partial: list[Array], shape: tuple[int, int, int]) -> list[Array]:
-        """Merges partial sums of this shape until there is one for each channel."""
-        kernel = functools.partial(merge_kernel, _merged_sums)
-        for columns in self.merges(shape):
-            partial = self.call(kernel, columns, partial, 2, "eqx_norm_merge_sums")
+        """Returns the sums (ensemble, 1, channels) of partial ones, which have this shape."""
+        for columns in self._merges(shape):
+            inputs, name = Inputs(partial), "eqx_norm_merge_sums"
+            partial = self.call(_merge_sums_kernel, columns, inputs, len(partial), name)
         return partial
 
-    def merges(self, shape: tuple[int, int, int]) -> Iterator[Columns]:
-        """Yields how partial results (ensemble, partials, channels) are read to be merged."""
+    def _merges(self, shape: tuple[int, int, int]) -> Iterator[Columns]:
+        """Yields how partial results of this shape are read, until there is one a channel."""
         while shape[1] > 1:
             columns = Columns(*shape, tiling.merge(*shape[1:], self.least_merged))
             yield columns
@@ -224,7 +185,7 @@ def _mask_view(reading: Geometry, x: Array, mask: Array | None) -> list[Array]:
 # --- What a program of each kernel does.
 
 
-def _statistics_kernel(masked: bool, program: Program) -> None:
+def _statistics_kernel(masked: bool, program: Any) -> None:
     def step(lanes: Lanes, chunk: Any, places: Places) -> Lanes:
         tiles = [x for (x,) in program.tiles(chunk, places)]
         if masked:
@@ -239,7 +200,7 @@ def _statistics_kernel(masked: bool, program: Program) -> None:
     program.write(moments if masked else moments[1:])
 
 
-def _sums_kernel(activation: Activation | None, program: Program) -> None:
+def _sums_kernel(activation: Activation | None, program: Any) -> None:
     mean, rest, *affine = program.vectors()
     slope = program.restated(functools.partial(reference.slope, activation))
 
@@ -258,12 +219,14 @@ def _sums_kernel(activation: Activation | None, program: Program) -> None:
     program.write([lanes_of.total(sum_, program.axis) for sum_ in (totals.g, totals.gd)])
 
 
-def merge_kernel(merge: Callable[..., Sequence[Array]], program: Program) -> None:
-    """Writes `merge(numbers, which there are, *partial results)` of a program's columns."""
-    partial, within, arrays = program.partials()
-    program.write(merge(partial, within, *arrays))
+def _merge_moments_kernel(counts: Callable[[Array], Array] | None, program: Any) -> None:
+    """Merges moments of which `counts` tells the first, where it was not written."""
+    partial, within, moments = program.partials()
+    if counts is not None:
+        moments = [jnp.where(within, counts(partial), 0).astype(jnp.float32), *moments]
+    program.write(lanes_of.merged(Lanes(*moments), program.axis))
 
 
-def _merged_sums(partial: Array, within: Array, *sums: Array) -> list[Array]:
-    del partial, within
-    return [lanes_of.total(sum_, Columns.axis) for sum_ in sums]
+def _merge_sums_kernel(program: Any) -> None:
+    *_, sums = program.partials()
+    program.write([lanes_of.total(sum_, program.axis) for sum_ in sums])

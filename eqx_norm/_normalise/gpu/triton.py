@@ -7,8 +7,6 @@ lower them under `choice.quiet()`.
 """
 
 import dataclasses
-import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,11 +17,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from . import lanes as lanes_of
 from . import passes
 from .lanes import Lanes, Places
-from .passes import Backend, Kernel
-from .tiles import Columns, Geometry, Here
+from .passes import Backend, Inputs, Kernel
+from .tiles import Geometry, Here
 from .tiling import Tiling
 
 try:
@@ -45,53 +42,21 @@ class Triton(Backend):
         return None
 
     def call(
-        self,
-        kernel: Kernel,
-        reading: Geometry,
-        arrays: Sequence[Array],
-        results: int,
-        name: str,
-        *,
-        vectors: Sequence[Array] = (),
-        mask: Sequence[Array] = (),
+        self, kernel: Kernel, reading: Geometry, inputs: Inputs, results: int, name: str
     ) -> list[Array]:
         def run(*refs: Any) -> None:
             here = reading.here(pl.program_id(0))
-            ends = itertools.accumulate((len(arrays), len(vectors), len(mask), results))
-            parts = [refs[start:end] for start, end in itertools.pairwise((0, *ends))]
-            kernel(Program(reading, here, *parts))
+            kernel(_Program(reading, here, *inputs.split(refs, results)))
 
         return call(
             run,
-            [*arrays, *vectors, *mask],
+            [array for arrays in inputs for array in arrays],
             [(reading.partials, jnp.float32)] * results,
             reading.programs,
             reading.tiling,
             name,
             self.interpret,
         )
-
-    def merged_moments(
-        self, partial: list[Array], reading: Geometry, masked: bool
-    ) -> list[Array]:
-        # Each of rows' partial results may be of another number of values. The numbers are
-        # known before the first merge, and written by it.
-        counts = None if masked else reading.counts
-        for columns in self.merges(reading.partials):
-            merge = functools.partial(_merged_moments, counts)
-            kernel = functools.partial(passes.merge_kernel, merge)
-            partial = self.call(kernel, columns, partial, 4, "eqx_norm_merge_statistics")
-            counts = None
-        return partial
-
-
-def _merged_moments(
-    counts: Callable[[Array], Array] | None, partial: Array, within: Array, *moments: Array
-) -> tuple[Array, Array, Array, Array]:
-    """`counts` tells the first of the moments, where it was not written."""
-    if counts is not None:
-        moments = (jnp.where(within, counts(partial), 0).astype(jnp.float32), *moments)
-    return lanes_of.merged(Lanes(*moments), Columns.axis)
 
 
 def call(
@@ -121,12 +86,15 @@ def call(
     )
 
 
+BACKEND = Triton()
+
+
 # --- One program.
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """Reads and writes by `passes.Program`; a chunk is given by where it starts."""
+class _Program:
+    """Reads and writes for a `passes.Kernel`, to which a chunk is where it starts."""
 
     geometry: Geometry
     here: Here
