@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._normalise import pallas_mosaic, pallas_triton, reference
+from eqx_norm._normalise import reference
+from eqx_norm._normalise.gpu.choice import rest_before_m2
+from eqx_norm._normalise.gpu.mosaic import BACKEND as MOSAIC_BACKEND
+from eqx_norm._normalise.gpu.triton import BACKEND as TRITON_BACKEND
 
 EPS = 1e-5
 
@@ -34,8 +37,8 @@ def _xla_pulled_sums(activation: Any, g: Array, *inner: Array) -> tuple[Array, A
 
 TRITON, MOSAIC, XLA = "pallas_triton", "pallas_mosaic", "xla"
 PASSES = {
-    TRITON: Passes(pallas_triton.statistics, pallas_triton.pulled_sums),
-    MOSAIC: Passes(pallas_mosaic.statistics, pallas_mosaic.pulled_sums),
+    TRITON: Passes(rest_before_m2(TRITON_BACKEND.statistics), TRITON_BACKEND.pulled_sums),
+    MOSAIC: Passes(rest_before_m2(MOSAIC_BACKEND.statistics), MOSAIC_BACKEND.pulled_sums),
     XLA: Passes(reference.statistics, _xla_pulled_sums),
 }
 

@@ -45,7 +45,7 @@ def of_statistics(
     **Raises:** `ValueError` where a kernel was asked for by name that cannot serve.
     """
     backend = _chosen(implementation, partitioned, x, mask)
-    return backend and backend.statistics
+    return backend and rest_before_m2(backend.statistics)
 
 
 def of_pulled(
@@ -73,7 +73,9 @@ def of_rows(
         return None
     from . import triton_rows
 
-    return lambda *arrays, how: triton_rows.rows(how.activation, how.eps, *arrays)
+    return rest_before_m2(
+        lambda *arrays, how: triton_rows.rows(how.activation, how.eps, *arrays)
+    )
 
 
 def of_pulled_rows(
@@ -96,9 +98,25 @@ def of_pulled_rows(
 
     def pulled(*arrays: Array, how: Any, learns: bool, shape: Any) -> list[Array]:
         del shape
-        return triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
+        *others, mean, rest, m2 = arrays  # TO BE FLIPPED, see rest_before_m2
+        moments = mean, m2, rest
+        return triton_rows.pulled_rows(how.activation, how.eps, learns, *others, *moments)
 
     return pulled
+
+
+def rest_before_m2(kernel: Pass) -> Pass:
+    """Returns the kernel with results that end in mean, rest, m2, not mean, m2, mean_rest.
+
+    TO BE FLIPPED: the kernels keep moments in the order of `strategies.Moments`. Once the
+    operation does, this function goes, and so does the line in `of_pulled_rows`.
+    """
+
+    def flipped(*arrays: Array, **parameters: Any) -> list[Array]:
+        *others, m2, mean_rest = kernel(*arrays, **parameters)
+        return [*others, mean_rest, m2]
+
+    return flipped
 
 
 @contextlib.contextmanager

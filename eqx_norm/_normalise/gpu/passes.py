@@ -103,7 +103,7 @@ class Backend(abc.ABC):
         return None
 
     def statistics(self, x: Array, mask: Array | None = None) -> tuple[Array, ...]:
-        """Returns count, mean, rest and m2 of each channel, as `reference.statistics` does.
+        """Returns count, mean, m2 and mean_rest of each channel: see `reference.statistics`.
 
         One kernel reads x, and another the results of its slices.
         """
@@ -132,7 +132,7 @@ class Backend(abc.ABC):
         b: Array | None,
         x: Array,
         mean: Array,
-        rest: Array,
+        mean_rest: Array,
         mask: Array | None = None,
     ) -> tuple[Array, ...]:
         """Returns `reference.sums` of `reference.slope(activation, g, a, b, x, mean, ...)`.
@@ -146,7 +146,7 @@ class Backend(abc.ABC):
         reading = geometry(x, 2)
         vectors = [
             jnp.broadcast_to(jnp.asarray(vector, jnp.float32), shape).reshape(-1, channels)
-            for vector in ([mean, rest] if activation is None else [mean, rest, a, b])
+            for vector in ([mean, mean_rest] if activation is None else [mean, mean_rest, a, b])
         ]
         arrays = [reading.view(x), reading.view(g)]
         inputs = Inputs(arrays, vectors, _mask_view(reading, x, mask))
@@ -201,7 +201,7 @@ def _statistics_kernel(masked: bool, program: Any) -> None:
 
 
 def _sums_kernel(activation: Activation | None, program: Any) -> None:
-    mean, rest, *affine = program.vectors()
+    mean, mean_rest, *affine = program.vectors()
     slope = program.restated(functools.partial(reference.slope, activation))
 
     def step(totals: Totals, chunk: Any, places: Places) -> Totals:
@@ -209,8 +209,8 @@ def _sums_kernel(activation: Activation | None, program: Any) -> None:
         places = program.counted(chunk, places)
         gs, ds = [], []
         for x, g in tiles:
-            gs.append(g if activation is None else slope(g, *affine, x, mean, rest))
-            ds.append(reference.centred(x, mean, rest))
+            gs.append(g if activation is None else slope(g, *affine, x, mean, mean_rest))
+            ds.append(reference.centred(x, mean, mean_rest))
         gs, ds = lanes_of.zeroed(gs, places), lanes_of.zeroed(ds, places)
         return lanes_of.added(totals, gs, [g * d for g, d in zip(gs, ds, strict=True)])
 

@@ -29,7 +29,7 @@ from .triton import Triton, both, call, flat, load, pl, read, triton
 def rows(
     activation: Activation | None, eps: float, x: Array, *affine: Array, interpret: bool = False
 ) -> list[Array]:
-    """Returns y; and mean, rest and m2 of each row, in float32.
+    """Returns y; and mean, m2 and mean_rest of each row, in float32.
 
     `affine` is weight and bias, or nothing.
     """
@@ -54,14 +54,14 @@ def pulled_rows(
     learns: bool,
     g: Array,
     x: Array,
-    *rest: Array,
+    *others: Array,
     interpret: bool = False,
 ) -> list[Array]:
     """Returns the gradient of x, in its dtype; if it `learns`, of weight and bias, in float32.
 
-    `rest` is weight and bias, or neither; then mean, rest and m2.
+    `others` are weight and bias, or neither; then mean, m2 and mean_rest.
     """
-    *affine, mean, low, m2 = rest
+    *affine, mean, m2, mean_rest = others
     geometry = geometry_of(x, tiling.LEARNING if learns else tiling.BACKWARD)
     repeats = tiling.repeated(geometry.programs) if learns else 1
     programs = tiling.blocks(geometry.programs, repeats)
@@ -73,7 +73,7 @@ def pulled_rows(
         [
             *(geometry.view(array) for array in (x, g)),
             *(array.reshape(-1) for array in affine),
-            *(array.reshape(-1, 1) for array in (mean, low, m2)),
+            *(array.reshape(-1, 1) for array in (mean, m2, mean_rest)),
         ],
         shapes,
         programs,
@@ -98,7 +98,7 @@ def geometry_of(x: Any, held: int) -> Rows:
 def _rows_kernel(
     geometry: Rows, activation: Activation | None, eps: float, x_ref: Any, *refs: Any
 ) -> None:
-    *affine_refs, y_ref, mean_ref, rest_ref, m2_ref = refs
+    affine_refs, y_ref, moment_refs = refs[:-4], refs[-4], refs[-3:]
     here = geometry.here(pl.program_id(0))
     places, n = _places(geometry, here), geometry.length
     x = read(geometry, here, x_ref, here.start, places)
@@ -113,17 +113,17 @@ def _rows_kernel(
     sum_d, sum_d2 = over_row(d), over_row([tile * tile for tile in d])
     c = sum_d / n
     mean = m + c
-    rest = c - (mean - m)
+    mean_rest = c - (mean - m)
     m2 = sum_d2 - sum_d * c
     m2 = jnp.where(m2 < 0, 0, m2)
-    for ref, vector in zip((mean_ref, rest_ref, m2_ref), (mean, rest, m2), strict=True):
+    for ref, vector in zip(moment_refs, (mean, m2, mean_rest), strict=True):
         triton.store(ref.at[here.partial], vector.reshape(-1), mask=flat(here.exists))
 
     rstd = lax.rsqrt(m2 / n + eps)
     for u, (tile, (weight, bias)) in enumerate(
         zip(x, _affine(geometry, here, affine_refs, places), strict=True)
     ):
-        y = reference.activated(activation, bias, rstd * weight, tile, mean, rest)
+        y = reference.activated(activation, bias, rstd * weight, tile, mean, mean_rest)
         _store(geometry, here, y_ref, u, y, places)
 
 
@@ -138,7 +138,7 @@ def _pulled_kernel(
     *refs: Any,
 ) -> None:
     affine_refs, refs = (refs[:2], refs[2:]) if len(refs) > 4 + 2 * learns else ((), refs)
-    mean_ref, rest_ref, m2_ref, dx_ref, *sum_refs = refs
+    moment_refs, (dx_ref, *sum_refs) = refs[:3], refs[3:]
     program, n = pl.program_id(0), geometry.length
     first = geometry.here(program * repeats)
     places = _places(geometry, first)
@@ -149,19 +149,18 @@ def _pulled_kernel(
         here = geometry.here(program * repeats + i)
         x = read(geometry, here, x_ref, here.start, places)
         g = read(geometry, here, g_ref, here.start, places)
-        mean, rest, m2 = (
-            load(ref, (here.own, np.int32(0)), here.exists)
-            for ref in (mean_ref, rest_ref, m2_ref)
+        mean, m2, mean_rest = (
+            load(ref, (here.own, np.int32(0)), here.exists) for ref in moment_refs
         )
         rstd = lax.rsqrt(m2 / n + eps)
         if activation is not None:
             g = [
-                reference.slope(activation, g, bias, rstd * weight, x, mean, rest)
+                reference.slope(activation, g, bias, rstd * weight, x, mean, mean_rest)
                 for g, x, (weight, bias) in zip(g, x, affine, strict=True)
             ]
         # An activation may have no slope where there is nothing.
         g = zeroed(g, [both(place, here.exists) for place in places])
-        x_hat = [reference.centred(tile, mean, rest) * rstd for tile in x]
+        x_hat = [reference.centred(tile, mean, mean_rest) * rstd for tile in x]
         h = [weight * tile for (weight, _), tile in zip(affine, g, strict=True)]
         products = zeroed([a * b for a, b in zip(h, x_hat, strict=True)], places)
         mean_h, mean_hx = (total(tree_sum(v), 1)[:, None] / n for v in (h, products))
