@@ -10,15 +10,9 @@ from typing import Any
 
 import jax
 
-from eqx_norm._normalise import (
-    kernels,
-    pallas_mosaic,
-    pallas_triton,
-    pallas_triton_rows,
-    tiling,
-)
-from eqx_norm._normalise.pallas_triton_tiles import Columns
-from eqx_norm._normalise.tiling import Tiling
+from eqx_norm._normalise.gpu import choice, mosaic, tiling, triton_rows
+from eqx_norm._normalise.gpu.tiles import Columns, geometry
+from eqx_norm._normalise.gpu.tiling import Tiling
 
 from . import (
     gpu_compiler,
@@ -95,7 +89,7 @@ def compiler(device: str, folder: Path) -> Compile:
     def compile_(f: Callable[..., Any], *arguments: Any) -> tuple[str, list[Code]]:
         for path in folder.glob("*/*"):
             path.unlink()
-        with kernels.quiet(), gpu_kernels_mosaic.quiet():
+        with choice.quiet(), gpu_kernels_mosaic.quiet():
             text = to_hlo(f, *arguments)
         codes = [*gpu_kernels_code.read(folder), *gpu_kernels_mosaic.read(folder)]
         # XLA's threads write them in any order.
@@ -107,7 +101,9 @@ def compiler(device: str, folder: Path) -> Compile:
 def implementations(device: str, shape: tuple[int, ...], dtype: str) -> list[str]:
     """Those to be compiled: XLA's on one device alone, where it is what to compare with."""
     x = jax.ShapeDtypeStruct(shape, dtype)
-    has_mosaic = device != "A100" and pallas_mosaic.serves(x, activation=_activation(x)) is None
+    has_mosaic = (
+        device != "A100" and mosaic.BACKEND.serves(x, activation=_activation(x)) is None
+    )
     is_compared = device == "H200" and dtype != "float16"
     return [TRITON] + [MOSAIC] * has_mosaic + [XLA] * is_compared
 
@@ -143,11 +139,11 @@ def measure_rows(
     x = jax.ShapeDtypeStruct(shape, dtype)
     affine = [jax.ShapeDtypeStruct((1, 1, shape[-1]), "float32")] * 2
     if direction == "forward":
-        f = functools.partial(pallas_triton_rows.rows, jax.nn.gelu, gpu_kernels_programs.EPS)
+        f = functools.partial(triton_rows.rows, jax.nn.gelu, gpu_kernels_programs.EPS)
         text, codes = compile_(f, x, *affine)
     else:
         f = functools.partial(
-            pallas_triton_rows.pulled_rows, jax.nn.gelu, gpu_kernels_programs.EPS, True
+            triton_rows.pulled_rows, jax.nn.gelu, gpu_kernels_programs.EPS, True
         )
         vectors = [jax.ShapeDtypeStruct((*shape[:-1], 1), "float32")] * 3
         text, codes = compile_(f, x, x, *affine, *vectors)
@@ -267,19 +263,15 @@ def _cut(x: jax.ShapeDtypeStruct, implementation: str, name: str) -> tuple[Tilin
     is_merge = name.startswith("merge")
     if x.ndim > 3 or x.shape[-2] > 1 or x.shape[-1] == 1:
         inputs = 2 if name.endswith("sums") else 1
-        if implementation == MOSAIC:
-            columns = pallas_mosaic.geometry(x, inputs)
-            return (pallas_mosaic.merging(columns) if is_merge else columns).tiling, True
-        geometry = pallas_triton.geometry(x, inputs)
+        reading = geometry(x, inputs)
         if is_merge:
-            return tiling.merge(*geometry.partials[1:]), True
-        return geometry.tiling, isinstance(geometry, Columns)
-    geometry = pallas_triton_rows.geometry_of(
-        x, tiling.FORWARD if name == "rows" else tiling.LEARNING
-    )
+            least = mosaic.Mosaic.least_merged if implementation == MOSAIC else 1
+            return tiling.merge(*reading.partials[1:], least), True
+        return reading.tiling, isinstance(reading, Columns)
+    rows = triton_rows.geometry_of(x, tiling.FORWARD if name == "rows" else tiling.LEARNING)
     if not is_merge:
-        return geometry.tiling, False
-    programs = tiling.blocks(geometry.programs, tiling.repeated(geometry.programs))
+        return rows.tiling, False
+    programs = tiling.blocks(rows.programs, tiling.repeated(rows.programs))
     return tiling.merge(programs, x.shape[-1]), True
 
 

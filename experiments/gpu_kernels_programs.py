@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._normalise import pallas_mosaic, pallas_triton, reference
+from eqx_norm._normalise import reference
+from eqx_norm._normalise.gpu.choice import rest_before_m2
+from eqx_norm._normalise.gpu.mosaic import BACKEND as MOSAIC_BACKEND
+from eqx_norm._normalise.gpu.triton import BACKEND as TRITON_BACKEND
 
 EPS = 1e-5
 

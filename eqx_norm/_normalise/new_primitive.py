@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import kernels as kernels
+from .gpu import choice
 
 Shape = tuple[int, ...]
 Compute = Callable[..., Sequence[Array] | Array]
@@ -99,7 +99,7 @@ def new_primitive(
             **_flat_parameters(static, takes, rest),
         )
         function = chosen or static.arithmetic.chosen(compute, invariant)
-        with kernels.quiet():
+        with choice.quiet():
             return lowered(function, context, *arrays, static=static, **rest)
 
     mlir.register_lowering(primitive, functools.partial(lower, compute))

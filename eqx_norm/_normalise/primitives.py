@@ -40,7 +40,8 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from . import invariant, reference, totals
-from .new_primitive import Shape, Static, kernels, new_primitive
+from .gpu import choice
+from .new_primitive import Shape, Static, new_primitive
 
 
 def _deviations(wide: Array, *centre: Array, shape: Shape) -> list[Array]:
@@ -129,17 +130,6 @@ def _of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
 # --- The primitives.
 
 
-def _statistics_kernel(implementation: str, partitioned: bool, *arrays: Any) -> Any:
-    kernel = kernels.of_statistics(implementation, partitioned, *arrays)
-
-    def in_order(*arrays: Array) -> tuple[Array, ...]:
-        assert kernel is not None
-        count, mean, mean_rest, m2 = kernel(*arrays)
-        return count, mean, m2, mean_rest
-
-    return kernel and in_order
-
-
 def _vectors(x: Any, *mask: Any, static: Static) -> list[tuple[Shape, Any]]:
     del mask
     *ensemble, _examples, channels, _values = static.flat(x.shape)
@@ -153,7 +143,7 @@ STATISTICS = new_primitive(
     full=[0],
     on_cpu=functools.partial(reference.statistics, total=totals.by_tree),
     invariant=invariant.rounded(_statistics_of_examples),
-    kernel=_statistics_kernel,
+    kernel=choice.of_statistics,
 )
 DEVIATIONS = new_primitive(
     "deviations",
@@ -209,7 +199,7 @@ ACTIVATED_VJP = new_primitive(
     takes=["activation"],
     on_cpu=functools.partial(_activated_vjp, total=totals.by_tree),
     invariant=invariant.rounded(functools.partial(_activated_vjp, total=invariant.total)),
-    kernel=kernels.of_pulled,
+    kernel=choice.of_activated_vjp,
 )
 
 

@@ -118,9 +118,6 @@ def activation_jvp(activation: Activation | None, g: Array, *operands: Array) ->
     return counted(tangent, mask)
 
 
-slope = activation_jvp  # by the kernels' name, until they use the other
-
-
 def applied(activation: Activation | None, u: Array) -> Array:
     """Returns `activation(u)` in the dtype of `u`, whatever its own is."""
     return u if activation is None else activation(u).astype(u.dtype)

@@ -26,7 +26,8 @@ from eqx_norm.strategies import Moments
 
 from . import elementwise
 from .arithmetic import Arithmetic, Implementation
-from .new_primitive import Shape, Static, bind, flattened, kernels, like, new_primitive
+from .gpu import choice
+from .new_primitive import Shape, Static, bind, flattened, like, new_primitive
 from .reference import Activation, compute_dtype
 from .values import Values
 
@@ -131,36 +132,6 @@ def _each(f: Callable[..., Any], *arrays: Array) -> Any:
     return jax.vmap(functools.partial(_each, f), in_axes=axes)(*arrays)
 
 
-def _rows_kernel(implementation: str, partitioned: bool, *arrays: Any, row: Row) -> Any:
-    kernel = kernels.of_rows(implementation, partitioned, *arrays, how=row)
-
-    def in_order(*arrays: Array, row: Row) -> list[Array]:
-        assert kernel is not None
-        y, mean, mean_rest, m2 = kernel(*arrays, how=row)
-        return [y, mean, m2, mean_rest]
-
-    return kernel and in_order
-
-
-def _rows_vjp_kernel(
-    implementation: str,
-    partitioned: bool,
-    *arrays: Any,
-    row: Row,
-    learns: bool,
-    shape: Shape | None,
-) -> Any:
-    parameters: Any = {"how": row, "learns": learns, "shape": shape or ()}
-    kernel = kernels.of_pulled_rows(implementation, partitioned, *arrays, **parameters)
-
-    def in_order(*arrays: Array, **_: Any) -> Sequence[Array]:
-        assert kernel is not None
-        *others, m2, mean_rest = arrays
-        return kernel(*others, mean_rest, m2, **parameters)
-
-    return kernel and in_order
-
-
 def _rows_shapes(x: Any, *_: Any, static: Static) -> list[tuple[Shape, Any]]:
     vector = (*x.shape[: x.ndim - static.spatial], *(1,) * static.spatial)
     return [(x.shape, x.dtype), *[(vector, compute_dtype(x.dtype))] * 3]
@@ -177,10 +148,12 @@ def _vjp_shapes(
     return [(g.shape, g.dtype), *affine]
 
 
-ROWS = new_primitive("rows", _rows, _rows_shapes, full=[0], takes=["row"], kernel=_rows_kernel)
+ROWS = new_primitive(
+    "rows", _rows, _rows_shapes, full=[0], takes=["row"], kernel=choice.of_rows
+)
 ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
 ROWS_VJP = new_primitive(
-    "rows_vjp", _rows_vjp, _vjp_shapes, full=[0], takes=["row"], kernel=_rows_vjp_kernel
+    "rows_vjp", _rows_vjp, _vjp_shapes, full=[0], takes=["row"], kernel=choice.of_rows_vjp
 )
 
 

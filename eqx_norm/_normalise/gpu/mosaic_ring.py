@@ -1,4 +1,4 @@
-"""How values get from memory to the registers: copied ahead, into a ring of slots.
+"""How Mosaic gets values from memory to the registers: copied ahead, into a ring of slots.
 
 A program reads its slice chunk after chunk. The copy engine of the GPU (TMA) writes each chunk
 to a slot of shared memory, and tells a barrier when it is there; while the threads work on one
@@ -7,6 +7,7 @@ for at once; then, as often as a chunk was read, the fourth after it is asked fo
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .pallas_triton_tiles import Columns
+from .tiles import Geometry
 
 try:
     from jax.experimental import pallas as pl
@@ -40,13 +41,13 @@ _COPIED = 256
 _SHARES = 128
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Ring:
-    """The slots for `arrays`, all read together, as references."""
+    """Has `arrays` copied, all read together, to their slots; all of them are references."""
 
-    columns: Columns
-    arrays: list[Any]
-    slots: list[Any]
+    columns: Geometry
+    arrays: Sequence[Any]
+    slots: Sequence[Any]
     arrived: Any
 
     @property
@@ -59,18 +60,18 @@ class Ring:
 
     @property
     def own(self) -> Any:
-        """This program's channels."""
+        """Returns this program's channels."""
         across = self.columns.tiling.across
         return pl.ds(lax.axis_index("block") * across, across)
 
     @property
     def tail(self) -> int:
-        """The length of the chunk that is not whole, if there is one: the very last."""
+        """Returns the length of the very last chunk if it is not whole, else 0."""
         return self.columns.length % self.columns.tiling.chunk
 
     @property
     def whole(self) -> Any:
-        """How many whole chunks there are in this slice."""
+        """Returns how many whole chunks there are in this slice."""
         tiles = self.columns.tiling
         if self.columns.length % tiles.slice == 0:
             return np.int32(tiles.chunks)
@@ -79,11 +80,12 @@ class Ring:
 
     @property
     def last(self) -> Any:
-        """How many chunks there are in it."""
+        """Returns how many chunks there are in it."""
         ends_here = self.slice == self.columns.tiling.slices - 1
         return self.whole + ends_here.astype(np.int32) if self.tail else self.whole
 
     def fill(self) -> None:
+        """Has the first chunks copied, as many as there are slots."""
         for chunk in range(min(STAGES, self.columns.tiling.chunks)):
             self.ask(np.int32(chunk))
 
@@ -100,14 +102,27 @@ class Ring:
             def _() -> None:
                 self._copy(chunk, self.tail)
 
-    def wait(self, chunk: Any) -> None:
-        plgpu.barrier_wait(self.arrived.at[_slot(chunk)])
+    def wait(self, chunk: Any, *, unless_first: bool = False) -> None:
+        """Waits until this chunk has arrived: once for each, or a barrier is ahead."""
+        if unless_first:
+            pl.when(chunk > 0)(lambda: self.wait(chunk))
+        else:
+            plgpu.barrier_wait(self.arrived.at[_slot(chunk)])
 
     def tile(self, index: int, chunk: Any, number: int) -> Array:
-        """Of this array, in float32."""
+        """Returns a tile of this array's chunk, in float32."""
         lanes = self.columns.tiling.lanes
         tile = self.slots[index][_slot(chunk), pl.ds(number * lanes, lanes)]
-        return plgpu.layout_cast(tile, layout(self.columns)).astype(jnp.float32)
+        return self.laid_out(tile).astype(jnp.float32)
+
+    def laid_out(self, tile: Array) -> Array:
+        """Returns the tile laid out as all are: 4 values a thread, warps below each other."""
+        across = self.columns.tiling.across
+        tiles = (TILE // across, across), (_WARP * _WIDE // across, across), (_WIDE,)
+        layout = plgpu.Layout.TILED(
+            plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+        )
+        return plgpu.layout_cast(tile, layout)
 
     def _copy(self, chunk: Any, rows: int) -> None:
         tiles, slot = self.columns.tiling, _slot(chunk)
@@ -121,8 +136,8 @@ class Ring:
                 )
 
 
-def scratch(columns: Columns, dtypes: list[Any]) -> list[Any]:
-    """What a ring for arrays of these dtypes takes."""
+def scratch(columns: Geometry, dtypes: list[Any]) -> list[Any]:
+    """Returns the shared memory that a ring for arrays of these dtypes takes."""
     tiles = columns.tiling
     stages = min(STAGES, tiles.chunks)
     pieces = sum(len(_pieces(tiles.chunk, tiles.across * d.itemsize)) for d in dtypes)
@@ -132,21 +147,12 @@ def scratch(columns: Columns, dtypes: list[Any]) -> list[Any]:
     ]
 
 
-def layout(columns: Columns) -> Any:
-    """Which thread holds which values of a tile: 4 side by side, warps below each other."""
-    across = columns.tiling.across
-    tiling = plgpu.Tiling(
-        ((TILE // across, across), (_WARP * _WIDE // across, across), (_WIDE,))
-    )
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
 def _slot(chunk: Any) -> Any:
     return lax.rem(chunk, jnp.full_like(chunk, STAGES))
 
 
 def _pieces(rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Where they start, and how long they are."""
+    """Returns where the copies of so many rows start, and how long they are."""
     whole = -(-_SHARES // row_bytes)
     rows = -(-rows // whole) * whole
     return [(start, min(_COPIED, rows - start)) for start in range(0, rows, _COPIED)]

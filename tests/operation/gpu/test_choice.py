@@ -1,6 +1,6 @@
 """Which program is compiled for a CUDA device, read on a machine that has none.
 
-That the kernels compute the right thing, tests/test_pallas_triton.py holds.
+That the kernels compute the right thing, test_backends.py holds.
 """
 
 import re
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
+from tests.helpers import over_batch
+from tests.processes import on_devices
 
-from .helpers import over_batch
-from .processes import on_devices
+from .backends import CORES, HAS_MOSAIC
 
-DEVICES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
-FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_pulled_sums"
-ROWS, PULLED_ROWS = "eqx_norm_rows", "eqx_norm_pulled_rows"
+FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_vjp_sums"
+ROWS, PULLED_ROWS = "eqx_norm_rows", "eqx_norm_rows_vjp"
 # 8 MiB of float32, and 4 values.
 DENSE, SMALL = (2048, 1024), (2, 2)
 
-each_device = pytest.mark.parametrize("device", DEVICES)
+each_device = pytest.mark.parametrize("device", CORES)
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 
 
@@ -32,7 +32,7 @@ def lowered(f, *shaped, device="NVIDIA H200"):
         ("x",),
         (jax.sharding.AxisType.Auto,),
         abstract_device=jax.sharding.AbstractDevice(
-            device_kind=device, num_cores=DEVICES[device], platform="gpu"
+            device_kind=device, num_cores=CORES[device], platform="gpu"
         ),
     )
     with jax.sharding.use_abstract_mesh(mesh):
@@ -96,7 +96,7 @@ def test_what_is_small_is_left_to_xla_unless_asked_for():
     assert kernels(text) == {FORWARD, BACKWARD}
 
 
-has_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.12's Mosaic")
+has_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="jax 0.12's Mosaic")
 
 
 @has_mosaic
@@ -122,7 +122,7 @@ def test_what_mosaic_cannot_serve(shape, reason):
         lowered(*program)
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="before jax 0.12")
+@pytest.mark.skipif(HAS_MOSAIC, reason="before jax 0.12")
 def test_mosaic_with_a_jax_that_has_no_such_thing():
     with pytest.raises(ValueError, match=r"the Mosaic kernels take jax 0\.12, and this is jax"):
         lowered(*both((8192, 1024), jnp.bfloat16, implementation="pallas_mosaic"))
@@ -134,7 +134,7 @@ def test_images_of_float32_if_asked_for():
 
 
 def test_an_activation_with_arrays_leaves_the_sums_to_xla():
-    """XLA can fuse its slope into them."""
+    """XLA can fuse its derivative into them."""
     assert kernels(lowered(*both(DENSE, activation=eqx.nn.PReLU(0.25)))) == {FORWARD}
 
 
@@ -272,7 +272,7 @@ def test_operands_that_jit_has_sharded_are_not_gathered(implementation):
 SHARDED = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from tests.test_kernels import forward, kernels, lowered
+from tests.operation.gpu.test_choice import forward, kernels, lowered
 
 auto = (jax.sharding.AxisType.Auto,)
 mesh = jax.make_mesh((2,), ("devices",), axis_types=auto)

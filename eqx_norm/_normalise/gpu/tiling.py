@@ -47,7 +47,7 @@ _WORTHWHILE = 2**20
 
 
 class Tiling(NamedTuple):
-    """A chunk is `unroll` tiles of `lanes` x `across`; a slice is `chunks` of them.
+    """Cuts an array: a chunk is `unroll` tiles of `lanes` x `across`, a slice `chunks` chunks.
 
     `lanes` and `unroll` go along what is reduced, `across` over what is not: channels in
     columns, rows in rows. There are `slices` along what is reduced.
@@ -62,17 +62,17 @@ class Tiling(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The length of one, along what is reduced."""
+        """Returns the length of one, along what is reduced."""
         return self.lanes * self.unroll
 
     @property
     def slice(self) -> int:
-        """The length of one, along what is reduced."""
+        """Returns the length of one, along what is reduced."""
         return self.chunk * self.chunks
 
 
 def by_rows(shape: tuple[int, ...]) -> bool:
-    """Whether an array (*ensemble, examples, channels, values) is read by rows.
+    """Returns whether an array (*ensemble, examples, channels, values) is read by rows.
 
     One channel is, since all of its values lie together. Else the channels are taken to: XLA
     gives convolutions on a GPU the layout in which they do, and a kernel that asked for another
@@ -84,7 +84,7 @@ def by_rows(shape: tuple[int, ...]) -> bool:
 
 
 def columns(ensemble: int, rows: int, channels: int, itemsize: int, inputs: int) -> Tiling:
-    """For (ensemble, rows, channels); `inputs` arrays of this size are read together."""
+    """Cuts (ensemble, rows, channels), `inputs` arrays of which are read together."""
     wide = _LOAD // itemsize
     # A line of each row; no wider, since more slices would be needed for as many programs.
     across = min(_LINE // itemsize, _power_of_two(channels))
@@ -106,17 +106,14 @@ def columns(ensemble: int, rows: int, channels: int, itemsize: int, inputs: int)
 
 
 def rows(rows: int, values: int, itemsize: int, inputs: int) -> Tiling:
-    """For (rows, values); `inputs` arrays of this size are read together."""
+    """Cuts (rows, values), `inputs` arrays of which are read together."""
     wide = _LOAD // itemsize
     held = min(values, _MOST_HELD)
     # A row that one warp can hold has a warp of its own, whose sums need no barrier; a longer
     # one has as many warps as hold it, or a chunk of it.
     alone = values <= _WARP * 2 * _HELD
     warps = 4 if alone else min(_MOST_WARPS, _power_of_two(blocks(held, _WARP * _HELD)))
-    threads = _WARP if alone else _WARP * warps
-    # A short row is held by a part of a warp.
-    lanes = min(threads * wide, _power_of_two(values))
-    across = warps * _WARP * wide // lanes if alone else 1
+    lanes, across = _tile_of_rows(values, wide, warps, alone)
     # All of a row at once where it can be held; else in chunks of one length, so that only the
     # last tile of a row has to look where the row ends.
     most = blocks(held, lanes) if inputs == 1 else max(1, _HELD // wide // inputs)
@@ -130,31 +127,37 @@ def rows(rows: int, values: int, itemsize: int, inputs: int) -> Tiling:
 
 
 def holds_rows(values: int, held: int) -> bool:
-    """Whether the registers of one program hold a row, and `held` numbers for each value."""
+    """Returns whether one program's registers hold `held` numbers for each value of a row."""
     return values <= _MOST_WARPS * _WARP * _each(held)
 
 
 def whole_rows(values: int, itemsize: int, held: int) -> Tiling:
-    """For rows of so many values, each of them whole: `held` numbers are kept of each."""
+    """Cuts rows of so many values, each read whole: `held` numbers are kept for each value."""
     wide, each = _LOAD // itemsize, _each(held)
     # As in `rows`: a warp to itself, or as many warps as hold it.
     alone = values <= _WARP * each
     warps = 4 if alone else max(4, _power_of_two(blocks(values, _WARP * each)))
-    threads = _WARP if alone else _WARP * warps
-    lanes = min(threads * wide, _power_of_two(values))
-    across = warps * _WARP * wide // lanes if alone else 1
+    lanes, across = _tile_of_rows(values, wide, warps, alone)
     return Tiling(lanes, across, blocks(values, lanes), 1, 1, warps)
 
 
+def _tile_of_rows(values: int, wide: int, warps: int, alone: bool) -> tuple[int, int]:
+    """Returns how many values of how many rows all threads load at once."""
+    threads = _WARP if alone else _WARP * warps
+    # A short row is held by a part of a warp.
+    lanes = min(threads * wide, _power_of_two(values))
+    return lanes, warps * _WARP * wide // lanes if alone else 1
+
+
 def _each(held: int) -> int:
-    """How many values of a row a thread takes."""
+    """Returns how many values of a row a thread takes."""
     # 16 warps leave each thread 128 registers: 48 for these, the others for addresses, and for
     # what is worked on. With twice as many values, or more numbers of each, ptxas spills some.
     return min(16, 48 // held)
 
 
 def repeated(programs: int) -> int:
-    """How many such programs become one, which adds up over their rows.
+    """Returns how many such programs become one, which adds up over their rows.
 
     What it writes is 16 bytes for each value of a row, read and written: beside 8 rows or more.
     Beyond 32 rounding would show; and there should be programs enough.
@@ -162,19 +165,23 @@ def repeated(programs: int) -> int:
     return min(32, max(8, blocks(programs, _PROGRAMS)))
 
 
-def merge(partials: int, channels: int) -> Tiling:
-    """For partial results (ensemble, partials, channels), of which up to 4 arrays are read."""
+def merge(partials: int, channels: int, least: int = 1) -> Tiling:
+    """Cuts partial results (ensemble, partials, channels), of which up to 4 arrays are read.
+
+    At `least` so many partials are read together.
+    """
     # The 32 bytes that memory moves at least.
     across = min(8, _power_of_two(channels))
     # 8 warps of 16 values: 64 of the 4 arrays.
     lanes = min(_power_of_two(partials), 8 * _WARP * 16 // across)
     # No more threads than there are places, 4 to each.
     warps = max(1, min(8, lanes * across // (_WARP * 4)))
+    lanes = max(lanes, least)
     return Tiling(lanes, across, 1, 1, blocks(partials, lanes), warps)
 
 
 def worthwhile(x: Any) -> bool:
-    """Whether `implementation="auto"` takes a kernel for an array like this."""
+    """Returns whether `implementation="auto"` takes a kernel for an array like this."""
     _, channels, values = x.shape[-3:]
     # Images of float32 lie channel after channel, as convolutions do on an A100: for a kernel
     # that reads columns x would be written out again. In half precision every convolution has
@@ -188,10 +195,10 @@ def worthwhile(x: Any) -> bool:
 
 
 def blocks(length: int, size: int) -> int:
-    """How many of this size cover the length."""
+    """Returns how many of this size cover the length."""
     return -(-length // size)
 
 
 def _power_of_two(size: int) -> int:
-    """The least that is not smaller: Triton knows no other sizes."""
+    """Returns the least that is not smaller: Triton knows no other sizes."""
     return 1 << (size - 1).bit_length()

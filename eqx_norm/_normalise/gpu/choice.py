@@ -1,4 +1,4 @@
-"""Where a kernel stands in for a pass over x: on CUDA, chosen when a program is lowered.
+"""Decides where a kernel stands in for a pass over x: on CUDA, when a program is lowered.
 
 By then shapes are known with all that `vmap` has put in front of them, and so is whether XLA
 will partition the program: a kernel is one custom call, which it cannot split, so that
@@ -13,7 +13,6 @@ several times as long as the rest of the package, and most machines have no use 
 """
 
 import contextlib
-import functools
 import importlib
 import math
 import warnings
@@ -23,9 +22,14 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from . import reference, tiling
+from eqx_norm._normalise import reference
+
+from . import tiling
 
 Pass = Callable[..., Sequence[Array]]
+
+# In the order of preference: the second is to replace the first, which jax will remove.
+_BACKENDS = {"pallas_triton": ".triton", "pallas_mosaic": ".mosaic"}
 
 PARTITIONED = (
     "XLA partitions this program over several devices, and would gather x to run a kernel. "
@@ -36,60 +40,67 @@ PARTITIONED = (
 def of_statistics(
     implementation: str, partitioned: bool, x: Any, mask: Any = None
 ) -> Pass | None:
-    """The kernel for `reference.statistics`, or `None` for XLA.
+    """Returns the kernel for `reference.statistics`, or `None` for XLA.
 
     **Raises:** `ValueError` where a kernel was asked for by name that cannot serve.
     """
-    backend = _chosen(implementation, partitioned, x, mask, None)
+    backend = _chosen(implementation, partitioned, x, mask)
     return backend and backend.statistics
 
 
-def of_pulled(
-    implementation: str,
-    partitioned: bool,
-    g: Any,
-    a: Any,
-    b: Any,
-    x: Any,
-    mean: Any,
-    rest: Any,
-    mask: Any = None,
-    *,
-    activation: Any,
-    shape: tuple[int, ...],
+def of_activated_vjp(
+    implementation: str, partitioned: bool, *arrays: Any, activation: Any, shape: Any
 ) -> Pass | None:
-    """Returns the kernel for the sums of the slope, or `None`; the slope is left to XLA."""
-    del g, a, b, mean, rest
+    """Returns the kernel for the sums of `ACTIVATED_VJP`, or `None`; the rest is XLA's."""
+    _, _, _, x, _, _, *mask = arrays
     if shape != tuple(1 if i in (x.ndim - 3, x.ndim - 1) else n for i, n in enumerate(x.shape)):
         return None  # an ensemble that shares what is summed
-    backend = _chosen(implementation, partitioned, x, mask, activation)
-    return backend and functools.partial(_pulled, backend)
+    backend = _chosen(implementation, partitioned, x, *mask, activation=activation)
+
+    def activated_vjp(
+        g: Array, bias: Array, *inner: Array, activation: Any, shape: Any
+    ) -> list[Array]:
+        del shape
+        sums = backend.vjp_sums(activation, g, bias, *inner)
+        return [*sums, reference.activation_jvp(activation, g.astype(bias.dtype), bias, *inner)]
+
+    return backend and activated_vjp
 
 
 def of_rows(
-    implementation: str, partitioned: bool, x: Any, *affine: Any, how: Any
+    implementation: str, partitioned: bool, x: Any, *affine: Any, row: Any
 ) -> Pass | None:
-    """The kernel for `rows.ROWS`, or `None` for the passes that it is composed of."""
-    wanted = _row_wanted(implementation, partitioned, x, affine, how, tiling.FORWARD)
-    return _rows if wanted else None
+    """Returns the kernel for `rows.ROWS`, or `None` for the passes that it is composed of."""
+    if not _serves_rows(implementation, partitioned, x, affine, row, tiling.FORWARD):
+        return None
+    from . import triton_rows
+
+    return lambda *arrays, row: triton_rows.rows(row.activation, row.eps, *arrays)
 
 
-def of_pulled_rows(
+def of_rows_vjp(
     implementation: str,
     partitioned: bool,
     g: Any,
-    *inner: Any,
-    how: Any,
+    x: Any,
+    *others: Any,
+    row: Any,
     learns: bool,
-    shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
 ) -> Pass | None:
-    """Returns the kernel for `rows.PULLED_ROWS`, or `None`."""
-    x, *affine = inner[:-3]
-    if g.shape != x.shape or math.prod(shape[:-1]) != 1:
+    """Returns the kernel for `rows.ROWS_VJP`, or `None`."""
+    if g.shape != x.shape or math.prod((shape or ())[:-1]) != 1:
         return None
     held = tiling.LEARNING if learns else tiling.BACKWARD
-    wanted = _row_wanted(implementation, partitioned, x, affine, how, held)
-    return _pulled_rows if wanted else None
+    if not _serves_rows(implementation, partitioned, x, others[:-3], row, held):
+        return None
+    from . import triton_rows
+
+    def rows_vjp(*arrays: Array, row: Any, learns: bool, shape: Any) -> list[Array]:
+        del shape
+        return triton_rows.rows_vjp(row.activation, row.eps, learns, *arrays)
+
+    return rows_vjp
 
 
 @contextlib.contextmanager
@@ -105,30 +116,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _pulled(
-    backend: Any, g: Array, a: Array, *inner: Array, activation: Any, shape: Any
-) -> Sequence[Array]:
-    sums = backend.pulled_sums(activation, g, a, *inner)
-    return [*sums, reference.slope(activation, g.astype(a.dtype), a, *inner)]
-
-
-def _rows(*arrays: Array, how: Any) -> Sequence[Array]:
-    from . import pallas_triton_rows
-
-    return pallas_triton_rows.rows(how.activation, how.eps, *arrays)
-
-
-def _pulled_rows(*arrays: Array, how: Any, learns: bool, shape: Any) -> Sequence[Array]:
-    from . import pallas_triton_rows
-
-    del shape
-    return pallas_triton_rows.pulled_rows(how.activation, how.eps, learns, *arrays)
-
-
-def _row_wanted(
-    implementation: str, partitioned: bool, x: Any, affine: Sequence[Any], how: Any, held: int
+def _serves_rows(
+    implementation: str, partitioned: bool, x: Any, affine: Sequence[Any], row: Any, held: int
 ) -> bool:
-    """No error here: the passes that it is composed of say what cannot be served."""
+    """Returns whether a kernel is to hold a row, with `held` numbers for each value.
+
+    There is no error here: the passes that it is composed of say what cannot be served.
+    """
     count, values = math.prod(x.shape[:-1]), x.shape[-1]
     rows = jax.ShapeDtypeStruct((count, 1, 1, values), x.dtype)
     return (
@@ -139,22 +133,20 @@ def _row_wanted(
         and tiling.holds_rows(values, held)
         # Weight and bias are the same for all rows.
         and all(math.prod(array.shape[:-1]) == 1 for array in affine)
-        and _chosen(implementation, partitioned, rows, None, how.activation) is not None
+        and _chosen(implementation, partitioned, rows, activation=row.activation) is not None
     )
 
 
-# In the order of preference: the second is to replace the first, which jax will remove.
-_BACKENDS = ("pallas_triton", "pallas_mosaic")
-
-
-def _chosen(implementation: str, partitioned: bool, x: Any, mask: Any, activation: Any) -> Any:
-    """The module whose kernels to take, or `None`."""
+def _chosen(
+    implementation: str, partitioned: bool, x: Any, mask: Any = None, activation: Any = None
+) -> Any:
+    """Returns the backend whose kernels to take, or `None`."""
     if implementation == "xla" or (implementation == "auto" and not tiling.worthwhile(x)):
         return None
     why_not = PARTITIONED
     for name in _BACKENDS:
         if implementation in ("auto", name) and not partitioned:
-            backend = importlib.import_module(f".{name}", __package__)
+            backend = importlib.import_module(_BACKENDS[name], __package__).BACKEND
             why_not = backend.serves(x, mask, activation)
             if why_not is None:
                 return backend

@@ -1,10 +1,10 @@
 """A row normalised by its own moments, as kernels for GPUs: each of them reads a row once.
 
-`rows` and `pulled_rows` are what `rows.ROWS` and `rows.PULLED_ROWS` are, for rows that the
-registers of one program hold. Forward, a program reads some rows, finds their moments as
-`reference.statistics` does, and writes them normalised. Backward, it goes through more of them,
-one after the other, and adds up what weight and bias get; another kernel merges those sums, in
-a fixed order.
+`rows` and `rows_vjp` compute what the primitives `rows.ROWS` and `rows.PULLED_ROWS` compute,
+for rows that the registers of one program hold. Forward, a program reads some rows, finds their
+moments as `reference.statistics` does, and writes them normalised. Backward, it goes through
+more of them, one after the other, and adds up what weight and bias get; another kernel merges
+those sums, in a fixed order.
 """
 
 import functools
@@ -17,21 +17,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from . import pallas_triton, reference, tiling
-from .pallas_triton_kernels import both, load, merged_sums, pl, read, triton
-from .pallas_triton_lanes import Places, counted, total, tree_sum
-from .pallas_triton_tiles import Here, Rows
-from .reference import Activation
+from eqx_norm._normalise import reference
+from eqx_norm._normalise.reference import Activation
+
+from . import tiling
+from .lanes import Places, total, tree_sum, zeroed
+from .tiles import Here, Rows
+from .triton import Triton, both, call, flat, load, pl, read, triton
 
 
 def rows(
     activation: Activation | None, eps: float, x: Array, *affine: Array, interpret: bool = False
 ) -> list[Array]:
-    """y; and mean, rest and m2 of each row, in float32. `affine` is weight and bias, or not."""
+    """Returns y; and mean, m2 and mean_rest of each row, in float32.
+
+    `affine` is weight and bias, or nothing.
+    """
     geometry = geometry_of(x, tiling.FORWARD)
     vector = (*x.shape[:-1], 1)
     shapes = [(geometry.view(x).shape, x.dtype), *[(geometry.partials, jnp.float32)] * 3]
-    y, *vectors = pallas_triton.call(
+    y, *vectors = call(
         functools.partial(_rows_kernel, geometry, activation, eps),
         [geometry.view(x), *(array.reshape(-1) for array in affine)],
         shapes,
@@ -43,46 +48,46 @@ def rows(
     return [y.reshape(x.shape), *(array.reshape(vector) for array in vectors)]
 
 
-def pulled_rows(
+def rows_vjp(
     activation: Activation | None,
     eps: float,
     learns: bool,
     g: Array,
     x: Array,
-    *rest: Array,
+    *others: Array,
     interpret: bool = False,
 ) -> list[Array]:
-    """Of x, in its dtype; and if it `learns`, of weight and bias in float32.
+    """Returns the gradient of x, in its dtype; if it `learns`, of weight and bias, in float32.
 
-    `rest` is weight and bias, or neither; then mean, rest and m2.
+    `others` are weight and bias, or neither; then mean, m2 and mean_rest.
     """
-    *affine, mean, low, m2 = rest
+    *affine, mean, m2, mean_rest = others
     geometry = geometry_of(x, tiling.LEARNING if learns else tiling.BACKWARD)
     repeats = tiling.repeated(geometry.programs) if learns else 1
     programs = tiling.blocks(geometry.programs, repeats)
     shapes = [(geometry.view(x).shape, x.dtype)]
     if learns:
         shapes += [((1, programs, x.shape[-1]), jnp.float32)] * 2
-    dx, *sums = pallas_triton.call(
-        functools.partial(_pulled_kernel, geometry, activation, eps, repeats, learns),
+    dx, *sums = call(
+        functools.partial(_rows_vjp_kernel, geometry, activation, eps, repeats, learns),
         [
             *(geometry.view(array) for array in (x, g)),
             *(array.reshape(-1) for array in affine),
-            *(array.reshape(-1, 1) for array in (mean, low, m2)),
+            *(array.reshape(-1, 1) for array in (mean, m2, mean_rest)),
         ],
         shapes,
         programs,
         geometry.tiling,
-        "eqx_norm_pulled_rows",
+        "eqx_norm_rows_vjp",
         interpret,
     )
-    while sums and sums[0].shape[1] > 1:
-        sums = pallas_triton.merged(merged_sums, sums, 2, "eqx_norm_merge_sums", interpret)
+    if learns:
+        sums = Triton(interpret).merged_sums(sums, (1, programs, x.shape[-1]))
     return [dx.reshape(x.shape), *(array.reshape(affine[0].shape) for array in sums)]
 
 
 def geometry_of(x: Any, held: int) -> Rows:
-    """How rows are read, of whose values `held` numbers are kept each."""
+    """Returns how rows are read, if `held` numbers are kept for each value."""
     count, values = math.prod(x.shape[:-1]), x.shape[-1]
     return Rows(count, 1, 1, values, tiling.whole_rows(values, x.dtype.itemsize, held))
 
@@ -93,13 +98,13 @@ def geometry_of(x: Any, held: int) -> Rows:
 def _rows_kernel(
     geometry: Rows, activation: Activation | None, eps: float, x_ref: Any, *refs: Any
 ) -> None:
-    *affine_refs, y_ref, mean_ref, rest_ref, m2_ref = refs
+    affine_refs, y_ref, moment_refs = refs[:-4], refs[-4], refs[-3:]
     here = geometry.here(pl.program_id(0))
     places, n = _places(geometry, here), geometry.length
     x = read(geometry, here, x_ref, here.start, places)
 
     def over_row(tiles: Sequence[Array]) -> Array:
-        return total(tree_sum(counted(tiles, places)), 1)[:, None]
+        return total(tree_sum(zeroed(tiles, places)), 1)[:, None]
 
     # As `reference.statistics`, step by step.
     k = load(x_ref, (here.own, np.int32(0)), here.exists)
@@ -108,21 +113,21 @@ def _rows_kernel(
     sum_d, sum_d2 = over_row(d), over_row([tile * tile for tile in d])
     c = sum_d / n
     mean = m + c
-    rest = c - (mean - m)
+    mean_rest = c - (mean - m)
     m2 = sum_d2 - sum_d * c
     m2 = jnp.where(m2 < 0, 0, m2)
-    for ref, vector in zip((mean_ref, rest_ref, m2_ref), (mean, rest, m2), strict=True):
-        triton.store(ref.at[here.partial], vector.reshape(-1), mask=_flat(here.exists))
+    for ref, vector in zip(moment_refs, (mean, m2, mean_rest), strict=True):
+        triton.store(ref.at[here.partial], vector.reshape(-1), mask=flat(here.exists))
 
     rstd = lax.rsqrt(m2 / n + eps)
     for u, (tile, (weight, bias)) in enumerate(
         zip(x, _affine(geometry, here, affine_refs, places), strict=True)
     ):
-        y = reference.activated(activation, bias, rstd * weight, tile, mean, rest)
+        y = reference.activated(activation, bias, rstd * weight, tile, mean, mean_rest)
         _store(geometry, here, y_ref, u, y, places)
 
 
-def _pulled_kernel(
+def _rows_vjp_kernel(
     geometry: Rows,
     activation: Activation | None,
     eps: float,
@@ -133,7 +138,7 @@ def _pulled_kernel(
     *refs: Any,
 ) -> None:
     affine_refs, refs = (refs[:2], refs[2:]) if len(refs) > 4 + 2 * learns else ((), refs)
-    mean_ref, rest_ref, m2_ref, dx_ref, *sum_refs = refs
+    moment_refs, (dx_ref, *sum_refs) = refs[:3], refs[3:]
     program, n = pl.program_id(0), geometry.length
     first = geometry.here(program * repeats)
     places = _places(geometry, first)
@@ -144,21 +149,20 @@ def _pulled_kernel(
         here = geometry.here(program * repeats + i)
         x = read(geometry, here, x_ref, here.start, places)
         g = read(geometry, here, g_ref, here.start, places)
-        mean, rest, m2 = (
-            load(ref, (here.own, np.int32(0)), here.exists)
-            for ref in (mean_ref, rest_ref, m2_ref)
+        mean, m2, mean_rest = (
+            load(ref, (here.own, np.int32(0)), here.exists) for ref in moment_refs
         )
         rstd = lax.rsqrt(m2 / n + eps)
         if activation is not None:
             g = [
-                reference.slope(activation, g, bias, rstd * weight, x, mean, rest)
+                reference.activation_jvp(activation, g, bias, rstd * weight, x, mean, mean_rest)
                 for g, x, (weight, bias) in zip(g, x, affine, strict=True)
             ]
-        # An activation may have no slope where there is nothing.
-        g = counted(g, [both(place, here.exists) for place in places])
-        x_hat = [reference.centred(tile, mean, rest) * rstd for tile in x]
+        # An activation may have no derivative where there is nothing.
+        g = zeroed(g, [both(place, here.exists) for place in places])
+        x_hat = [reference.centred(tile, mean, mean_rest) * rstd for tile in x]
         h = [weight * tile for (weight, _), tile in zip(affine, g, strict=True)]
-        products = counted([a * b for a, b in zip(h, x_hat, strict=True)], places)
+        products = zeroed([a * b for a, b in zip(h, x_hat, strict=True)], places)
         mean_h, mean_hx = (total(tree_sum(v), 1)[:, None] / n for v in (h, products))
         for u, (tile, along) in enumerate(zip(h, x_hat, strict=True)):
             dx = rstd * ((tile - mean_h) - along * mean_hx)
@@ -182,7 +186,7 @@ def _pulled_kernel(
         for u, tile in enumerate(tiles):
             along = _along(geometry, first, u).reshape(-1)
             index = (np.int32(0), program, along)
-            triton.store(ref.at[index], total(tile, 0), mask=_flat(places[u]))
+            triton.store(ref.at[index], total(tile, 0), mask=flat(places[u]))
 
 
 def _places(geometry: Rows, here: Here) -> Places:
@@ -200,7 +204,7 @@ def _along(geometry: Rows, here: Here, u: int) -> Array:
 def _affine(
     geometry: Rows, here: Here, refs: Sequence[Any], places: Places
 ) -> list[tuple[Array, Array]]:
-    """Weight and bias of each tile."""
+    """Returns weight and bias for each tile: 1 and 0, if there are none."""
     if not refs:
         zero = jnp.zeros(here.lane.shape, jnp.float32)
         return [(zero + 1, zero)] * len(places)
@@ -215,7 +219,3 @@ def _store(geometry: Rows, here: Here, ref: Any, u: int, tile: Array, places: Pl
     index = geometry.values(here, _along(geometry, here, u))
     mask = both(places[u], here.exists)
     triton.store(ref.at[index], tile.astype(ref.dtype), mask=mask)
-
-
-def _flat(mask: Array | None) -> Array | None:
-    return None if mask is None else mask.reshape(-1)

@@ -1,0 +1,214 @@
+"""All backends of the two passes that sum keep the same bounds: XLA, and kernels interpreted.
+
+That the kernels are lowered for a GPU, test_lowering.py tells.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm._normalise.gpu.passes import Backend
+from eqx_norm._normalise.gpu.triton import Triton
+from tests.helpers import bits, f32
+
+from .backends import (
+    ACTIVATIONS,
+    BACKENDS,
+    check_statistics,
+    check_sums,
+    normal,
+    served,
+    some,
+    statistics,
+)
+from .conftest import CUTS
+
+SHAPES = {
+    "columns": (37, 5, 1),
+    "full tiles": (256, 64, 1),
+    "a prime of rows": (397, 32, 1),
+    "many rows": (1021, 33, 1),
+    "few rows": (3, 32, 1),
+    "one row": (1, 3, 1),
+    "images": (7, 17, 11),
+    "an ensemble": (2, 3, 129, 5, 1),
+    "an ensemble of images": (2, 3, 64, 11),
+    "rows": (5, 1, 1, 1023),
+    "rows of one value": (3, 1, 1, 1),
+    "rows of 7": (9, 1, 1, 7),
+    "long rows": (2, 1, 1, 2500),
+    "rows of images": (3, 3, 1100),
+    "an ensemble of rows": (2, 2, 3, 1024),
+    "one channel": (37, 1, 5),
+    "many slices": (40001, 8, 1),
+}
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    found = BACKENDS[request.param]
+    if isinstance(found, Triton):
+        request.getfixturevalue("_tree")
+    return found
+
+
+def grid(*cases, dtype="float32"):
+    """Parametrises a test by each case (cut, shape, masked) and the backends that serve it."""
+    rows = [
+        pytest.param(*row, id="-".join(map(str, (row[0], cut, name, masked))))
+        for cut, name, masked in cases
+        for row in served(cut, SHAPES.get(name, name), dtype, masked)
+    ]
+    names = ("backend", "cut", "shape", "masked")
+    return pytest.mark.parametrize(names, rows, indirect=["backend", "cut"])
+
+
+@grid(
+    *itertools.product(["as it is"], SHAPES, [False, True]),
+    # More than one program can merge.
+    *itertools.product(["slices"], ["many slices"], [False, True]),
+    *itertools.product(["loops"], ["a prime of rows", "long rows"], [False, True]),
+    *itertools.product(["slices"], ["images", "rows of images"], [False, True]),
+    ("slices", "a prime of rows", False),
+)
+def test_statistics(backend, cut, shape, masked):
+    check_statistics(backend, normal(shape, mean=3.0), some(shape) if masked else None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@grid(*itertools.product(["as it is"], ["images", "rows", (301, 64, 1)], [False]))
+def test_statistics_of_half_precision(backend, cut, shape, masked, dtype):
+    # No overflow at 300, whose squares float16 cannot hold.
+    check_statistics(backend, normal(shape, dtype, mean=300.0))
+
+
+FAR = [("as it is", shape, False) for shape in ((301, 32, 1), (2, 1, 1, 1023))]
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e5, 1e7])
+@grid(*FAR)
+def test_far_from_0(backend, cut, shape, masked, mean):
+    check_statistics(backend, normal(shape, mean=mean))
+
+
+@pytest.mark.parametrize("outlier", [1e3, -1e6])
+@grid(*FAR)
+def test_an_outlier_in_first_place(backend, cut, shape, masked, outlier):
+    check_statistics(backend, normal(shape).at[..., 0, :, 0].set(outlier))
+
+
+@grid(
+    *itertools.product(["as it is"], [(7, 32, 1), (6, 1, 1, 7)], [False, True]),
+    *itertools.product(CUTS, [(121, 32, 1), (6, 1, 1, 300)], [False, True]),
+)
+def test_constants_are_exact(backend, cut, shape, masked):
+    """https://github.com/BVLC/caffe/pull/3963"""
+    constants = jnp.resize(f32([1e-3, 0.1, 1.0, -3.3, 65504.0, 16777213.0]), (max(shape[:2]),))
+    constants = constants[: shape[1]] if shape[1] > 1 else constants[: shape[0]]
+    vector = constants[:, None] if shape[1] > 1 else constants[:, None, None, None]
+    x = jnp.broadcast_to(vector, shape)
+    count, mean, m2, rest = statistics(backend, x, some(shape) if masked else None)
+    expected = np.where(np.asarray(count).ravel() > 0, np.asarray(constants), 0)
+    np.testing.assert_array_equal(np.asarray(mean).ravel(), expected)
+    assert not np.any(rest)
+    assert not np.any(m2)
+
+
+@grid(*itertools.product(["as it is"], [(37, 3, 1), (2, 1, 1, 300)], [True]))
+def test_what_does_not_count_is_not_looked_at(backend, cut, shape, masked):
+    x, mask = normal(shape), some(shape)
+    hidden = jnp.where(mask, x, jnp.nan)
+    assert bits(statistics(backend, x, mask)[1]) == bits(statistics(backend, hidden, mask)[1])
+    nothing = statistics(backend, x * jnp.inf, jnp.zeros_like(mask))
+    assert not np.any(np.stack(nothing))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@grid(("as it is", (300, 32, 1), False))
+def test_what_is_not_finite_stays_in_its_channel(backend, cut, shape, masked, bad):
+    x = normal(shape)
+    before = np.stack(statistics(backend, x))
+    after = np.stack(statistics(backend, x.at[200, 1].set(bad)))
+    others = [0, *range(2, 32)]
+    assert bits(after[:, others]) == bits(before[:, others])
+    assert not np.isfinite(after[1:, 1]).any()
+
+
+@grid(
+    *itertools.product(["as it is"], ["columns", "an ensemble", "rows of 7"], [False]),
+    *itertools.product(["as it is"], ["images", "rows", "one channel"], [True]),
+    *itertools.product(["slices"], ["many slices"], [False]),
+    *itertools.product(["loops"], ["a prime of rows", "long rows"], [False, True]),
+    *itertools.product(["slices"], ["images", "rows of images"], [False, True]),
+    ("as it is", "an ensemble of images", False),
+    ("slices", "a prime of rows", False),
+)
+def test_vjp_sums(backend, cut, shape, masked):
+    check_sums(backend, jax.nn.silu, shape, masked)
+
+
+@pytest.mark.parametrize("name", ["none", "relu", "tanh", "gelu", "elu", "soft_sign"])
+@grid(("as it is", (37, 5, 1), True), ("as it is", (37, 32, 1), False))
+def test_vjp_sums_of_activations(backend, cut, shape, masked, name):
+    check_sums(backend, ACTIVATIONS.get(name), shape, masked)
+
+
+@pytest.mark.parametrize("g_dtype", ["float32", "bfloat16"])
+@grid(("as it is", (37, 64, 1), False), dtype="bfloat16")
+def test_g_has_its_own_precision(backend, cut, shape, masked, g_dtype):
+    check_sums(backend, None, shape, dtype="bfloat16", g_dtype=g_dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("cut", ["loops"], indirect=True)
+def test_equal_values_do_not_round_the_same_way(backend, cut):
+    """Each lane adds hundreds of them, and all lanes the same: no error is averaged out."""
+    g = jnp.full((1, 1, 1, 2**17), 0.1)
+    zero = jnp.zeros((1, 1, 1, 1))
+    sum_g, _ = jax.jit(lambda g: backend.vjp_sums(None, g, None, None, g, zero, zero))(g)
+    exact = np.float64(g[0, 0, 0, 0]) * g.size
+    assert abs(float(sum_g[0, 0, 0, 0]) - exact) <= 2e-7 * exact
+
+
+# --- What a backend does not serve, it says.
+
+KERNELS = [name for name, backend in BACKENDS.items() if isinstance(backend, Backend)]
+
+
+def _exact_gelu(u):
+    return jax.nn.gelu(u, approximate=False)
+
+
+def _in_half_precision(u):
+    return jnp.tanh(u.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "activation", "reason"),
+    [
+        ((8, 64, 1), "float32", None, "None"),
+        ((8, 64, 1), "bfloat16", jax.nn.silu, "None"),
+        ((8, 64, 1), "float64", None, "float64"),
+        ((8, 64, 1), "complex64", None, "complex64"),
+        ((0, 64, 1), "float32", None, "empty"),
+        ((2**16, 64, 2**16), "float32", None, "rows"),
+        ((8, 64, 1), "float32", _exact_gelu, "erfc"),
+        ((8, 64, 1), "float32", lambda u: jnp.cumsum(u[None])[0], "cumsum"),
+        ((8, 64, 1), "float32", _in_half_precision, "bfloat16"),
+        ((8, 64, 1), "float32", lambda u: u.sum(0), "(axis 0"),
+    ],
+)
+def test_what_it_does_not_serve_it_says(name, shape, dtype, activation, reason):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    assert reason in str(BACKENDS[name].serves(x, None, activation))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_activation_with_arrays_of_its_own(name):
+    array = jnp.arange(3.0)
+    x = jax.ShapeDtypeStruct((8, 64, 1), "float32")
+    assert "arrays of its own" in str(BACKENDS[name].serves(x, None, lambda u: u * array[1]))

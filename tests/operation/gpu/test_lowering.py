@@ -1,0 +1,134 @@
+"""The kernels of both backends are lowered for GPUs that are not there.
+
+What passes Pallas's interpreter may fail in Triton or Mosaic: that it does not is tested here
+as far as it can be without CUDA's compiler. The rest: experiments/gpu_kernels.py.
+"""
+
+import warnings
+
+import jax
+import pytest
+
+from eqx_norm._normalise.gpu import tiling
+from eqx_norm._normalise.gpu.mosaic import BACKEND as MOSAIC
+from eqx_norm._normalise.gpu.triton import BACKEND as TRITON
+
+from .backends import ACTIVATIONS, CORES, HAS_MOSAIC, lowered, lowered_sums, mesh, operands
+
+needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="the Mosaic kernels take jax 0.12")
+by_mosaic = pytest.param(MOSAIC, id="mosaic", marks=needs_mosaic)
+each_backend = pytest.mark.parametrize(
+    "backend", [pytest.param(TRITON, id="triton"), by_mosaic]
+)
+# In columns with and without a remainder, in one chunk or many; in rows that are held or not.
+SHAPES = [
+    (65536, 256, 1),
+    (1021, 33, 1),
+    (32, 64, 56, 56),
+    (7, 3, 11),
+    (8192, 1, 1, 768),
+    (3, 1, 1, 7),
+    (5, 1, 1, 16384),
+    (3, 1, 1, 100003),
+    (32, 3, 50176),
+]
+
+
+@pytest.mark.parametrize("kind", CORES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(65536, 256, 1), (8192, 1, 1, 768), (4, 1021, 64, 3)])
+@each_backend
+def test_on_each_gpu(backend, kind, dtype, shape):
+    if backend is MOSAIC and (shape[-2] == 1 or "A100" in kind):
+        pytest.skip("Mosaic's kernels are for columns, from an H100 on")
+    x, vector, _ = operands(shape, dtype)
+    kernels = 1 if shape[-2] == 1 else 2
+    assert backend.serves(x, None, jax.nn.relu) is None
+    assert lowered(backend.statistics, x, on=mesh(kind)) == kernels
+    assert lowered_sums(backend, jax.nn.relu, x, vector, on=mesh(kind)) == kernels
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape(shape, masked):
+    x, vector, mask = operands(shape, "bfloat16", masked=masked)
+    assert lowered(TRITON.statistics, x, *mask) in (1, 2)
+    assert lowered_sums(TRITON, None, x, vector, mask) in (1, 2)
+
+
+@each_backend
+def test_a_merge_of_merges(backend, monkeypatch):
+    monkeypatch.setattr(tiling, "_CHUNKS", 1)
+    x, vector, _ = operands((2**20, 32, 1), "float32")
+    assert lowered(backend.statistics, x) == 3
+    assert lowered_sums(backend, None, x, vector) == 3
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@each_backend
+def test_every_activation_that_is_claimed(backend, name):
+    x, vector, _ = operands((64, 32, 1), "float32")
+    why_not = backend.serves(x, None, ACTIVATIONS[name])
+    if backend is MOSAIC and name == "a polynomial":
+        assert "pow" in why_not
+    else:
+        assert why_not is None
+        assert lowered_sums(backend, ACTIVATIONS[name], x, vector) == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@each_backend
+def test_between_shards(backend, check_vma):
+    """With its check of what varies over the mesh, and without."""
+    x, vector, _ = operands((4096, 32, 1), "float32")
+    spec = jax.sharding.PartitionSpec("x")
+
+    def both(x, vector):
+        vector = jax.lax.pcast(vector, "x", to="varying")
+        mean = backend.statistics(x)[1][None, :, None] + 0 * vector
+        return backend.vjp_sums(jax.nn.relu, x, vector, vector, x, mean, vector)
+
+    mapped = jax.shard_map(
+        both,
+        mesh=mesh(size=2),
+        in_specs=(spec, jax.sharding.PartitionSpec()),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    assert lowered(mapped, x, vector, on=mesh(size=2)) == 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "masked"),
+    [
+        (TRITON, (1021, 33, 1), True),
+        (TRITON, (3, 1, 1, 100003), True),
+        pytest.param(MOSAIC, (4097, 64, 1), False, marks=needs_mosaic),
+    ],
+)
+def test_with_64_bits_and_strict_dtypes(backend, shape, masked):
+    x, vector, mask = operands(shape, "bfloat16", masked=masked)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert lowered(backend.statistics, x, *mask) == 2
+        assert lowered_sums(backend, jax.nn.silu, x, vector, mask) == 2
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="not deprecated yet")
+def test_that_it_is_deprecated_is_not_the_user_s_affair():
+    """Once jax says nothing, `quiet` has to go."""
+    x, _, _ = operands((64, 32, 1), "float32")
+    with (
+        jax.sharding.use_abstract_mesh(mesh()),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        jax.jit(TRITON.statistics).trace(x).lower(lowering_platforms=("cuda",))
+    assert "deprecated" in str(caught[0].message)
+
+
+def test_a_jax_without_the_backend(monkeypatch):
+    monkeypatch.setattr("eqx_norm._normalise.gpu.triton.triton", None)
+    monkeypatch.setattr("eqx_norm._normalise.gpu.mosaic.plgpu", None)
+    x, _, _ = operands((8, 32, 1), "float32")
+    assert "no Pallas-Triton" in str(TRITON.serves(x))
+    assert jax.__version__ in str(MOSAIC.serves(x))

@@ -1,0 +1,138 @@
+"""What is particular to Mosaic's kernels: their ring of copies, activations, and GPUs.
+
+The interpreter also tells where a thread might read what is being written, or the reverse.
+What it cannot tell, experiments/gpu_kernels_mosaic.py reads off the compiled code.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from eqx_norm._normalise.gpu import mosaic_ring, tiling
+from eqx_norm._normalise.gpu.activations import restated
+from eqx_norm._normalise.gpu.mosaic import BACKEND, Mosaic
+from eqx_norm._normalise.gpu.mosaic_ring import plgpu
+from eqx_norm._normalise.gpu.tiles import geometry
+from experiments import gpu_kernels_mosaic
+
+from .backends import (
+    ACTIVATIONS,
+    HAS_MOSAIC,
+    ULP,
+    check_statistics,
+    check_sums,
+    normal,
+    statistics,
+)
+
+needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="the Mosaic kernels take jax 0.12")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("cut", ["slices"], indirect=True)
+def test_a_merge_of_merges(cut, monkeypatch):
+    def small(partials, channels, least):
+        return tiling.Tiling(64, 8, 1, 1, -(-partials // 64), 4)
+
+    monkeypatch.setattr(tiling, "merge", small)
+    x = normal((2100, 32, 1), mean=3.0)
+    assert geometry(x, 1).tiling.slices > 64
+    check_statistics(Mosaic(interpret=True), x)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_in_other_words(name):
+    """A derivative is wrong by ulps of 1, of u (the exponent of a softplus) or of itself."""
+    u, g = normal((999,)) * 4, normal((999,), seed=1)
+
+    def derivative(u, g):
+        return jax.jvp(ACTIVATIONS[name], (u,), (g,))[1]
+
+    expected, got = (np.asarray(jax.jit(f)(u, g)) for f in (derivative, restated(derivative)))
+    most = 4 * ULP * np.maximum(np.abs(g) * np.maximum(1, np.abs(u)), np.abs(expected))
+    assert np.all((np.abs(got - expected) <= most) | (np.isnan(got) & np.isnan(expected)))
+
+
+# --- Races.
+
+
+@pytest.fixture
+def races():
+    """The backend that looks for them. After it has found one it has to be cleaned up."""
+    yield Mosaic(plgpu.InterpretGPUParams(detect_races=True))
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("cut", ["loops", "as it is"], indirect=True)
+def test_no_races(cut, races, request):
+    x = normal((397, 32, 1))
+    if request.node.callspec.params["cut"] == "loops":
+        assert geometry(x, 1).tiling.chunks > 2 * mosaic_ring.STAGES
+    else:
+        assert geometry(x, 1).tiling.slices > 1  # and a merge
+    statistics(races, x)
+    check_sums(races, jax.nn.relu, x.shape)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("left_out", ["barrier_wait", "commit_smem"])
+@pytest.mark.parametrize("cut", ["loops"], indirect=True)
+def test_planted_races_are_found(cut, races, monkeypatch, left_out):
+    monkeypatch.setattr(plgpu, left_out, lambda *_: None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        statistics(races, normal((397, 32, 1)))
+
+
+# --- What it says.
+
+
+def why(shape, dtype="float32", mask=None):
+    return str(BACKEND.serves(jax.ShapeDtypeStruct(shape, dtype), mask))
+
+
+@needs_mosaic
+def test_what_it_does_not_serve_it_says():
+    assert why((8, 32, 1)) == "None"
+    assert "64 channels of bfloat16, and x has 32" in why((8, 32, 1), "bfloat16")
+    assert "32 channels of float32, and x has 100" in why((8, 100, 1))
+    assert "mask" in why((8, 32, 1), mask=jax.ShapeDtypeStruct((8, 1, 1), "bool"))
+    assert "rows" in why((2**16 + 1, 8, 32, 1))
+
+
+@needs_mosaic
+def test_on_a_gpu_of_before(monkeypatch):
+    class Device:
+        device_kind, compute_capability = "NVIDIA A100-SXM4-80GB", "8.0"
+
+    monkeypatch.setattr(jax, "devices", lambda platform: [Device])
+    assert "A100" in why((8, 32, 1))
+    Device.compute_capability = "10.0"
+    assert why((8, 32, 1)) == "None"
+
+
+@pytest.mark.skipif(HAS_MOSAIC, reason="of a jax that has it")
+def test_a_jax_of_before():
+    assert f"take jax 0.12, and this is jax {jax.__version__}" in why((8, 32, 1))
+
+
+# --- What is read off the code.
+
+LOOP = """
+    ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
+    fence.proxy.async.shared::cta;
+    bar.sync %r5, 128;
+    cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes [%r6], [%rd2];
+"""
+
+
+def test_copies_before_all_have_read():
+    assert not gpu_kernels_mosaic.unfenced(LOOP * 2)
+    lines = LOOP.splitlines()
+    assert gpu_kernels_mosaic.unfenced(
+        "\n".join(line for line in lines if "bar.sync" not in line)
+    )
+    assert gpu_kernels_mosaic.unfenced("\n".join(line for line in lines if "fence" not in line))
+    assert gpu_kernels_mosaic.unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))
