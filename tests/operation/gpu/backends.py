@@ -1,4 +1,4 @@
-"""The backends of the operation's passes, the shapes they go through, and GPUs to lower for."""
+"""The backends of the operation's passes, and the bounds that all of them keep."""
 
 import dataclasses
 import functools
@@ -10,15 +10,14 @@ import numpy as np
 
 from eqx_norm._normalise import reference, totals
 from eqx_norm._normalise.gpu import choice
-from eqx_norm._normalise.gpu.mosaic import VERSION, Mosaic
+from eqx_norm._normalise.gpu.mosaic import Mosaic
 from eqx_norm._normalise.gpu.triton import Triton
 from tests.compiling import jit
 
+from .gpus import HAS_MOSAIC, mesh
+
 ULP = 2.0**-23  # of float32
 EPS = 1e-5  # the layer's
-HAS_MOSAIC = jax.__version_info__ >= VERSION
-CORES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
-H200 = "NVIDIA H200"
 _NAMES = """
 relu relu6 leaky_relu elu celu selu gelu silu mish softplus squareplus sparse_plus soft_sign
 hard_tanh sigmoid log_sigmoid hard_sigmoid hard_silu
@@ -142,17 +141,6 @@ def check_sums(backend, activation, shape, masked=False, dtype="float32", g_dtyp
 
 
 # --- Lowered for GPUs that are not there.
-
-
-def mesh(kind=H200, size=1):
-    """Tells jax what GPU is meant; before 0.11 it took any."""
-    automatic = (jax.sharding.AxisType.Auto,)
-    if jax.__version_info__ < (0, 11):
-        return jax.sharding.AbstractMesh((size,), ("x",), automatic)
-    device = jax.sharding.AbstractDevice(
-        device_kind=kind, num_cores=CORES[kind], platform="gpu"
-    )
-    return jax.sharding.AbstractMesh((size,), ("x",), automatic, abstract_device=device)
 
 
 def lowered(function, *arrays, on=None):

@@ -14,7 +14,7 @@ from eqx_norm import BatchNorm, LayerNorm
 from tests.helpers import over_batch
 from tests.processes import on_devices
 
-from .backends import CORES, HAS_MOSAIC
+from .gpus import CORES, H200, HAS_MOSAIC, mesh
 
 FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_vjp_sums"
 ROWS, PULLED_ROWS = "eqx_norm_rows", "eqx_norm_rows_vjp"
@@ -25,17 +25,9 @@ each_device = pytest.mark.parametrize("device", CORES)
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 
 
-def lowered(f, *shaped, device="NVIDIA H200"):
-    """The text of what XLA would be given; from jax 0.11 on, kernels ask for the device."""
-    mesh = jax.sharding.AbstractMesh(
-        (1,),
-        ("x",),
-        (jax.sharding.AxisType.Auto,),
-        abstract_device=jax.sharding.AbstractDevice(
-            device_kind=device, num_cores=CORES[device], platform="gpu"
-        ),
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
+def lowered(f, *shaped, device=H200):
+    """Returns the text of what XLA would be given."""
+    with jax.sharding.use_abstract_mesh(mesh(device)):
         return jax.jit(f).trace(*shaped).lower(lowering_platforms=("cuda",)).as_text()
 
 

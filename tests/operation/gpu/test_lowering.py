@@ -13,7 +13,8 @@ from eqx_norm._normalise.gpu import tiling
 from eqx_norm._normalise.gpu.mosaic import BACKEND as MOSAIC
 from eqx_norm._normalise.gpu.triton import BACKEND as TRITON
 
-from .backends import ACTIVATIONS, CORES, HAS_MOSAIC, lowered, lowered_sums, mesh, operands
+from .backends import ACTIVATIONS, lowered, lowered_sums, operands
+from .gpus import CORES, HAS_MOSAIC, mesh
 
 needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="the Mosaic kernels take jax 0.12")
 by_mosaic = pytest.param(MOSAIC, id="mosaic", marks=needs_mosaic)

@@ -17,13 +17,13 @@ from experiments import gpu_kernels_mosaic
 
 from .backends import (
     ACTIVATIONS,
-    HAS_MOSAIC,
     ULP,
     check_statistics,
     check_sums,
     normal,
     statistics,
 )
+from .gpus import HAS_MOSAIC
 
 needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="the Mosaic kernels take jax 0.12")
 
