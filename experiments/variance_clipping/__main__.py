@@ -43,7 +43,7 @@ from .runs import CORRUPTED, MOMENTUM, RATIO, START, STEPS, WINDOW, Run, Setting
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. The defaults are the whole job."""
+    """Says what to run: by default the whole job."""
 
     approaches: tuple[str, ...] = ("batch", "ema", "smooth_start")
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)

@@ -1,4 +1,4 @@
-"""What Caffe #3963 says of variance clipping, and what is found here: numbers and verdicts.
+"""Judges what Caffe #3963 says of variance clipping, and what is found here.
 
 The failures, each in one run beside the clean run of the same layer and seed:
 
