@@ -132,7 +132,7 @@ A1: the largest gradient is more than {claims.EXPLODED:g} times the clean run's.
 A2: training accuracy is below {claims.COLLAPSED:.0%} in the {WINDOW} steps after.
 B: at the end, training accuracy is within {100 * claims.FINE:g} points of the clean run's,
 and test accuracy is {100 * claims.RUINED:g} points or more below it.
-Each is seen where it is seen in most of the seeds."""
+A failure counts where most of the seeds have it."""
 
 
 def report(files: Files) -> Report:
