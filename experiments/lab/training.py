@@ -24,7 +24,7 @@ GradientNorms = dict[str, NDArray[np.float32]]  # by parameter: "linear1.weight"
 
 
 class Record(NamedTuple):
-    """What was recorded; every array has one value a step."""
+    """Holds what was recorded; every array has one value a step."""
 
     # loss, largest_gradient_norm, output_mean and output_std of the (last) normalisation
     # layer, test_accuracy (NaN but after the evaluated steps), and whatever

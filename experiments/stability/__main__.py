@@ -41,7 +41,7 @@ from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run. The defaults are the whole job; 100 steps and batch 64 are the issue's."""
+    """Says what to run. The whole job by default; 100 steps and batch 64 are the issue's."""
 
     settings: tuple[Setting, ...] = SETTINGS
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)

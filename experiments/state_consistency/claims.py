@@ -1,4 +1,4 @@
-"""What this layer claims of its state, and which of the other layers it is not so with."""
+"""Judges what this layer claims of its state, and with which other layers it is not so."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

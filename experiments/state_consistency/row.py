@@ -47,12 +47,12 @@ class Row(NamedTuple):
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """What is run."""
+        """Returns the fields that say what is run."""
         return self[: self._fields.index("raised")]
 
     @property
     def n(self) -> int:
-        """How many values a channel has."""
+        """Returns how many values a channel has."""
         return math.prod(self.shape) // self.shape[1]
 
     @property
@@ -61,5 +61,5 @@ class Row(NamedTuple):
 
     @property
     def variance_error(self) -> float:
-        """Beside the variance that the layer says it remembers."""
+        """Returns the error of that variance which the layer says it remembers."""
         return self.unbiased_error if self.unbiased else self.biased_error

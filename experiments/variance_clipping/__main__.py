@@ -43,7 +43,7 @@ from .runs import CORRUPTED, MOMENTUM, RATIO, START, STEPS, WINDOW, Run, Setting
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. The defaults are the whole job."""
+    """Says what to run: by default the whole job."""
 
     approaches: tuple[str, ...] = ("batch", "ema", "smooth_start")
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
@@ -132,7 +132,7 @@ A1: the largest gradient is more than {claims.EXPLODED:g} times the clean run's.
 A2: training accuracy is below {claims.COLLAPSED:.0%} in the {WINDOW} steps after.
 B: at the end, training accuracy is within {100 * claims.FINE:g} points of the clean run's,
 and test accuracy is {100 * claims.RUINED:g} points or more below it.
-Each is seen where it is seen in most of the seeds."""
+A failure counts where most of the seeds have it."""
 
 
 def report(files: Files) -> Report:

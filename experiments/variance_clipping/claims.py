@@ -1,4 +1,4 @@
-"""What Caffe #3963 says of variance clipping, and what is found here: numbers and verdicts.
+"""Judges what Caffe #3963 says of variance clipping, and what is found here.
 
 The failures, each in one run beside the clean run of the same layer and seed:
 
@@ -9,7 +9,7 @@ The failures, each in one run beside the clean run of the same layer and seed:
     B   training looks fine, inference is ruined: at the end, training accuracy is within 2
         points of the clean run's, and test accuracy is 10 points or more below it
 
-A failure is seen where it is seen in more than half of the seeds.
+A failure counts where more than half of the seeds have it.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""How every run is trained, and what is kept of it."""
+"""Says how every run is trained, and what is kept of it."""
 
 from typing import NamedTuple
 

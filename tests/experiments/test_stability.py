@@ -82,7 +82,10 @@ def test_without_runs_there_is_no_verdict():
 
 def test_figure_1_is_of_the_seed_with_the_median_peak():
     def norms(peak):
-        return {"conv.weight": np.float32([1, peak]), "conv.bias": np.float32([2, 3])}
+        return {
+            "conv.weight": np.array([1, peak], np.float32),
+            "conv.bias": np.array([2, 3], np.float32),
+        }
 
     ema = Setting("ema", 0.99)
     found = list(gradients({ema: {5: norms(9), 6: norms(7), 7: norms(8)}}))

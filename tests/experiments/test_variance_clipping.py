@@ -74,7 +74,7 @@ def test_until_the_first_corrupted_batch_all_runs_are_alike(quick):
             np.stack([*run.values()]) for s, run in found.items() if s[:2] == (approach, False)
         ]
         assert len(runs) == 3
-        first = int(np.argmax(found[approach, False, CLEAN]["step"] == CORRUPTED[0]))
+        first = int(np.argmax(found[Setting(approach, False, CLEAN)]["step"] == CORRUPTED[0]))
         for other in runs[1:]:
             np.testing.assert_array_equal(runs[0][..., :first], other[..., :first])
             assert (runs[0][..., first:] != other[..., first:]).any()
