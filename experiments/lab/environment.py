@@ -44,6 +44,13 @@ def environment(*packages: str) -> dict[str, Any]:
     return found
 
 
+def device_name() -> str:
+    """Returns the device as files are named after it: `cpu`, `nvidia-h100-80gb-hbm3`."""
+    device = jax.devices()[0]
+    kind = "cpu" if device.platform == "cpu" else device.device_kind
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
 def cores() -> int:
     """Returns how many cores this process may use, which is how many XLA uses."""
     if hasattr(os, "sched_getaffinity"):

@@ -80,7 +80,8 @@ class Experiment(Generic[Job]):
     # Whether a job is the whole one, of which --commit replaces what is committed.
     is_whole: Callable[[Job], bool] | None = None
     stem: Callable[[Job], str] | None = None  # of the files of a job, where there are several
-    strict: bool = False  # whether the whole job fails, too, where a claim does not hold
+    # Whether the whole job fails, too, where a claim does not hold; or which whole jobs do.
+    strict: bool | Callable[[Job], bool] = False
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Runs the command line, and returns the exit code."""
@@ -152,7 +153,8 @@ class Experiment(Generic[Job]):
         print(f"\nin {seconds} s; results in {files.json.parent}")
         if options.quick:
             return int(any(verdict.quick and not verdict.holds for verdict in report.verdicts))
-        return int(self.strict and any(v.holds is False for v in report.verdicts))
+        strict = self.strict(job) if callable(self.strict) else self.strict
+        return int(strict and any(verdict.holds is False for verdict in report.verdicts))
 
     def _redraw(self, out: Path) -> int:
         stems = self.stems(out)

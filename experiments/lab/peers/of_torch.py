@@ -41,6 +41,15 @@ def batch_norm(
     )
 
 
+def layer_norm(x: Any, weight: Any, bias: Any, *, eps: float) -> Any:
+    """Returns y for `x` of `[N, *shape]`; weight and bias are of `shape`, or `None`."""
+    shape = tuple(x.shape[1:])
+    if weight is None and bias is not None:
+        # torch 2.13 has no backward pass in bfloat16 for a bias in float32 alone.
+        weight = torch.ones(shape, dtype=bias.dtype)
+    return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+
+
 def use_all_cores() -> None:
     """Has torch use as many threads as XLA does."""
     torch.set_num_threads(cores())
