@@ -23,18 +23,15 @@ DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 OWN, FIRST, LAST, ROWS = "each its own", "channels first", "channels last", "rows"
 
 # The parts of the experiment, in this order: first what a run that is cut short has to show.
-COPY = "copy"  # measured with those that are compared with it
-BITS, AGREEMENT, TRAINING, LAYER_NORM = "bits", "agreement", "training", "layer_norm"
-TIME, GROWTH, COMPILE, STACK = "time", "growth", "compile", "stack"
 PARTS = {
-    BITS: "whether every run gives the same bits",
-    AGREEMENT: "whether all that is timed computes the same",
-    TRAINING: "the time of a network's training step",
-    LAYER_NORM: "the time of a layer norm",
-    TIME: "the time of a batch norm with ReLU",
-    GROWTH: "how that grows with the size of x",
-    COMPILE: "temporaries of a batch norm with ReLU, and the time to compile it",
-    STACK: "the time to compile many",
+    "bits": "whether every run gives the same bits",
+    "agreement": "whether all that is timed computes the same",
+    "training": "the time of a network's training step",
+    "layer_norm": "the time of a layer norm",
+    "time": "the time of a batch norm with ReLU",
+    "growth": "how that grows with the size of x",
+    "compile": "temporaries of a batch norm with ReLU, and the time to compile it",
+    "stack": "the time to compile many",
 }
 STEP, NO_NORM = "training step", "no norm"
 
@@ -84,7 +81,8 @@ class Problem(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return bytes_of(self.shape, self.dtype)
+        """Those of x."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def least_bytes(self, pass_: Pass) -> int:
         return LEAST[self.rows, pass_] * self.bytes
@@ -105,7 +103,7 @@ class Job:
     """What is measured. The defaults are the whole job on a CPU."""
 
     device: str = "cpu"  # "gpu"; "rehearsal": what is done on a GPU, on a CPU
-    parts: tuple[str, ...] = (AGREEMENT, TRAINING, LAYER_NORM, TIME, GROWTH, COMPILE, STACK)
+    parts: tuple[str, ...] = tuple(part for part in PARTS if part != "bits")
     # Of a batch norm: large and square, many channels, few channels, late in a ResNet at a
     # batch of 8, two without spatial axes, and one with one long one.
     shapes: tuple[Shape, ...] = (
@@ -182,7 +180,7 @@ class Job:
 # What does not depend on the machine: results, and temporaries from 1 MiB on. (Of smaller
 # arrays the first level of the sums is a larger part.)
 QUICK = Job(
-    parts=(AGREEMENT, TIME, COMPILE),
+    parts=("agreement", "time", "compile"),
     shapes=((16, 64, 32, 32), (64, 128, 8, 8)),
     rows=((1024, 256),),
     dtypes=("f32",),
@@ -205,7 +203,7 @@ RESNET_50 = (
 )
 GPU = Job(
     device="gpu",
-    parts=(BITS, AGREEMENT, TRAINING, LAYER_NORM, TIME),
+    parts=("bits", "agreement", "training", "layer_norm", "time"),
     shapes=tuple((n, *shape) for n in (256, 32) for shape in reversed(RESNET_50)),
     layouts=(FIRST, LAST),
     rows=tuple((8192, width) for width in (768, 1024, 2048, 4096, 8192, 16384)),
@@ -214,7 +212,6 @@ GPU = Job(
         names.OURS,
         names.OURS_XLA,
         *KERNELS,
-        names.OURS_INVARIANT,
         names.EQUINOX_BATCH,
         names.EQUINOX,
         names.LINEN,
@@ -260,10 +257,6 @@ REHEARSAL = dataclasses.replace(
 )
 # By device: the whole job, and the quick one.
 JOBS = {"cpu": (Job(), QUICK), "gpu": (GPU, GPU_QUICK), "rehearsal": (REHEARSAL, REHEARSAL)}
-
-
-def bytes_of(shape: Shape, dtype: str) -> int:
-    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def shape_name(shape: Shape) -> str:

@@ -11,23 +11,15 @@ from experiments.lab.claims import Claim, NotMeasured, Verdict, judge
 from experiments.lab.peers import names
 
 from .cases import (
-    AGREEMENT,
-    BITS,
     BOTH,
-    COMPILE,
     EQUINOX,
     FIRST,
     FLAX,
-    GROWTH,
     IN_TORCH,
     LARGE,
     LAST,
-    LAYER_NORM,
     MIB,
     ROWS,
-    STACK,
-    TIME,
-    TRAINING,
     Shape,
     shape_name,
 )
@@ -79,7 +71,7 @@ class Ratio(NamedTuple):
 
 def where(row: Row) -> str:
     """Returns the array in words, and the program where there are several."""
-    on_cpu = row.device == "cpu" and row.part != LAYER_NORM
+    on_cpu = row.device == "cpu" and row.part != "layer_norm"
     return shape_name(row.shape) if on_cpu else row.place
 
 
@@ -87,7 +79,7 @@ def ratios(
     rows: Rows,
     others: Sequence[str],
     *,
-    part: str = TIME,
+    part: str = "time",
     dtype: str = "",
     program: str = BOTH,
     of: Callable[[Row], float] = lambda row: row.median,
@@ -118,7 +110,7 @@ def geometric_mean(found: Iterable[Ratio]) -> float:
 
 
 def _agreement(rows: Rows) -> tuple[str, bool]:
-    found = _measured(rows, lambda row: row.deviation, AGREEMENT)
+    found = _measured(rows, lambda row: row.deviation, "agreement")
     said = []
     for dtype in dict.fromkeys(row.dtype for row in found):
         worst = max((r for r in found if r.dtype == dtype), key=lambda row: row.deviation)
@@ -179,7 +171,7 @@ def _large(row: Row) -> bool:
 
 
 def _temporaries(rows: Rows) -> tuple[str, bool]:
-    found = _measured(rows, lambda row: row.temporaries, COMPILE, names.OURS)
+    found = _measured(rows, lambda row: row.temporaries, "compile", names.OURS)
     worst = max((r for r in found if r.dtype == "f32"), key=lambda row: row.temporaries)
     return f"{worst.temporaries:.3f} of x's bytes on {where(worst)}", worst.temporaries <= 0.1
 
@@ -199,7 +191,7 @@ def growing(rows: Rows) -> dict[str, list[Row]]:
     """Returns the rows of the growth: those with a power of two as N, and the others."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
-        if row.part == GROWTH and not math.isnan(row.median):
+        if row.part == "growth" and not math.isnan(row.median):
             kind = BY_TWO if row.shape[0].bit_count() == 1 else BY_THREE
             kinds.setdefault(kind, []).append(row)
     return kinds
@@ -216,7 +208,7 @@ def growth(rows: Rows) -> tuple[float, float]:
 
 
 def _growth(rows: Rows) -> tuple[str, bool]:
-    """Judges by the powers of two alone; see measure._growth."""
+    """Judges by the powers of two alone; see parts.Parts.growth."""
     found = growing(rows)
     exponent, _ = growth(found.get(BY_TWO, []))
     beside = f"; {growth(found[BY_THREE])[0]:.3f} for {BY_THREE}" if BY_THREE in found else ""
@@ -230,7 +222,7 @@ def _invariance(rows: Rows) -> tuple[str, bool]:
 
 
 def _layer_norm(rows: Rows) -> tuple[str, bool]:
-    found = ratios(rows, (names.EQUINOX,), part=LAYER_NORM, dtype="f32")
+    found = ratios(rows, (names.EQUINOX,), part="layer_norm", dtype="f32")
     values = [ratio.value for ratio in found]
     mean = geometric_mean(found)
     return f"{mean:.2f} of its time ({min(values):.2f} to {max(values):.2f})", mean < 1
@@ -268,8 +260,8 @@ ON_A_CPU = (
         _at_most((names.TORCH,), 1.0, _large, "bf16"),
         False,
     ),
-    Claim("one layer compiles no slower than Equinox's", _compiles(COMPILE), False),
-    Claim("so does a stack of 50", _compiles(STACK), False),
+    Claim("one layer compiles no slower than Equinox's", _compiles("compile"), False),
+    Claim("so does a stack of 50", _compiles("stack"), False),
     Claim("the cost grows linearly: exponent 0.9 to 1.1", _growth, False),
     Claim("the device-invariant mode: at most twice the time", _invariance, False),
     Claim("layer norm, f32: faster than Equinox's (geometric mean)", _layer_norm, False),
@@ -281,7 +273,7 @@ ON_A_CPU = (
 
 
 def _bits(rows: Rows) -> tuple[str, bool]:
-    found = _measured(rows, lambda row: row.differing, BITS)
+    found = _measured(rows, lambda row: row.differing, "bits")
     worst = max(found, key=lambda row: row.differing)
     beside = f" ({worst.peer}, {worst.place})" if worst.differing else ""
     said = f"{worst.differing:g} of {worst.calls} runs differ{beside}; {len(found)} results"
@@ -345,30 +337,30 @@ def _no_slower_than_torch(part: str) -> Callable[[Rows], tuple[str, bool]]:
 
 def _never_slower_than_xla(rows: Rows) -> tuple[str, bool]:
     found = []
-    for part in (TIME, LAYER_NORM, TRAINING):
+    for part in ("time", "layer_norm", "training"):
         try:
             found += ratios(rows, (names.OURS_XLA,), part=part, program="")
         except NotMeasured:
             continue
     if not found:
         raise NotMeasured
-    same = [r.value for r in found if not r.ours.note and r.ours.part != TRAINING]
+    same = [r.value for r in found if not r.ours.note and r.ours.part != "training"]
     apart = max((max(value, 1 / value) for value in same), default=math.nan)
     return _never_slower(found, f"; the same program twice: up to {apart:.2f}" if same else "")
 
 
 OVER = "over 100 MB: 85% of copy bandwidth"
 OF_SPEED = (
-    Claim(f"batch norm, {LAST}, {OVER}", _share(TIME, LAST)),
-    Claim(f"batch norm, {FIRST}, {OVER}", _share(TIME, FIRST)),
-    Claim(f"layer norm, {OVER}", _share(LAYER_NORM, ROWS)),
+    Claim(f"batch norm, {LAST}, {OVER}", _share("time", LAST)),
+    Claim(f"batch norm, {FIRST}, {OVER}", _share("time", FIRST)),
+    Claim(f"layer norm, {OVER}", _share("layer_norm", ROWS)),
     Claim(
         "1.5 times as fast as Equinox's batch norm, forward + backward, on average",
         _equinox_on_average,
     ),
     Claim("and so on every array", _equinox_everywhere),
-    Claim("batch norm: no slower than PyTorch's best", _no_slower_than_torch(TIME)),
-    Claim("layer norm: no slower than PyTorch's best", _no_slower_than_torch(LAYER_NORM)),
+    Claim("batch norm: no slower than PyTorch's best", _no_slower_than_torch("time")),
+    Claim("layer norm: no slower than PyTorch's best", _no_slower_than_torch("layer_norm")),
     Claim(
         "never slower than XLA under 'auto', training steps included", _never_slower_than_xla
     ),

@@ -16,7 +16,7 @@ from experiments.lab.figures import BLACK, log_scale, save
 from experiments.lab.figures import PEERS as COLOURS
 from experiments.lab.peers import names
 
-from .cases import BOTH, GROWTH, LAST, LAYER_NORM, MIB, ROWS, TIME, Shape, shape_name
+from .cases import BOTH, LAST, MIB, ROWS, Shape, shape_name
 from .claims import BY_THREE, BY_TWO, GROWS_FROM, SHARE, Rows, growing, growth, side_by_side
 from .roofline import PARTS
 from .rows import Row
@@ -48,7 +48,7 @@ def draw(files: Files) -> list[Path]:
     if any(not math.isnan(row.share) for row in rows):
         figure = _on_a_gpu(rows)
     elif any(
-        row.part in (TIME, GROWTH) and row.peer == names.OURS and row.calls for row in rows
+        row.part in ("time", "growth") and row.peer == names.OURS and row.calls for row in rows
     ):
         figure = _on_a_cpu(rows)
     else:
@@ -57,9 +57,9 @@ def draw(files: Files) -> list[Path]:
 
 
 def _on_a_cpu(rows: Rows) -> Figure:
-    timed = [row for row in rows if row.part == TIME and row.peer == names.OURS and row.calls]
+    timed = [row for row in rows if row.part == "time" and row.peer == names.OURS and row.calls]
     panels = list(dict.fromkeys(row.dtype for row in timed))
-    panels += [GROWTH] if growing(rows) else []
+    panels += ["growth"] if growing(rows) else []
     # The first in full width, the others side by side, the last of them narrower.
     first, *rest = panels
     layout: Any = [[panel] * 5 for panel in panels]
@@ -68,11 +68,11 @@ def _on_a_cpu(rows: Rows) -> Figure:
     figure = Figure(figsize=(9.5, 3.6 * len(layout)))
     axes = figure.subplot_mosaic(layout)
     for panel in panels:
-        if panel == GROWTH:
+        if panel == "growth":
             _growth(axes[panel], rows)
         else:
             _over_ours(axes[panel], rows, panel)
-    _legend(figure, [axes[panel] for panel in panels if panel != GROWTH])
+    _legend(figure, [axes[panel] for panel in panels if panel != "growth"])
     return figure
 
 
@@ -81,7 +81,7 @@ def _over_ours(axes: Axes, rows: Rows, dtype: str) -> None:
     found = {
         shape: peers
         for (part, shape, of, _, program), peers in side_by_side(rows).items()
-        if (part, of, program) == (TIME, dtype, BOTH) and names.OURS in peers
+        if (part, of, program) == ("time", dtype, BOTH) and names.OURS in peers
     }
     shapes = sorted(found, key=math.prod, reverse=True)
     present = [name for name in MARKERS if any(name in peers for peers in found.values())]
@@ -162,7 +162,7 @@ def _on_a_gpu(rows: Rows) -> Figure:
     found = side_by_side(rows)
     panels = [
         (part, layout, dtype)
-        for part, layout in ((TIME, LAST), (LAYER_NORM, ROWS))
+        for part, layout in (("time", LAST), ("layer_norm", ROWS))
         for dtype in dict.fromkeys(key[2] for key in found if key[0] == part)
     ]
     figure = Figure(figsize=(11, 3.2 * len(panels)))
@@ -207,7 +207,7 @@ def _shares(axes: Axes, rows: Rows, part: str, layout: str, dtype: str) -> None:
     axes.grid(visible=False, axis="x")
     axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
     axes.set_ylabel("share of copy bandwidth")
-    what = "batch norm + ReLU, channels last" if part == TIME else "layer norm"
+    what = "batch norm + ReLU, channels last" if part == "time" else "layer norm"
     axes.set_title(f"{what}, forward + backward, {dtype}")
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from experiments.lab.peers import names
-from experiments.lab.timer import Times
+from experiments.lab.timer import Program, Times
 
-from .cases import IN_TORCH, Shape, bytes_of, shape_name
+from .cases import IN_TORCH, Problem, Shape, shape_name
 
 FAILED, NOT_SERVED, DIFFERS = "failed: ", "not served: ", "differs"
 
@@ -41,9 +42,13 @@ class Row:
     note: str = ""
 
     @property
+    def problem(self) -> Problem:
+        return Problem(self.shape, self.dtype, self.layout)
+
+    @property
     def bytes(self) -> int:
         """Those of x."""
-        return bytes_of(self.shape, self.dtype)
+        return self.problem.bytes
 
     @property
     def place(self) -> str:
@@ -74,20 +79,18 @@ def because(row: Row, error: Exception) -> Row:
     return dataclasses.replace(row, note=f"{FAILED}{type(error).__name__}: {said}")
 
 
-def timed(
-    row: Row, times: Times, instances: int, spread: tuple[float, float], note: str = ""
-) -> Row:
+def timed(row: Row, times: Times, program: Program, spread: tuple[float, float]) -> Row:
+    """Returns the row with the median, and these percentiles, of the program's times."""
     low, median, high = times.percentiles(spread[0], 50, spread[1])
-    host = sorted(1e3 * times.host)[len(times.host) // 2]
     return dataclasses.replace(
         row,
         median=median,
         low=low,
         high=high,
-        host=float(host),
+        host=1e3 * statistics.median(times.host.tolist()),
         calls=times.calls,
-        instances=instances,
-        note=note,
+        instances=program.instances,
+        note=program.note,
     )
 
 

@@ -11,17 +11,11 @@ from experiments.lab.tables import table
 
 from .cases import (
     BOTH,
-    COMPILE,
-    COPY,
     KERNELS,
-    LAYER_NORM,
     NO_NORM,
     OWN,
     PEERS,
     ROWS,
-    STACK,
-    TIME,
-    TRAINING,
     shape_name,
 )
 from .claims import APART, Rows, side_by_side, verdicts
@@ -38,11 +32,11 @@ def report(rows: Rows) -> Report:
     kinds = dict.fromkeys(
         (row.part, row.dtype, row.layout, row.program)
         for row in rows
-        if row.part in (LAYER_NORM, TIME, TRAINING) and row.calls
+        if row.part in ("layer_norm", "time", "training") and row.calls
     )
     tables = [times(rows, *kind) for kind in kinds]
     tables += [of_layer_norm(rows), *compilation(rows), wrong_choices(rows), copies(rows)]
-    summary = times(rows, TIME, "f32", OWN, BOTH)
+    summary = times(rows, "time", "f32", OWN, BOTH)
     return Report(
         "\n\n".join(filter(None, [*tables, *notes(rows), claims])),
         judged,
@@ -54,7 +48,7 @@ def times(rows: Rows, part: str, dtype: str, layout: str, program: str) -> str:
     """Returns the medians in milliseconds, three digits."""
     kind = part, dtype, layout, program
     mine = [r for r in rows if (r.part, r.dtype, r.layout, r.program) == kind and r.calls]
-    unit = "ms, layer norm" if part == LAYER_NORM else "ms"
+    unit = "ms, layer norm" if part == "layer_norm" else "ms"
     if any(not math.isnan(row.share) for row in mine):
         unit += " (*: the host's), share of copy"
     words = (unit, layout if layout not in (OWN, ROWS) else "", dtype, program)
@@ -63,7 +57,7 @@ def times(rows: Rows, part: str, dtype: str, layout: str, program: str) -> str:
 
 def compilation(rows: Rows) -> list[str]:
     """Returns temporaries of forward + backward, and seconds to compile it."""
-    mine = [row for row in rows if row.part == COMPILE and row.program == BOTH]
+    mine = [row for row in rows if row.part == "compile" and row.program == BOTH]
     tables = [
         _by_shape(
             f"temporaries / bytes of x; s to compile; {dtype}",
@@ -72,7 +66,7 @@ def compilation(rows: Rows) -> list[str]:
         )
         for dtype in dict.fromkeys(row.dtype for row in mine)
     ]
-    stack = [row for row in rows if row.part == STACK]
+    stack = [row for row in rows if row.part == "stack"]
     title = "s to compile 50 x (linear, norm, ReLU), forward + backward"
     return [*tables, _by_shape(title, stack, lambda row: f"{row.compile_seconds:.2f}")]
 
@@ -82,7 +76,7 @@ def of_layer_norm(rows: Rows) -> str:
     found: defaultdict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
     shapes: dict[str, None] = {}
     for (part, shape, dtype, _, program), peers in side_by_side(rows).items():
-        if part == LAYER_NORM and names.OURS in peers:
+        if part == "layer_norm" and names.OURS in peers:
             shapes[shape_name(shape)] = None
             for name in peers.keys() - {names.OURS}:
                 ratio = peers[names.OURS].median / peers[name].median
@@ -93,9 +87,9 @@ def of_layer_norm(rows: Rows) -> str:
 
 
 def wrong_choices(rows: Rows) -> str:
-    """Returns where "auto" should have taken another implementation, for its heuristics."""
+    """Returns where, on a GPU, "auto" should have taken another implementation."""
     body = []
-    for peers in side_by_side(rows).values():
+    for peers in side_by_side(row for row in rows if row.device == "gpu").values():
         ours = [peers[n] for n in (names.OURS, names.OURS_XLA, *KERNELS) if n in peers]
         if names.OURS in peers:
             auto, best = peers[names.OURS], min(ours, key=lambda row: row.median)
@@ -105,7 +99,7 @@ def wrong_choices(rows: Rows) -> str:
 
 
 def copies(rows: Rows) -> str:
-    found = [row for row in rows if row.part == COPY]
+    found = [row for row in rows if row.part == "copy"]
     body = [(r.peer, r.note or f"{2 * r.bytes / r.median / 1e6:.0f}") for r in found]
     return table(("copy", "GB/s"), body) if body else ""
 
