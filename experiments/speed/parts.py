@@ -243,6 +243,7 @@ class Parts:
             entered,
             rounds or self._job.rounds,
             least=self._job.least,
+            wait_for_each=not self._job.as_on_a_gpu,
             failed=lambda row, error: found.update({row: because(row, error)}),
             title=title,
         )
