@@ -151,8 +151,6 @@ def present(job: Job) -> tuple[Job, dict[str, str]]:
         if not torch.cuda.is_available():
             left_out |= dict.fromkeys(set(kept) & set(IN_TORCH), "this torch sees no GPU")
             kept = tuple(name for name in kept if name not in IN_TORCH)
-    if not kept:
-        raise UserError("--peers: none of them can run here")
     return dataclasses.replace(job, peers=kept), left_out
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments.lab import rows as csv
 from experiments.lab.environment import environment
+from experiments.lab.errors import UserError
 from experiments.lab.experiment import Files
 
 from .cases import PARTS, Job
@@ -34,6 +35,8 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     Rows from before are kept if they are of the same environment, and of a job that differs in
     parts and dtypes alone.
     """
+    if not job.peers:
+        raise UserError("--peers: none of them can run here")
     installed = {(found.metadata["Name"] or "").lower() for found in distributions()}
     packages = sorted(name for name in installed if name.startswith(NOTED))
     noted = {"environment": environment(*packages), "settings": _settings(job)}
