@@ -4,6 +4,9 @@ PYTHON ?= python3
 # Tests are many small compilations, of which those of a file share some: two processes, whatever
 # the number of cores, and each file in one of them.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
+# With float64 as the default, and without implicit promotion, which then is an error.
+X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
+X64_TESTS := -m "not peers and not x32" tests/strategies tests/layers
 VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest
@@ -71,8 +74,9 @@ figures: $(VENV)/ready ## redraw the committed figures from the committed result
 	$(VENV)/bin/python -m experiments.benchmark_figures
 	$(VENV)/bin/python -m experiments.gpu_run_figure
 
-test: $(VENV)/ready ## all tests that need no peers
+test: $(VENV)/ready ## all tests that need no peers; those of the layers again in 64 bits
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+	$(X64) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
 
 test-peers: $(PEERS)/ready ## compare with PyTorch and Flax, live
 	$(PEERS)/bin/python -m pytest -m peers

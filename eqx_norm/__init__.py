@@ -1,8 +1,8 @@
-"""Normalisation layers for Equinox, with statistics that are one argument apart.
+"""eqx-norm provides normalisation layers for Equinox, whose statistics one argument chooses.
 
-`BatchNorm` and `LayerNorm` stand where `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm` stood.
-`strategies` are what `BatchNorm(approach=...)` knows by name, and the contract for others;
-`determinism` finds where two runs part.
+`BatchNorm` and `LayerNorm` replace `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm`. `strategies`
+holds the approaches that `BatchNorm(approach=...)` knows by name, and the contract for others.
+`determinism` finds the first value in which two runs differ.
 """
 
 from typing import TYPE_CHECKING
@@ -22,10 +22,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if not TYPE_CHECKING:  # or a type checker would take any name for an attribute
+if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
     def __getattr__(name: str) -> object:
-        """Imports `determinism` when it is first asked for: a model has no use for it."""
+        """Imports `determinism` when it is first asked for: a model does not need it."""
         if name != "determinism":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib

@@ -1,4 +1,4 @@
-"""What a layer's `approach=`, `mode=` and `momentum=` mean together: one strategy object."""
+"""Makes one strategy object of a layer's `approach=`, `mode=` and `momentum=`."""
 
 import functools
 import inspect
@@ -9,19 +9,19 @@ from eqx_norm.strategies import AbstractStrategy, named
 
 
 class Unsaid(float):
-    """A default that can be told from the same number said by the user."""
+    """Marks a default, so that it can be told from the same number given by the user."""
 
 
 def resolve(
     approach: str | AbstractStrategy[Any] | None, mode: str | None, momentum: float
 ) -> AbstractStrategy[Any]:
-    """Returns the strategy that `approach` is, or that it or `mode` names.
+    """Returns the strategy object given as `approach`, or the one that it or `mode` names.
 
-    `momentum` goes to one that is named.
+    A strategy that is named is made with `momentum`.
 
-    **Raises:** `ValueError` for an unknown name, for what is no strategy object, for a mode
-    beside another approach, and for a momentum said beside a strategy object, which holds its
-    own.
+    **Raises:** `ValueError` for an unknown name, for an `approach` that is neither a name nor a
+    strategy object, for a `mode` that contradicts it, and for a `momentum` given beside a
+    strategy object, which has its own.
     """
     if mode is not None:
         approach = _of_mode(mode, approach)
@@ -45,7 +45,7 @@ def resolve(
 
 
 def _of_mode(mode: str, approach: str | AbstractStrategy[Any] | None) -> str:
-    """Returns the name that `mode` gives, which `approach` must not contradict."""
+    """Returns `mode` as the name of an approach; raises if `approach` is another."""
     if mode not in ("ema", "batch"):
         raise ValueError(
             f"mode={mode!r} is neither 'ema' nor 'batch': it is what eqx.nn.BatchNorm calls "
@@ -59,7 +59,7 @@ def _of_mode(mode: str, approach: str | AbstractStrategy[Any] | None) -> str:
     return mode
 
 
-# Most models have several layers: one warning is enough for all of them.
+# Cached, because most models have several layers and one warning is enough for all of them.
 @functools.cache
 def _warn_of_the_default() -> None:
     warnings.warn(
@@ -72,9 +72,9 @@ def _warn_of_the_default() -> None:
 
 
 def _stacklevel() -> int:
-    """Returns how many calls above its own caller the innermost line of the user's is.
+    """Returns the `stacklevel` with which a warning points to the user's innermost line.
 
-    `warnings.warn(skip_file_prefixes=...)` finds it by itself, from Python 3.12 on.
+    From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
     """
     level, frame = 0, inspect.currentframe()
     while frame and _package(frame.f_globals) in ("eqx_norm", "equinox", "jax"):

@@ -1,4 +1,4 @@
-"""What the layers ask of their arguments alike: an error where it is not so."""
+"""Checks arguments that `BatchNorm` and `LayerNorm` have in common."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 
 def checked_eps(eps: float) -> float:
+    """Returns `eps`; raises `ValueError` unless it is greater than 0."""
     if not eps > 0:
         raise ValueError(
             f"eps={eps!r}: what has variance 0 is divided by sqrt(eps), so eps must be greater "
@@ -15,7 +16,7 @@ def checked_eps(eps: float) -> float:
 
 
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
-    """Returns the dtype of weight and bias; the default float where nothing is said."""
+    """Returns the dtype of weight and bias: the one given, or the default float dtype."""
     dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
@@ -26,6 +27,7 @@ def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 
 
 def check_inexact(x: Array) -> None:
+    """Raises `TypeError` unless `x` is float or complex."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
             f"x has dtype {x.dtype}, whose normalised values cannot be represented. "

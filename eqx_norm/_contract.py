@@ -1,4 +1,4 @@
-"""What a strategy answers, checked: an error names the method and what it returned."""
+"""Checks what a strategy returns; an error names the method and quotes what it returned."""
 
 import textwrap
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from eqx_norm.strategies import AbstractStrategy, Moments, TrainingBatch
 
 
 def update(approach: AbstractStrategy[Any]) -> Callable[..., tuple[Moments, Any]]:
-    """Returns `approach.update`, whose answer is checked and remembers plain `Moments`."""
+    """Returns `approach.update` with its result checked, and plain `Moments` in the memory."""
 
     def checked(batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
-        answer = approach.update(batch, memory)
+        result = approach.update(batch, memory)
         name = f"{type(approach).__name__}.update"
-        if not (isinstance(answer, tuple | list) and len(answer) == 2):
+        if not (isinstance(result, tuple | list) and len(result) == 2):
             raise ValueError(
-                f"{name} returned {_short(answer)}, but a training step needs two things, the "
+                f"{name} returned {_short(result)}, but a training step needs two things, the "
                 "moments that normalise the batch and the new memory: return used, memory"
             )
-        used, learnt = answer
+        used, learnt = result
         returned = f"{name} returned, before the memory,"
         used = _moments(used, batch.mean.shape, returned)
         learnt = _without_step(learnt)
@@ -33,7 +33,7 @@ def update(approach: AbstractStrategy[Any]) -> Callable[..., tuple[Moments, Any]
 
 
 def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
-    """Returns `approach.infer(memory)`, checked."""
+    """Returns `approach.infer(memory)`; raises unless it is `Moments` of so many channels."""
     returned = f"{type(approach).__name__}.infer returned"
     return _moments(approach.infer(memory), (channels,), returned)
 
@@ -55,23 +55,24 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
             f"{returned} Moments with a mean of shape {used.mean.shape} and an m2 of shape "
             f"{used.m2.shape}, but this layer has {shape[0]} channels: give one value for each."
         )
-    # No subclass, and no `ddof`, so that those of training and of inference have one form.
+    # Without a subclass's fields and `ddof`, so that the moments of training and of inference
+    # are the same pytree, and one of the two can be selected while the program runs.
     return Moments(used.count, used.mean, used.m2, used.mean_rest)
 
 
 def _check_form(name: str, before: Any, after: Any) -> None:
-    was, became = (_forms(memory) for memory in (before, after))
-    if not eqx.tree_equal(was, became):
+    given, returned = (_shapes_and_dtypes(memory) for memory in (before, after))
+    if not eqx.tree_equal(given, returned):
         raise ValueError(
             f"{name} returned a memory of another structure, shape or dtype:\n"
-            f"    {eqx.tree_pformat(became, struct_as_array=True)}\nwhere it was given\n"
-            f"    {eqx.tree_pformat(was, struct_as_array=True)}\n"
+            f"    {eqx.tree_pformat(returned, struct_as_array=True)}\nwhere it was given\n"
+            f"    {eqx.tree_pformat(given, struct_as_array=True)}\n"
             "A strategy's memory keeps the form that its `init` gave it."
         )
 
 
 def _without_step(tree: Any) -> Any:
-    """Returns `tree` with training batches replaced by their moments, as `init` makes them."""
+    """Returns `tree` with each `TrainingBatch` replaced by its plain `Moments`."""
 
     def is_batch(node: Any) -> bool:
         return isinstance(node, TrainingBatch)
@@ -79,18 +80,18 @@ def _without_step(tree: Any) -> Any:
     return jax.tree.map(lambda n: n.moments if is_batch(n) else n, tree, is_leaf=is_batch)
 
 
-def _forms(tree: Any) -> Any:
-    def form(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shapes_and_dtypes(tree: Any) -> Any:
+    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
-    return jax.tree.map(form, tree)
+    return jax.tree.map(struct, tree)
 
 
-def _short(answer: Any) -> str:
-    """Returns one line about `answer`."""
-    if answer is None:
+def _short(value: Any) -> str:
+    """Returns a description of `value` in one line."""
+    if value is None:
         return "nothing (None)"
-    if isinstance(answer, tuple):
-        return f"a tuple of {len(answer)}, ({', '.join(map(_short, answer))})"
-    kind = "an array, " if eqx.is_array(answer) else ""
-    return kind + textwrap.shorten(eqx.tree_pformat(answer), 120)
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}, ({', '.join(map(_short, value))})"
+    kind = "an array, " if eqx.is_array(value) else ""
+    return kind + textwrap.shorten(eqx.tree_pformat(value), 120)

@@ -1,4 +1,4 @@
-"""A strategy's memory inside `eqx.nn.State`: its dtype, its form, and taking it out."""
+"""Reads a strategy's memory from `eqx.nn.State`, and says which dtype it has."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from eqx_norm.strategies import AbstractStrategy
 
 
 def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Returns the dtype to remember means in, for an input or weight of `dtype`.
+    """Returns the dtype of remembered means, for an input or weights of `dtype`.
 
-    The default float (float32, float64 under x64), or the complex dtype of that precision:
-    a running average in half precision would stop moving.
+    It is the default float dtype (float32, or float64 under x64), or the complex dtype of that
+    precision. In half precision a running average would stop moving.
     """
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
 @jax.jit
 def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
-    """Returns `count`, or one more if `event` happened; at the largest integer it stays."""
+    """Returns `count`, plus 1 if `event` is true; the largest integer is not exceeded."""
     return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)
 
 
@@ -32,7 +32,7 @@ def recall(
     approach: AbstractStrategy[Any],
     channels: int,
 ) -> Any:
-    """Returns the memory at `index`, which `approach` must have made for so many channels."""
+    """Returns the memory at `index`; raises unless `approach` made it for so many channels."""
     try:
         memory = state.get(index)
     except KeyError:

@@ -1,7 +1,7 @@
 """Shows what the experiments found, from the committed results; measures nothing.
 
-    python -m experiments              lists the experiments, and where each claim stands
-    python -m experiments --write      writes experiments/README.md: every table
+    python -m experiments              tells of every experiment which claims hold
+    python -m experiments --write      writes experiments/README.md, and the README's table
     python -m experiments --redraw     draws every committed figure anew
 
 To measure, run one of them: python -m experiments.NAME --help.
@@ -10,19 +10,19 @@ To measure, run one of them: python -m experiments.NAME --help.
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from .lab import figures
-from .lab.experiment import COMMITTED, Experiment, Files, parser
+from .lab.experiment import COMMITTED, Experiment, Files, Report, parser
 from .lab.tables import table
 
-DOCUMENT = COMMITTED / "README.md"
+DOCUMENT, README = COMMITTED / "README.md", COMMITTED.parent / "README.md"
+BEGIN, END = "<!-- threads:begin -->\n", "<!-- threads:end -->"
 HEAD = """# What the experiments found
 
-Every table and verdict below is made of the files in `results/` by `python -m experiments
---write`; each file names the processor, the device and the versions it was measured with
-(`.json`). To measure one anew: `python -m experiments.NAME --help`; all of them: `make
-experiments`.
+Every table and verdict below is made of the files in [results/](results/) by
+`python -m experiments --write`. The `.json` beside them says with which processor, device and
+versions they were measured. `python -m experiments.NAME` measures one anew, below `build/`;
+`make experiments` measures all of them, and replaces what is here.
 """
 
 
@@ -32,51 +32,71 @@ def experiments() -> Iterator[Experiment]:
         yield importlib.import_module(f".{path.parent.name}.__main__", __package__).EXPERIMENT
 
 
+def reports() -> Iterator[tuple[Experiment, Files, Report]]:
+    """Yields the report of each of the committed results."""
+    for experiment in experiments():
+        for stem in experiment.stems(COMMITTED):
+            files = Files(COMMITTED, stem)
+            yield experiment, files, experiment.report(files)
+
+
 def document() -> str:
     """Returns the text of experiments/README.md."""
     parts = [HEAD]
-    for experiment in experiments():
-        assert experiment.about is not None
-        title, *_ = experiment.about.split("\n\n")
-        for stem in experiment.stems(COMMITTED):
-            report = experiment.report(Files(COMMITTED, stem))
-            parts.append(f"## {stem}\n\n{title}\n\n{report.summary or report.text}\n")
+    for experiment, files, report in reports():
+        title, *_ = (experiment.about or "").split("\n\n")
+        drawn = sorted((COMMITTED / "figures").glob(f"{files.stem}*.png"))
+        pictures = "".join(f"\n![{p.stem}](figures/{p.name})\n" for p in drawn)
+        tables = report.summary or report.text
+        parts.append(f"## {files.stem}\n\n{title}\n{pictures}\n{tables}\n")
     return "\n".join(parts)
+
+
+def threads() -> str:
+    """Returns the README's table: one row for each of the committed results."""
+    lines = ["| thread | claims that hold | this package | its peers | does not hold |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for experiment, files, report in reports():
+        judged = [verdict for verdict in report.verdicts if verdict.holds is not None]
+        hold = sum(bool(verdict.holds) for verdict in judged)
+        fail = "; ".join(verdict.claim for verdict in judged if not verdict.holds)
+        link = f"[{hold} of {len(judged)}](experiments/README.md#{files.stem})"
+        cells = (experiment.thread, link, report.ours or "-", report.peers or "-", fail or "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_threads(readme: str) -> str:
+    """Returns the text of the README with the newest table."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + threads() + END + rest.split(END)[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser("", __doc__)
     made.prog = "python -m experiments"
-    made.add_argument("--write", action="store_true", help="writes experiments/README.md")
+    made.add_argument("--write", action="store_true", help="writes both documents' tables")
     made.add_argument("--redraw", action="store_true", help="draws the committed figures")
     options = made.parse_args(arguments)
     if options.write:
         DOCUMENT.write_text(document(), encoding="utf-8")
-        print(DOCUMENT)
-    elif options.redraw:
-        for drawn in _redrawn():
-            print(drawn)
-    else:
+        README.write_text(with_threads(README.read_text(encoding="utf-8")), encoding="utf-8")
+    if options.redraw:
+        with figures.style():
+            for experiment, files, _ in reports():
+                print(*experiment.draw(files), sep="\n")
+    if not (options.write or options.redraw):
         print(_overview())
     return 0
 
 
-def _redrawn() -> Iterator[Path]:
-    for experiment in experiments():
-        for stem in experiment.stems(COMMITTED):
-            with figures.style():
-                yield from experiment.draw(Files(COMMITTED, stem))
-
-
 def _overview() -> str:
     rows = []
-    for experiment in experiments():
-        for stem in experiment.stems(COMMITTED):
-            verdicts = experiment.report(Files(COMMITTED, stem)).verdicts
-            fail = [v.claim for v in verdicts if v.holds is False]
-            hold = sum(verdict.holds is True for verdict in verdicts)
-            rows.append((stem, f"{hold} of {len(verdicts)}", "; ".join(fail) or "-"))
-    return table(("results", "claims that hold", "claims that do not"), rows)
+    for _, files, report in reports():
+        fail = [v.claim for v in report.verdicts if v.holds is False]
+        hold = sum(verdict.holds is True for verdict in report.verdicts)
+        rows.append((files.stem, f"{hold} of {len(report.verdicts)}", "; ".join(fail) or "-"))
+    return table(("results", "claims that hold", "does not hold"), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Strategies: which statistics normalise a training batch, and what is remembered of it.
+"""Strategies decide which statistics normalise a training batch, and what is remembered of it.
 
 Import them as `eqx_norm.strategies`. One strategy a file; `README.md` compares them.
 """

@@ -1,4 +1,4 @@
-"""`adam`: normalise by the running average, debiased as Adam debiases its own."""
+"""`adam`: normalise by the running average, debiased as Adam debiases its averages."""
 
 import equinox as eqx
 
@@ -9,9 +9,9 @@ from ._running import AbstractRunningStrategy, Running
 class Adam(AbstractRunningStrategy):
     r"""Training and inference are both normalised by the debiased average $h_k / w_k$.
 
-    All batches so far count, the first one no more than its share, where `ema` starts from
-    the first batch alone. It helps, but the early averages still lag behind a network that
-    changes quickly, and the gradients of the first steps still spike.
+    The first batch counts no more than its share, where `ema` starts from the first batch
+    alone. It helps, but the early averages still lag behind a network that changes quickly,
+    and the gradients of the first steps still spike.
 
     Suggested by Kidger in https://github.com/patrick-kidger/equinox/issues/659; the
     correction is that of Kingma and Ba, https://arxiv.org/abs/1412.6980.

@@ -1,4 +1,4 @@
-"""The contract that every strategy keeps."""
+"""Defines `AbstractStrategy`, the contract that every strategy keeps."""
 
 import abc
 from typing import Generic, TypeVar
@@ -18,11 +18,11 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
     A strategy object holds hyperparameters only (static fields). What it has learnt from
     the batches, its *memory*, is a separate pytree of arrays: the layer keeps it in
     `eqx.nn.State`, hands it in and takes it back. A strategy knows nothing of layers, axis
-    names, devices or kernels: it sees per-channel vectors and is written in plain JAX. Its
-    derivative is JAX's; the layer sees to it that no gradient flows into the memory.
-    `README.md` beside this file says how to write one, and how to keep it exact.
+    names, devices or kernels: it sees per-channel vectors and is written in plain JAX. It is
+    differentiated by JAX; the layer makes sure that no gradient flows into the memory.
+    `README.md` in this folder says how to write a strategy, and how to keep it exact.
 
-    Three methods are all there is to implement:
+    It implements three methods:
 
     - `init(channels, dtype) -> memory`: the memory before any batch. `dtype` is that of the
       statistics: float32, or float64 under x64, or their complex counterparts.

@@ -26,7 +26,7 @@ class Ema(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         memory = memory.push(batch, self.momentum)
-        # The first batch counts in full, as if nothing were left to fill.
+        # With weight 1 nothing is debiased: the first batch counts in full.
         one = jnp.ones_like(memory.weight)
         memory = dataclasses.replace(memory, weight=one, weight_rest=0 * one)
         return memory.moments, memory

@@ -1,4 +1,4 @@
-"""`Moments`: what a set of values is summarised by, and how two summaries become one."""
+"""Defines `Moments`, which summarise a set of values, and how two of them are merged."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from ._pair import Pair, between
 
 
 class Moments(eqx.Module):
-    r"""Count, mean and sum of squared deviations of a set of values, per channel.
+    r"""Holds count, mean and sum of squared deviations of a set of values, per channel.
 
     $$\text{count} = n, \qquad \text{mean} = \frac{1}{n} \sum_i x_i, \qquad
       \text{m2} = \sum_i |x_i - \text{mean}|^2.$$
@@ -23,8 +23,8 @@ class Moments(eqx.Module):
     - `count`: how many values; a scalar, or one number per channel.
     - `mean`: their mean, of shape `(channels,)`, float or complex.
     - `m2`: the sum of the squared distances from the mean, `(channels,)`, always real.
-    - `mean_rest`: what rounding has left out of `mean`: `mean + mean_rest` is the mean to
-        twice the precision, and what normalises; 0 unless given. (With a mean of 1e6 and a
+    - `mean_rest`: what rounding has left out of `mean`; 0 unless given. `mean + mean_rest` is
+        the mean to twice the precision, and is subtracted from x. (With a mean of 1e6 and a
         standard deviation of 1, a mean in float32 alone puts every output off by 0.03.)
     - `ddof`: 0 or 1, static: subtracted from `count` in `memory_variance`. 0 gives the biased
         variance (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN). The variance
@@ -52,24 +52,25 @@ class Moments(eqx.Module):
     def of(mean: Array, variance: Array, mean_rest: Array | None = None) -> "Moments":
         """Returns moments with this mean and variance; the count, 1, is nominal.
 
-        Without `mean_rest`, any number that is small beside the mean, outputs are off by the
-        last digit of the mean, in standard deviations.
+        `mean_rest` is any number that is small beside the mean. Without it, outputs are off by
+        the rounding of the mean, divided by the standard deviation.
         """
         rest = jnp.zeros_like(mean) if mean_rest is None else mean_rest
         return Moments(jnp.ones((), variance.dtype), mean, variance, rest)
 
     @property
     def variance(self) -> Float[Array, "*channels"]:
-        """`m2 / count`, the biased variance; 1 where `count` is 0, so that normalising by the
-        moments of nothing changes nothing."""
+        """Returns `m2 / count`, the biased variance; 1 where `count` is 0, so that normalising
+        by the moments of no values changes nothing."""
         seen = self.count > 0
         return jnp.where(seen, self.m2 / jnp.where(seen, self.count, 1), 1)
 
     @property
     def memory_variance(self) -> Float[Array, "*channels"]:
-        """`m2 / (count - ddof)`: the variance as a running average takes it in.
+        """Returns `m2 / (count - ddof)`, the variance that a running average takes in.
 
-        Finite even where there is none (`count <= ddof`); the layer does not remember that.
+        It is finite even for `count <= ddof`, where this variance does not exist; the layer
+        does not remember such a batch.
         """
         return self.m2 / jnp.maximum(self.count - self.ddof, 1)
 
@@ -87,34 +88,33 @@ class Moments(eqx.Module):
         count = self.count + other.count
         kept, share = (n / jnp.where(count > 0, count, 1) for n in (self.count, other.count))
         delta = (other.mean - self.mean) + (other.mean_rest - self.mean_rest)
-        mean, rest = between(self._mean, other._mean, kept, share)
+        mean = between(self._mean, other._mean, kept, share)
         squared = (delta * delta.conj()).real
         m2 = self.m2 + other.m2 + squared * self.count * share
-        return Moments(count, mean, m2, rest, self.ddof)
+        return Moments(count, mean.value, m2, mean.rest, self.ddof)
 
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, of the mean and of the variance.
 
-        With a share of 0 these are this one's, with 1 the other's, to the bit. The mean keeps
-        its `mean_rest`. The count is nominal, as in `of`.
+        With a share of 0 or 1 it is one of them to the bit. The count is nominal, as in `of`.
         """
         share = jnp.asarray(share, self.m2.dtype)
-        mean, rest = between(self._mean, other._mean, 1 - share, share)
+        mean = between(self._mean, other._mean, 1 - share, share)
         a, b = self.variance, other.variance
         variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
-        return Moments.of(mean, variance, rest)
+        return Moments.of(mean.value, variance, mean.rest)
 
     @property
     def _mean(self) -> Pair:
-        return self.mean, self.mean_rest
+        return Pair(self.mean, self.mean_rest)
 
     def astype(self, dtype: DTypeLike) -> "Moments":
-        """Returns these moments in another precision; `dtype` is the mean's."""
+        """Returns the moments in another precision; `dtype` is the mean's."""
         real = jnp.zeros((), dtype).real.dtype
         mean, rest = self.mean.astype(dtype), self.mean_rest.astype(dtype)
         return Moments(self.count.astype(real), mean, self.m2.astype(real), rest, self.ddof)
 
     @property
     def finite(self) -> Bool[Array, ""]:
-        """One boolean: whether every channel's mean and m2 are finite."""
+        """Returns one boolean: whether every channel's mean and m2 are finite."""
         return (jnp.isfinite(self.mean) & jnp.isfinite(self.m2)).all()

@@ -1,4 +1,4 @@
-"""The strategies that a layer's `approach=` knows by name."""
+"""Lists the strategies that a layer's `approach=` knows by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,10 @@ NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
 
 
 def named(name: str, momentum: float) -> AbstractStrategy[Any]:
-    """The strategy of that name with that momentum; `ValueError` lists the known names."""
+    """Returns the strategy of that name, made with `momentum`.
+
+    **Raises:** `ValueError` for an unknown name, with those that are known.
+    """
     if name not in NAMED:
         raise ValueError(
             f"approach={name!r} is not known. Known by name are "

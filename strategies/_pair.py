@@ -1,47 +1,54 @@
-"""Pairs: a number as the sum of two, of which the second holds what the first rounds away."""
+"""Calculates with pairs: numbers to twice the precision, each the sum of two floats."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact
 
-Pair = tuple[Inexact[Array, "*shape"], Inexact[Array, "*shape"]]
 Share = Float[Array, "*#shape"]
 
 
-def rounded(value: Array) -> Array:
-    """Returns `value` as a number of its own, never half of a fused multiply-add.
+class Pair(NamedTuple):
+    """Represents the number `value + rest`, where `rest` is what rounding took from `value`."""
 
-    XLA computes a vector again in each loop that uses it, and in some of them LLVM makes one
-    operation, rounded once, of a product and a sum: what is returned would not be what the
-    rounding error was taken of. `optimization_barrier` is no help, it is gone by then. (jax
-    0.10.2 and 0.12.0.1.)
+    value: Inexact[Array, "*shape"]
+    rest: Inexact[Array, "*shape"]
+
+
+def rounded(value: Array) -> Array:
+    """Returns `value`, rounded before it is used: never the product in a fused multiply-add.
+
+    XLA computes a vector again in each loop that uses it, and in some of those loops LLVM
+    fuses a product and a sum into one operation, which rounds once. Then the number returned
+    would differ from the one whose rounding error was computed. An `optimization_barrier` does
+    not help: XLA removes it before LLVM runs. (jax 0.10.2 and 0.12.0.1.)
     """
     return jnp.where(jnp.isnan(value), jnp.nan, value).astype(value.dtype)
 
 
 def two_sum(a: Array, b: Array) -> Pair:
-    """Returns a + b, rounded, and exactly what that has rounded away (Knuth, 1969).
+    """Returns a + b, rounded, and the rounding error, which is exact (Knuth, 1969).
 
-    The second is 0 in exact arithmetic, whatever a and b, and so has no derivative.
+    In exact arithmetic the error is 0 for any a and b, so its derivative is 0.
     """
     total = a + b
-    of_b = total - a
-    return total, lax.stop_gradient((a - (total - of_b)) + (b - of_b))
+    added = total - a
+    return Pair(total, lax.stop_gradient((a - (total - added)) + (b - added)))
 
 
 def between(a: Pair, b: Pair, kept: Share, share: Share) -> Pair:
-    """Returns `kept * a + share * b` for two parts of 1, as the nearest number and the rest.
+    """Returns `kept * a + share * b`, where `kept + share = 1`.
 
-    What is rounded is a product of the smaller part and the distance from a to b. So nothing
-    cancels where a part is near 1, a = b stays as it is to the bit, and where one part is 0
-    the other number is returned as it is.
+    Starts from the number with the larger weight and adds the smaller weight times the
+    distance to the other. So nothing cancels when a weight is near 1, equal numbers are
+    returned as they are to the bit, and so is the one whose weight is 1.
     """
-    (a_high, a_low), (b_high, b_low) = a, b
-    to_b = kept < share
-    step = jnp.where(to_b, kept, -share).astype(a_high.dtype)
-    high, low = (jnp.where(to_b, b, a) for a, b in ((a_high, b_high), (a_low, b_low)))
-    total, error = two_sum(high, rounded(step * (a_high - b_high)))
-    low = (low + error) + step * (a_low - b_low)
-    # What is left of a large number and a small one takes no more than this (Dekker, 1971).
-    nearest = total + low
-    return nearest, lax.stop_gradient(low - (nearest - total))
+    near_b = kept < share
+    step = jnp.where(near_b, kept, -share).astype(a.value.dtype)
+    start, rest = (jnp.where(near_b, of_b, of_a) for of_a, of_b in zip(a, b, strict=True))
+    total, error = two_sum(start, rounded(step * (a.value - b.value)))
+    rest = (rest + error) + step * (a.rest - b.rest)
+    # A sum of a large number and a small one: three operations are enough (Dekker, 1971).
+    value = total + rest
+    return Pair(value, lax.stop_gradient(rest - (value - total)))

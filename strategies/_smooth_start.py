@@ -1,4 +1,4 @@
-"""`smooth_start`: from the batch's own statistics to the running average, smoothly."""
+"""`smooth_start`: normalise by the running average, filled up with the batch's own."""
 
 import equinox as eqx
 
@@ -9,8 +9,8 @@ from ._running import AbstractRunningStrategy, Running
 class SmoothStart(AbstractRunningStrategy):
     r"""Training batch $k$ is normalised by $h_k + m^k b_k$, inference by $h_k / w_k$.
 
-    The weight $m^k = 1 - w_k$ that no batch has filled yet goes to the batch at hand: the
-    first steps are those of `batch`, and after about $1 / (1 - m)$ steps, when the network
+    The weight $m^k = 1 - w_k$ that the past batches do not fill yet goes to this batch. So
+    the first steps are those of `batch`, and after about $1 / (1 - m)$ steps, when the network
     has calmed down, training and inference agree as they do in `ema`.
 
     Suggested by Dipper in https://github.com/patrick-kidger/equinox/issues/659.

@@ -1,4 +1,4 @@
-"""`TrainingBatch`: the moments of a batch, and what a strategy may ask about the step."""
+"""Defines `TrainingBatch`: the moments of a batch, with the layer's `eps` and the step."""
 
 import equinox as eqx
 from jaxtyping import Array, Int
@@ -7,16 +7,16 @@ from ._moments import Moments
 
 
 class TrainingBatch(Moments):
-    """The moments of a training batch, as the layer hands them to `update`.
+    """Holds the moments of a training batch, as the layer hands them to `update`.
 
-    They are `Moments` in every way; what is made of them by `merge`, `towards` and `astype`
-    is plain `Moments`, and `dataclasses.replace` gives a `TrainingBatch` again.
+    It can be used as `Moments` everywhere. `merge`, `towards` and `astype` return plain
+    `Moments`; `dataclasses.replace` returns a `TrainingBatch`.
 
     **Fields:** those of `Moments`, and
 
     - `eps`: the layer's, static: a Python float.
-    - `step`: how many batches the memory has taken in before this one, an int32 scalar, which
-        stays at 2^31 - 1. Batches that were not remembered do not count.
+    - `step`: how many batches the memory has taken in before this one, an int32 scalar that
+        stops at 2^31 - 1. Batches that were not remembered do not count.
     """
 
     eps: float = eqx.field(static=True, kw_only=True)
@@ -24,5 +24,5 @@ class TrainingBatch(Moments):
 
     @property
     def moments(self) -> Moments:
-        """The same moments without `eps` and `step`, to be remembered."""
+        """Returns the moments without `eps` and `step`, to be remembered."""
         return Moments(self.count, self.mean, self.m2, self.mean_rest, self.ddof)

@@ -1,4 +1,4 @@
-"""`variance_clip`: no batch may have a variance far from the running one."""
+"""`variance_clip`: clip the variance of each batch to near the running one."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from ._training_batch import TrainingBatch
 
 
 class VarianceClip(AbstractStrategy[Any]):
-    r"""Clips each batch's variance, then does as the strategy that it wraps.
+    r"""Clips each batch's variance, and hands the batch on to the strategy that it wraps.
 
     With $g$ the running variance (what the wrapped strategy would use at inference), the
     variance of a batch, after the first `start` of them, is first clipped to
@@ -23,10 +23,10 @@ class VarianceClip(AbstractStrategy[Any]):
 
     Both the normalisation of this batch and the memory see the clipped variance, so the
     running variance grows by a small factor at most. The average over channels lets a channel
-    come back that has been quiet for long. Where that average is at most the layer's `eps`,
-    the layer has seen constants (a network whose last weights start at zero makes them), $g$
-    says nothing of batches to come, and nothing is clipped. What it does not do: the mean is
-    not clipped, and a batch of huge variance divided by a clipped one has huge outputs, and
+    recover that has been quiet for a long time. Where that average is at most the layer's
+    `eps`, the layer has seen constants only (from a network whose last weights start at zero,
+    for example); then $g$ says nothing about batches to come, and nothing is clipped. The mean
+    is not clipped, and a batch of huge variance divided by a clipped one has huge outputs and
     gradients (measured in `experiments.variance_clipping`).
 
     **Arguments:**
@@ -69,7 +69,7 @@ class VarianceClip(AbstractStrategy[Any]):
         running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
         clips = (batch.step >= self.start) & (running.mean() > batch.eps)
-        # Clipping m2 rather than the variance leaves a batch within the bounds as it was,
+        # m2 is clipped and not the variance, so that a batch within the bounds stays as it is
         # to the bit.
         m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
         clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))

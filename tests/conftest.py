@@ -1,4 +1,4 @@
-"""Every test runs with the annotations checked at run time, and with warnings as errors."""
+"""Runs every test with the annotations checked at run time, and with warnings as errors."""
 
 import gc
 

@@ -1,20 +1,23 @@
-"""What several tests share: the strategies under test, and calling a layer on a batch."""
+"""Holds what several tests share: the approaches under test, and ways to call a layer."""
 
+import inspect
+import re
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jaxtyping import Array
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import NAMED, Moments, Running, TrainingBatch
-
-from .compiling import filter_jit
+from eqx_norm.strategies import NAMED, AbstractStrategy, Moments, Running, TrainingBatch
+from tests.compiling import filter_jit
 
 # Every test of a promise that all approaches make is parametrised with these.
 APPROACHES = tuple(NAMED)
+each_approach = pytest.mark.parametrize("approach", APPROACHES)
 
 
 def make(*args: Any, **kwargs: Any) -> tuple[BatchNorm, eqx.nn.State]:
@@ -22,7 +25,7 @@ def make(*args: Any, **kwargs: Any) -> tuple[BatchNorm, eqx.nn.State]:
 
 
 def over_batch(model: Any, axis_name: str = "batch") -> Any:
-    """`model(x, state)` over the first axis of x, as every user of Equinox writes it."""
+    """Returns `model(x, state)` mapped over the first axis of x, as users of Equinox do."""
     return jax.vmap(model, axis_name=axis_name, in_axes=(0, None), out_axes=(0, None))
 
 
@@ -33,7 +36,7 @@ def _call(model: Any, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.Stat
 def _call_and_grad(
     model: Any, state: eqx.nn.State, x: Array, dy: Array
 ) -> tuple[Array, eqx.nn.State, tuple[Any, Array]]:
-    """Output, state, and the gradients of sum(output * dy) in (model, x)."""
+    """Returns output, state, and the gradients of sum(output * dy) in (model, x)."""
 
     def loss(model_and_x: tuple[Any, Array]) -> tuple[Array, tuple[Array, eqx.nn.State]]:
         model, x = model_and_x
@@ -49,20 +52,23 @@ quick_call, quick_call_and_grad = filter_jit(_call), filter_jit(_call_and_grad)
 
 
 def copy(state: eqx.nn.State) -> eqx.nn.State:
-    """A state that stays usable when the other is used up."""
+    """Returns a state that stays usable when the other is used up."""
     leaves, structure = jax.tree.flatten(state)
     return jax.tree.unflatten(structure, leaves)
 
 
 def load(layer: BatchNorm, state: eqx.nn.State, mean: Any, variance: Any) -> eqx.nn.State:
-    return state.set(
-        layer.memory_index,
-        Running.loaded(np.asarray(mean, np.float32), np.asarray(variance, np.float32)),
-    )
+    return state.set(layer.memory_index, Running.loaded(floats(mean), floats(variance)))
+
+
+def remembered(layer: BatchNorm, state: eqx.nn.State) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean and the variance that inference uses."""
+    used = layer.approach.infer(state.get(layer.memory_index))
+    return np.asarray(used.mean), np.asarray(used.variance)
 
 
 def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
-    """The moments as a layer hands them to a strategy, after so many batches."""
+    """Returns the moments as a layer hands them to a strategy, after so many batches."""
     return TrainingBatch(
         batch.count,
         batch.mean,
@@ -74,6 +80,19 @@ def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
     )
 
 
+def example(documented: Any, **names: Any) -> dict[str, Any]:
+    """Runs the Python example in a docstring; returns the names in it, which start as given."""
+    (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(documented) or "", re.DOTALL)
+    exec(code, names)
+    return names
+
+
+# A strategy of a user's own: normalises by the batch, and at inference by all values ever seen.
+Cumulative: Any = example(AbstractStrategy, AbstractStrategy=AbstractStrategy, Moments=Moments)[
+    "Cumulative"
+]
+
+
 def normal(seed: int, shape: tuple[int, ...], mean: float = 0.0, std: float = 1.0) -> Array:
     values = np.random.RandomState(seed).standard_normal(shape)
     return jnp.asarray(mean + std * values, jnp.float32)
@@ -83,8 +102,13 @@ def f32(values: Any) -> Array:
     return jnp.asarray(values, jnp.float32)
 
 
+def floats(values: Any) -> Array:
+    """Returns an array of the dtype in which layers remember: float32, or float64 under x64."""
+    return jnp.asarray(values, float)
+
+
 def member(tree: Any, i: int) -> Any:
-    """The i-th member of an ensemble."""
+    """Returns the i-th member of an ensemble."""
     return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree)
 
 
@@ -92,7 +116,6 @@ def bits(x: Any) -> bytes:
     return np.asarray(x).tobytes()
 
 
-def remembered(layer: BatchNorm, state: eqx.nn.State) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance that inference uses."""
-    used = layer.approach.infer(state.get(layer.memory_index))
-    return np.asarray(used.mean), np.asarray(used.variance)
+def same(a: Any, b: Any) -> bool:
+    """Returns whether all arrays of two pytrees have the same bits."""
+    return list(map(bits, jax.tree.leaves(a))) == list(map(bits, jax.tree.leaves(b)))

@@ -1,28 +1,33 @@
-"""A Python process of its own, because the number of CPU devices is fixed when JAX starts."""
+"""Starts Python processes, for what users see without checked annotations, and for devices."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+
+
+def python(
+    *arguments: Any, fails: bool = False, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python ARGUMENTS`, which must succeed, or fail where it is said that it `fails`."""
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.returncode != 0) == fails, finished.stdout + finished.stderr
+    return finished
 
 
 def on_devices(
     count: int, *arguments: str, fails: bool = False, flags: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS`, whose JAX takes the CPU for so many devices."""
-    finished = subprocess.run(
-        [sys.executable, *arguments],
-        env={
-            **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {flags}",
-            "JAX_PLATFORMS": "cpu",
-        },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (finished.returncode != 0) == fails, finished.stderr
-    return finished
+    """Runs `python ARGUMENTS` with so many CPU devices, which is fixed when JAX starts."""
+    flags = f"--xla_force_host_platform_device_count={count} {flags}"
+    return python(*arguments, fails=fails, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

@@ -17,9 +17,9 @@ from eqx_norm.strategies import Moments
 
 from .compiling import jit
 from .helpers import bits, call, make
+from .layers.accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 from .over_devices import CASES, QUANTITIES
 from .processes import on_devices
-from .test_accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 
 MODE = "device_invariant"
 

@@ -1,4 +1,4 @@
-"""`python -m eqx_norm.determinism compare A B`: where two runs part."""
+"""`python -m eqx_norm.determinism compare A B` tells where two runs part."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ._compare import compare
-from ._read import LedgerError, printable
+from ._ledger import LedgerError, printable
 
 DESCRIPTION = """\
 Compares two runs by the ledgers of their probes, and names the first step and probe at which
@@ -41,20 +41,15 @@ STATUS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m eqx_norm.determinism",
-        description=DESCRIPTION,
-        epilog=STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    teaching: Any = {
+        "description": DESCRIPTION,
+        "epilog": STATUS,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+    parser = argparse.ArgumentParser(prog="python -m eqx_norm.determinism", **teaching)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "compare",
-        help="names the first step and probe at which two runs differ",
-        description=DESCRIPTION,
-        epilog=STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "names the first step and probe at which two runs differ"
+    command = commands.add_parser("compare", help=what, **teaching)
     command.add_argument("a", metavar="A", help="the ledger of one run")
     command.add_argument("b", metavar="B", help="the ledger of the other")
     try:
@@ -77,13 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _failed(why: str) -> int:
+    """Tells why there is no verdict, and returns the exit status."""
     with contextlib.suppress(OSError):  # there is nobody to tell
         _write(f"{printable(why)}\n", sys.stderr)
     return 2
 
 
 def _write(text: str, stream: Any) -> None:
-    """Writes all of it, with escapes for what the stream has no letters for."""
+    """Writes the whole text, with escapes for the letters that the stream does not have."""
     if stream is None:  # `>&-`
         return
     encoding = stream.encoding or "utf-8"

@@ -1,14 +1,17 @@
-"""`compare`: the first place where two runs part."""
+"""`compare` names the first row in which two ledgers differ, and says by how much."""
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ._difference import difference
-from ._read import Contents, LedgerError, Row, printable, read
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ._ledger import Contents, LedgerError, Row, printable, read
 
 
 class Verdict(NamedTuple):
-    """What `compare` has found. As text, `str(verdict)`, it is for people.
+    """Holds what `compare` has found. As text, `str(verdict)`, it is for people.
 
     `step` and `probe`, `kind` say what is the first to differ, in the order of the program;
     they are `None` where all is the same, and where one run has ended before the other, or was
@@ -27,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
-    """Compares the ledgers of two runs of one program.
+    """Returns the first row in which the ledgers of two runs of one program differ.
 
     Rows are matched by step and name, and compared in the order of the program: step by step,
     forward before backward. Where values were kept, the verdict says how many elements differ,
@@ -51,45 +54,39 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
             "monitor_module(model) inside of the function that recorded(...) goes around, and "
             "are written by ledger.append(step, record)."
         )
-    notes = _notes(first, second)
+
+    def verdict(same: bool, agreed: int, *lines: str, at: tuple[Any, ...] = ()) -> Verdict:
+        return Verdict(same, agreed, "\n  ".join([*lines, *_notes(first, second)]), *at)
+
     for i, (row, other) in enumerate(zip(first.rows, second.rows, strict=False)):
-        if row.key != other.key:
+        if row[:5] != other[:5]:  # step, probe, kind, iteration, again
             raise LedgerError(
                 f"{first.path} and {second.path} are not of the same program: where the one "
-                f"has {_at(row)}, the other has {_at(other)}. Compare runs with the same "
+                f"has {row.place}, the other has {other.place}. Compare runs with the same "
                 "probes and the same steps."
             )
-        what = (row.fingerprint, row.shape, row.dtype)
-        if what != (other.fingerprint, other.shape, other.dtype):
-            lines = [_at(row), *_details(first, row, second, other), _before(first, i), *notes]
-            text = "\n  ".join(lines)
-            return Verdict(False, i, text, row.step, row.probe, row.kind)
+        if row[:-1] != other[:-1]:  # all but where the values are
+            details = _details(first, row, second, other)
+            at = (row.step, row.probe, row.kind)
+            return verdict(False, i, row.place, *details, _before(first, i), at=at)
     agreed = min(len(first.rows), len(second.rows))
     if len(first.rows) != len(second.rows):
-        shorter = min(first, second, key=lambda contents: len(contents.rows))
-        longer = second if shorter is first else first
-        text = (
-            f"{shorter.path} ends before {_at(longer.rows[agreed])}, with which "
-            f"{longer.path} goes on"
-        )
-        return Verdict(False, agreed, "\n  ".join([text, _before(first, agreed), *notes]))
+        shorter, longer = sorted((first, second), key=lambda contents: len(contents.rows))
+        ends = f"{shorter.path} ends before {longer.rows[agreed].place}"
+        goes_on = f"{ends}, with which {longer.path} goes on"
+        return verdict(False, agreed, goes_on, _before(first, agreed))
     steps = len({row.step for row in first.rows})
     agree = f"{agreed} rows of {steps} steps agree, to the bit"
     if first.is_truncated or second.is_truncated:
         text = f"not known to be the same: {agree}, and what came next is not known"
-        return Verdict(False, agreed, "\n  ".join([text, *notes]))
-    return Verdict(True, agreed, "\n  ".join([f"the same: {agree}", *notes]))
-
-
-def _at(row: Row) -> str:
-    return f"step {row.step}: {row.label}"
+        return verdict(False, agreed, text)
+    return verdict(True, agreed, f"the same: {agree}")
 
 
 def _before(contents: Contents, agreed: int) -> str:
     if not agreed:
         return "nothing comes before it"
-    last = contents.rows[agreed - 1]
-    return f"before it, {agreed} rows agree; the last is step {last.step}: {last.label}"
+    return f"before it, {agreed} rows agree; the last is {contents.rows[agreed - 1].place}"
 
 
 def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[str]:
@@ -107,7 +104,7 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
         return [*lines, str(error)]
     if values is None or others is None:
         return [*lines, "values were not kept: recorded(step, keep_values=True) keeps them"]
-    return [*lines, *difference(values, others).split("; ")]
+    return [*lines, *difference(values, others)]
 
 
 def _notes(first: Contents, second: Contents) -> list[str]:
@@ -122,3 +119,54 @@ def _notes(first: Contents, second: Contents) -> list[str]:
             pair = (printable(contents.header[what]) for contents in (first, second))
             notes.append(f"they were written with different {what}: {' and '.join(pair)}")
     return notes
+
+
+def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
+    """Returns by how much two arrays of one dtype differ, in words: in how many elements, where
+    first, and what the largest difference is, for floats in ulps as well."""
+    if a.shape != b.shape:
+        if a.size != b.size:
+            return [f"shapes {a.shape} and {b.shape}"]
+        b = b.reshape(a.shape)
+    differs = _bytes(a) != _bytes(b)
+    differs = differs.reshape(*a.shape, -1).any(axis=-1)
+    first = tuple(map(int, np.argwhere(differs)[0])) if differs.any() else ()
+    lines = [
+        f"{differs.sum()} of {a.size} elements differ",
+        f"the first is [{', '.join(map(str, first))}]: {a[first]!s} and {b[first]!s}",
+    ]
+    x, y = _real(a[differs]), _real(b[differs])
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        finite = np.isfinite(x.astype(np.float64)) & np.isfinite(y.astype(np.float64))
+        if not finite.all():
+            lines.append(f"{int((~finite).sum())} of them are not finite in one or both")
+        x, y = x[finite], y[finite]
+        if x.size:
+            with np.errstate(over="ignore"):  # inf, for those at both ends of float64
+                apart = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+            lines.append(f"max difference {apart:.6g}, {_ulps(x, y)} ulp")
+    elif x.dtype != bool:
+        apart = max(abs(int(p) - int(q)) for p, q in zip(x.flat, y.flat, strict=True))
+        lines.append(f"max difference {apart}")
+    return lines
+
+
+def _real(x: Any) -> NDArray[Any]:
+    """Returns real and imaginary parts as numbers of their own."""
+    return np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+
+
+def _bytes(x: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1)
+
+
+def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
+    """Returns the largest difference, in numbers of the dtype from the one to the other."""
+    size = jnp.finfo(x.dtype).bits
+    unsigned = np.dtype(f"uint{max(size, 8)}")
+    sign = np.uint64(1) << np.uint64(size - 1)
+    bits = [np.ascontiguousarray(v).view(unsigned).astype(np.uint64) for v in (x, y)]
+    magnitudes = [v & (sign - np.uint64(1)) for v in bits]
+    high, low = np.maximum(*magnitudes), np.minimum(*magnitudes)
+    alike = (bits[0] & sign) == (bits[1] & sign)
+    return int(np.where(alike, high - low, high + low).max())

@@ -1,7 +1,13 @@
-"""The fingerprint of an array: two integer sums, in which the order does not matter."""
+"""`fingerprint` sums the bits of an array to two integers, which no order of summing changes.
 
-from collections.abc import Sequence
-from typing import Any
+There are two implementations: one by JAX, for values inside of a program, and one by NumPy, on
+the host, for arrays that JAX would narrow. `summarise` describes a whole tree in one line.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,7 +29,7 @@ _CHUNK = 2**16
 
 
 def fingerprint(tree: Any) -> UInt32[Array, "2"]:
-    r"""A fingerprint of the bits of an array, or of all arrays of a tree.
+    r"""Returns a fingerprint of the bits of an array, or of all arrays of a tree.
 
     Let $w_0, w_1, \ldots$ be the array's bits in words of 32, in row-major order (a narrower
     element is one word, a wider one several). Each is salted by its position, and mixed,
@@ -58,8 +64,7 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
     """
     prints = [
         jnp.asarray(of_numpy(leaf)) if is_numpy(leaf) else of_array(leaf)
-        for leaf in jax.tree.leaves(tree)
-        if is_array(leaf)
+        for leaf in _arrays(tree)
     ]
     if not prints:
         raise ValueError(f"fingerprint({tree!r}): there is no array in it.")
@@ -67,62 +72,32 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
 
 
 def hexadecimal(pair: UInt32[Array, "2"] | NDArray[np.uint32]) -> str:
-    """A fingerprint as 16 digits."""
+    """Returns a fingerprint as 16 digits."""
     first, second = np.asarray(pair).tolist()
     return f"{first:08x}{second:08x}"
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it has bits to take: JAX's and NumPy's arrays, but no tangents of integers."""
+    """Returns whether a leaf is an array of JAX or NumPy. Tangents of integers have no bits."""
     return (eqx.is_array(leaf) or is_numpy(leaf)) and leaf.dtype != jax.dtypes.float0
 
 
 def is_numpy(leaf: Any) -> bool:
-    """Whether it is an array or a scalar of NumPy's, which JAX may narrow."""
+    """Returns whether a leaf is an array or a scalar of NumPy, which JAX may narrow."""
     return isinstance(leaf, np.ndarray | np.generic)
 
 
-def of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, "2"]:
-    """Returns the fingerprint of an array on the host, without JAX: it needs no device."""
-    words = words_of_numpy(x)
-    first = second = 0
-    for start in range(0, words.size, _CHUNK):
-        part = words[start : start + _CHUNK]
-        salt = np.arange(start, start + part.size, dtype=np.uint64) * np.uint64(_STEP)
-        salt = salt.astype(np.uint32) + _FIRST
-        mixed = _mix(part ^ salt)
-        first += int(mixed.sum(dtype=np.uint64))
-        second += int(((mixed + _SECOND) * (salt | np.uint32(1))).sum(dtype=np.uint64))
-    return np.array([first % 2**32, second % 2**32], np.uint32)
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
 
 
-def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]:
-    """Returns the bits of each element in row-major order, as many words as it takes."""
-    x = _plain(x)
-    if x.dtype.itemsize >= 4:
-        return x.view(np.uint32)
-    words = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
-    if x.dtype.itemsize == 1 and x.dtype != bool:
-        # Of a byte that holds 4 bits the others mean nothing.
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        words &= np.uint32(2 ** (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits - 1)
-    return words
+def _mix(word: Any) -> Any:
+    word = (word ^ (word >> 16)) * _MIX_1
+    word = (word ^ (word >> 13)) * _MIX_2
+    return word ^ (word >> 16)
 
 
-def _plain(x: NDArray[Any] | np.generic) -> NDArray[Any]:
-    """Returns numbers that lie one after the other, their bytes in the order of JAX's."""
-    is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
-    is_wide = x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8)
-    if not is_number or x.dtype.kind == "m" or is_wide:
-        raise TypeError(
-            f"fingerprint: a NumPy array of dtype {x.dtype} is none of numbers that JAX knows. "
-            "Leave it out, or turn it into one (for text, its bytes as uint8)."
-        )
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError("fingerprint: what x.mask says would go unseen. Give x.filled().")
-    if x.dtype.byteorder == ">":
-        x = x.astype(x.dtype.newbyteorder("<"))
-    return np.ascontiguousarray(x).reshape(-1)
+# --- By JAX.
 
 
 def of_array(
@@ -130,8 +105,11 @@ def of_array(
     order: tuple[int, ...] | None = None,
     part: UInt32[Array, ""] | None = None,
 ) -> UInt32[Array, "2"]:
-    """Of `x.transpose(order)`, or as the given part of an array which is cut up along its first
-    axis into parts like `x`: the fingerprint of the whole is the sum of those of its parts."""
+    """Returns the fingerprint of `x.transpose(order)`.
+
+    Given `part`, x is that part of an array which is cut up along its first axis: the
+    fingerprint of the whole is the sum of those of its parts.
+    """
     words = _words(x)
     order = tuple(range(x.ndim)) if order is None else order
     strides, size = [0] * words.ndim, 1
@@ -162,13 +140,32 @@ def of_array(
     return lax.platform_dependent(words, start, cpu=on_cpu, default=elsewhere)
 
 
+def _words(x: Array) -> Array:
+    """Returns the bits of each element, with one more axis where they take several words."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _words(jax.random.key_data(x))
+    if jnp.iscomplexobj(x):
+        return _words(jnp.stack([x.real, x.imag], axis=-1))
+    if x.dtype == bool:
+        return x.astype(jnp.uint32)
+    size = _bits(x.dtype)
+    if size >= 32:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, getattr(jnp, f"uint{size}")).astype(jnp.uint32)
+
+
+def _bits(dtype: Any) -> int:
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    return (jnp.finfo if is_float else jnp.iinfo)(dtype).bits
+
+
 def _salts(words: int) -> np.uint32:
-    """How far the salt goes over so many words."""
+    """Returns by how much the salt grows over so many words."""
     return np.uint32(words * _STEP % 2**32)
 
 
 def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, Array]:
-    """What is to be summed. The strides are those of the words in row-major order."""
+    """Returns the terms of both sums. The strides are those of the words in row-major order."""
     # One term an axis, rather than the position in a flattened array, so that XLA can leave a
     # sharded array where it is.
     salt = jnp.broadcast_to(start, words.shape)
@@ -182,22 +179,126 @@ def _add(sums: tuple[Any, ...], terms: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(lax.add, sums, terms))
 
 
-def _words(x: Array) -> Array:
-    """The bits of each element; further axes at the end where it has more than 32."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return _words(jax.random.key_data(x))
-    if jnp.iscomplexobj(x):
-        return _words(jnp.stack([x.real, x.imag], axis=-1))
-    if x.dtype == bool:
-        return x.astype(jnp.uint32)
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    size = (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits
-    if size >= 32:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x, getattr(jnp, f"uint{size}")).astype(jnp.uint32)
+# --- By NumPy.
 
 
-def _mix(word: Any) -> Any:
-    word = (word ^ (word >> 16)) * _MIX_1
-    word = (word ^ (word >> 13)) * _MIX_2
-    return word ^ (word >> 16)
+def of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, "2"]:
+    """Returns the fingerprint of an array on the host, without JAX: it needs no device."""
+    words = words_of_numpy(x)
+    first = second = 0
+    for start in range(0, words.size, _CHUNK):
+        part = words[start : start + _CHUNK]
+        salt = np.arange(start, start + part.size, dtype=np.uint64) * np.uint64(_STEP)
+        salt = salt.astype(np.uint32) + _FIRST
+        mixed = _mix(part ^ salt)
+        first += int(mixed.sum(dtype=np.uint64))
+        second += int(((mixed + _SECOND) * (salt | np.uint32(1))).sum(dtype=np.uint64))
+    return np.array([first % 2**32, second % 2**32], np.uint32)
+
+
+def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]:
+    """Returns the bits of each element in row-major order, as many words as it takes."""
+    is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    is_wide = x.dtype.itemsize > (16 if x.dtype.kind == "c" else 8)
+    if not is_number or x.dtype.kind == "m" or is_wide:
+        raise TypeError(
+            f"fingerprint: a NumPy array of dtype {x.dtype} is none of numbers that JAX knows. "
+            "Leave it out, or turn it into one (for text, its bytes as uint8)."
+        )
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("fingerprint: what x.mask says would go unseen. Give x.filled().")
+    if x.dtype.byteorder == ">":
+        x = x.astype(x.dtype.newbyteorder("<"))
+    x = np.ascontiguousarray(x).reshape(-1)
+    if x.dtype.itemsize >= 4:
+        return x.view(np.uint32)
+    words = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
+    if x.dtype.itemsize == 1 and x.dtype != bool:
+        # Of a byte that holds 4 bits the others mean nothing.
+        words &= np.uint32(2 ** _bits(x.dtype) - 1)
+    return words
+
+
+# --- Of a whole tree, to compare by eye.
+
+
+class Summary(NamedTuple):
+    """Holds the sum and the fingerprint of a tree: `print(summary)` gives the line."""
+
+    name: str
+    total: complex | float
+    fingerprint: str
+    values: int
+    arrays: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: sum {self.total!r}, fingerprint {self.fingerprint} "
+            f"({self.values} values in {self.arrays} arrays)"
+        )
+
+
+def summarise(tree: Any, name: str) -> Summary:
+    """Returns the sum of all values of a tree, and its fingerprint.
+
+    The sum is that of the numbers as they are, rounded once to float64: like the fingerprint,
+    and unlike a sum in floats, it does not depend on the order. But it does not depend on where
+    a number is, either, so the fingerprint is what to go by.
+
+    After the line "Sum of weights" in D. Riach, "Determinism in Deep Learning" (GTC 2019,
+    S9911).
+
+    **Arguments:**
+
+    - `tree`: the weights, for example. What is no array is left out; keys count for the
+        fingerprint only.
+    - `name`: what the line begins with.
+
+    **Returns:** a `Summary`, which prints as `weights: sum 3.25, fingerprint 0123456789abcdef
+    (10 values in 2 arrays)`.
+
+    **Raises:** `ValueError` where there is no array; `OverflowError` for a sum that float64
+    cannot hold, or cannot on the way there.
+    """
+    arrays = _arrays(tree)
+    if not arrays:
+        raise ValueError(f"summarise({tree!r}, {name!r}): there is no array in it.")
+    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in arrays]
+    pairs = zip(arrays, is_key, strict=True)
+    numbers: list[Any] = [np.asarray(leaf) for leaf, key in pairs if not key]
+    total: complex | float = _exact(x.real for x in numbers)
+    if any(map(np.iscomplexobj, numbers)):
+        total = complex(total, _exact(x.imag for x in numbers if np.iscomplexobj(x)))
+    # Of all arrays at once: operation by operation each shape is compiled several times.
+    # NumPy's go in as words, since `jit` would narrow them.
+    words = [words_of_numpy(leaf) if is_numpy(leaf) else leaf for leaf in arrays]
+    bits = hexadecimal(jax.jit(fingerprint)(words))
+    return Summary(name, total, bits, sum(leaf.size for leaf in arrays), len(arrays))
+
+
+def _exact(arrays: Iterable[Any]) -> float:
+    """Returns the sum of all values, rounded once."""
+    terms: list[Iterable[float]] = []
+    not_finite = 0.0
+    for x in arrays:
+        if x.dtype.kind in "biu":
+            terms.append(_as_floats(sum(x.reshape(-1).tolist())))
+            continue
+        with np.errstate(invalid="ignore"):
+            not_finite += float(x[~np.isfinite(x)].sum(dtype=np.float64))
+        terms.append(_in_parts(x.reshape(-1)))
+    # No order of infinities and NaNs gives another sum.
+    return not_finite if not_finite != 0 else math.fsum(itertools.chain(*terms))
+
+
+def _in_parts(x: Any) -> Iterator[float]:
+    """Yields the values of an array as floats, of which there are never many at once."""
+    for start in range(0, x.size, _CHUNK):
+        yield from x[start : start + _CHUNK].astype(np.float64).tolist()
+
+
+def _as_floats(integer: int) -> Iterator[float]:
+    """Yields floats, of 53 bits each, whose sum the integer is."""
+    while integer:
+        yield float(integer)
+        integer -= int(float(integer))

@@ -1,4 +1,4 @@
-"""`deterministic`: what makes two runs of one program give the same bits."""
+"""`deterministic` sets what makes two runs of one program give the same bits."""
 
 import os
 import random
@@ -9,14 +9,14 @@ import numpy as np
 
 # An unknown flag ends the process, so there is only this one, which stands for several others:
 # XLA says that it "guarantees run-to-run determinism on GPU". Known to jaxlib 0.10.2 and
-# 0.12.0.1; tests/test_determinism_recipe.py starts JAX with it.
+# 0.12.0.1; tests/determinism/test_recipe.py starts JAX with it.
 FLAG = "--xla_gpu_deterministic_ops"
 THREADS = "PJRT_NPROC"
 SET = "set, for when JAX starts"
 
 
 class Setting(NamedTuple):
-    """One line of a `Recipe`."""
+    """Holds one line of a `Recipe`."""
 
     name: str
     value: str
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What `deterministic` has set, and what it has found: `print(recipe)` gives a table."""
+    """Holds what `deterministic` has set and found: `print(recipe)` gives a table."""
 
     settings: tuple[Setting, ...]
 
@@ -37,32 +37,6 @@ class Recipe(NamedTuple):
             for row in rows
         )
         return "\n".join(line.rstrip() for line in padded)
-
-
-class _Variable(NamedTuple):
-    """What is read once, when JAX starts: a variable of the environment, or a flag of XLA's."""
-
-    name: str
-    value: str
-    backend: str
-    purpose: str
-
-    def found(self) -> str | None:
-        """What the environment says now."""
-        if not self.name.startswith("--"):
-            return os.environ.get(self.name)
-        for flag in reversed(os.environ.get("XLA_FLAGS", "").split()):
-            name, _, value = flag.partition("=")
-            if name == self.name:
-                return {"": "true", "1": "true"}.get(value, value.lower())
-        return None
-
-    def set(self) -> None:
-        if self.name.startswith("--"):
-            flags = f"{os.environ.get('XLA_FLAGS', '')} {self.name}={self.value}"
-            os.environ["XLA_FLAGS"] = flags.strip()
-        else:
-            os.environ[self.name] = self.value
 
 
 def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
@@ -77,11 +51,8 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     It sets what JAX reads when it starts, the seeds of Python's and NumPy's global generators,
     and JAX's configuration; looks at what cannot be set from here; and says of each what it is
     for. The same device, the same number of devices and the same versions are still needed:
-    `docs/determinism.md` has what was measured. JAX has no hidden generator to seed: its
-    random numbers are those of the keys that the program makes.
-
-    It is a function, not a context: what JAX has read when it started stays as it is, so there
-    could be no end of a block after which it would be undone.
+    `docs/determinism.md` has what was measured. JAX's random numbers are those of the keys
+    that the program makes: there is no hidden generator to seed. Nothing of it is undone.
 
     **Arguments:**
 
@@ -101,44 +72,47 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
         raise ValueError(f"{call}: NumPy's seeds are from 0 to 2**32 - 1.")
     if cpu_threads is not None and cpu_threads < 1:
         raise ValueError(f"{call}: it takes at least one thread.")
-    variables = _variables(cpu_threads)
-    statuses = [_status(call, variable) for variable in variables]
-    for variable, status in zip(variables, statuses, strict=True):
-        if status == SET:
-            variable.set()
-    random.seed(seed)
-    np.random.seed(seed)
-    jax.config.update("jax_enable_pgle", False)
-    early = [
-        Setting(variable.name, variable.value, status, variable.purpose)
-        for variable, status in zip(variables, statuses, strict=True)
-    ]
-    return Recipe((*early, *_set(seed), *_found(cpu_threads)))
-
-
-def _variables(cpu_threads: int | None) -> list[_Variable]:
-    ops = "no atomics, no algorithm that is chosen by timing it"
-    variables = [
-        _Variable(FLAG, "true", "gpu", ops),
-        _Variable("NCCL_NVLS_ENABLE", "0", "gpu", "no sums in NVLink switches"),
+    wanted = [
+        (FLAG, "true", "no atomics, no algorithm that is chosen by timing it"),
+        ("NCCL_NVLS_ENABLE", "0", "no sums in NVLink switches"),
     ]
     if cpu_threads is not None:
         pieces = "the same pieces of work on any number of cores"
-        variables.append(_Variable(THREADS, str(cpu_threads), "cpu", pieces))
-    return variables
+        wanted.append((THREADS, str(cpu_threads), pieces))
+    # All are looked at, and may be errors, before the first is set.
+    early = [
+        Setting(name, value, _status(call, name, value, purpose), purpose)
+        for name, value, purpose in wanted
+    ]
+    for name, value, status, _ in early:
+        if status == SET and name == FLAG:
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {name}={value}"
+            os.environ["XLA_FLAGS"] = flags.strip()
+        elif status == SET:
+            os.environ[name] = value
+    random.seed(seed)
+    np.random.seed(seed)
+    jax.config.update("jax_enable_pgle", False)
+    late = (
+        Setting("random.seed", str(seed), "set", "Python's global generator"),
+        Setting("numpy.random.seed", str(seed), "set", "NumPy's global generator"),
+        Setting("jax_enable_pgle", "False", "set", "no compiling anew by measured times"),
+    )
+    return Recipe((*early, *late, *_found(cpu_threads)))
 
 
-def _status(call: str, variable: _Variable) -> str:
-    found, wanted = variable.found(), f"{variable.name}={variable.value}"
-    if found == variable.value:
+def _status(call: str, name: str, value: str, purpose: str) -> str:
+    """Returns whether a setting is there, or can be: JAX reads it once, when it starts."""
+    found, wanted = _environment(name), f"{name}={value}"
+    if found == value:
         return "was set"
     if found is not None:
         raise ValueError(
-            f"{call}: the environment says {variable.name}={found}, and it takes {wanted} "
-            f"({variable.purpose}). Take the one out of the environment, or ask for the same."
+            f"{call}: the environment says {name}={found}, and it takes {wanted} "
+            f"({purpose}). Take the one out of the environment, or ask for the same."
         )
     flags = os.environ.get("XLA_FLAGS", "").strip()
-    if variable.name == FLAG and flags and not flags.startswith("-"):
+    if name == FLAG and flags and not flags.startswith("-"):
         raise ValueError(
             f"{call}: XLA_FLAGS={flags!r} names a file, to which nothing can be added from "
             f"here. Write {wanted} into it."
@@ -146,19 +120,31 @@ def _status(call: str, variable: _Variable) -> str:
     if not _has_started():
         return SET
     backend = jax.default_backend()
-    if variable.backend not in ("cpu", backend):
-        return f"not set: no {variable.backend.upper()} here"
+    if name != THREADS and backend != "gpu":
+        return "not set: no GPU here"
     raise RuntimeError(
         f"{call}: JAX has started already, with the backend {backend!r}, and {wanted} "
-        f"({variable.purpose}) would not be read any more. Call deterministic before the first "
+        f"({purpose}) would not be read any more. Call deterministic before the first "
         "jnp.zeros(()), jax.random.key(0) or jax.devices(), each of which starts it, or set it "
         "in the shell."
     )
 
 
+def _environment(name: str) -> str | None:
+    """Returns what the environment says of a variable, or of a flag of XLA's."""
+    if name != FLAG:
+        return os.environ.get(name)
+    for flag in reversed(os.environ.get("XLA_FLAGS", "").split()):
+        spelled, _, value = flag.partition("=")
+        if spelled == name:
+            return {"": "true", "1": "true"}.get(value, value.lower())
+    return None
+
+
 def _has_started() -> bool:
-    """Whether JAX has a backend. It then refuses to change the number of its CPU devices,
-    which is the one way to learn it from public functions (jax 0.10.2 and 0.12.0.1)."""
+    """Returns whether JAX has a backend."""
+    # It then refuses to change the number of its CPU devices, which is the one way to learn it
+    # from public functions (jax 0.10.2 and 0.12.0.1).
     devices = jax.config.values["jax_num_cpu_devices"]
     try:
         jax.config.update("jax_num_cpu_devices", devices + 2)
@@ -168,36 +154,20 @@ def _has_started() -> bool:
     return False
 
 
-def _set(seed: int) -> list[Setting]:
-    return [
-        Setting("random.seed", str(seed), "set", "Python's global generator"),
-        Setting("numpy.random.seed", str(seed), "set", "NumPy's global generator"),
-        Setting("jax_enable_pgle", "False", "set", "no compiling anew by measured times"),
-    ]
-
-
 def _found(cpu_threads: int | None) -> list[Setting]:
-    """What there is to look at only."""
-    impl = jax.config.values["jax_default_prng_impl"]
-    same = impl == "threefry2x32"
+    """Returns the settings that can be looked at, and not set from here."""
+    impl = str(jax.config.values["jax_default_prng_impl"])
+    status = "checked" if impl == "threefry2x32" else "NOT FIXED: threefry2x32 is"
     hashes = os.environ.get("PYTHONHASHSEED", "random")
     fixed = "set in the shell" if hashes.isdigit() else "NOT FIXED: set it in the shell"
     found = [
-        Setting(
-            "jax_default_prng_impl",
-            str(impl),
-            "checked" if same else "NOT FIXED: threefry2x32 is",
-            "a key's numbers, on any device",
-        ),
+        Setting("jax_default_prng_impl", impl, status, "a key's numbers, on any device"),
         Setting("PYTHONHASHSEED", hashes, fixed, "the order in which sets of strings are read"),
     ]
     if cpu_threads is None:
-        threads = os.environ.get(THREADS) or f"{_cores()} cores"
-        of_cores = "NOT FIXED: cpu_threads=..." if THREADS not in os.environ else "was set"
-        found.append(Setting(THREADS, threads, of_cores, "the pieces of work on a CPU"))
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        threads = os.environ.get(THREADS) or f"{cores} cores"
+        status = "was set" if THREADS in os.environ else "NOT FIXED: cpu_threads=..."
+        found.append(Setting(THREADS, threads, status, "the pieces of work on a CPU"))
     return found
-
-
-def _cores() -> int | None:
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()

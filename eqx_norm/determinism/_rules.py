@@ -1,38 +1,66 @@
-"""How the equations that have programs inside of them are staged.
+"""Stages the equations that have programs inside of them.
 
 Each is built anew by the public function that the user wrote it with, around the staged inside.
-A derivative rule of the user's has been used by now, where it was needed.
+Custom derivative rules have been applied before; what is left of them are plain calls.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, UInt32
 
-from ._plan import Loop, count, probes
-from ._staged import Context, Results, Stage, Staged
+from ._record import Loop, Plan, places, probes
+
+NO_ROWS = np.zeros((0, 2), np.uint32)
+
+
+class Results(NamedTuple):
+    """Holds what a part of a program returns, the fingerprints of its rows, and, where they are
+    kept, the values of its probes."""
+
+    outputs: tuple[Any, ...]
+    rows: UInt32[Array | np.ndarray, "rows 2"] = NO_ROWS
+    values: tuple[Array, ...] = ()
+
+
+class Staged(NamedTuple):
+    """Says which rows a part of a program gives, and evaluates it."""
+
+    plan: Plan
+    run: Callable[..., Results]
+
+
+class Context(NamedTuple):
+    """Says where in the program an equation stands."""
+
+    keep_values: bool
+    mesh_axes: tuple[tuple[str, int], ...] = ()  # of each `shard_map` around: name and size
+    check_vma: bool = True  # whether JAX knows over which of these a value varies
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.mesh_axes)
+
+
+# `_trace.stage`, which the rules need for the programs inside of an equation.
+Stage = Callable[[Any, Context], Staged]
 
 
 def _jit(equation: Any, context: Context, stage: Stage) -> Staged:
-    of = equation.params
-    return _compiled(
-        stage,
-        of["jaxpr"],
-        context,
-        of["in_shardings"],
-        of["out_shardings"],
-        of["donated_invars"],
-    )
+    keys = ("jaxpr", "in_shardings", "out_shardings", "donated_invars")
+    return _compiled(stage, context, *(equation.params[key] for key in keys))
 
 
 # Of one function, that is called again and again outside of a jit, one is compiled.
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    stage: Stage, jaxpr: Any, context: Context, into: Any, out: Any, donated: Any
+    stage: Stage, context: Context, jaxpr: Any, into: Any, out: Any, donated: Any
 ) -> Staged:
     inside = stage(jaxpr, context)
 
@@ -54,15 +82,13 @@ def _inline(equation: Any, context: Context, stage: Stage) -> Staged:
 
 
 def _checkpoint(equation: Any, context: Context, stage: Stage) -> Staged:
-    if not equation.params["differentiated"]:
-        return stage(equation.params["jaxpr"], context)
-    inside = stage(equation.params["jaxpr"], context._replace(recomputing=True))
-    prevented = equation.params["prevent_cse"]
+    inside = stage(equation.params["jaxpr"], context)
+    prevented = equation.params["differentiated"] and equation.params["prevent_cse"]
 
     def run(*arguments: Any) -> Results:
-        # What keeps XLA from finding that all this has been computed before.
-        barred = [i for i in range(len(arguments)) if prevented is True or prevented[i]]
+        # Keeps XLA from finding that all this has been computed before.
         known = list(arguments)
+        barred = [i for i in range(len(known)) if prevented is True or prevented[i]]
         through = lax.optimization_barrier([known[i] for i in barred])
         for i, x in zip(barred, through, strict=True):
             known[i] = x
@@ -72,30 +98,30 @@ def _checkpoint(equation: Any, context: Context, stage: Stage) -> Staged:
 
 
 def _scan(equation: Any, context: Context, stage: Stage) -> Staged:
-    of = equation.params
-    inside = stage(of["jaxpr"], context)
+    params = equation.params
+    inside = stage(params["jaxpr"], context)
     # What is scanned over has an axis more outside than inside; carry and constants do not.
-    scanned = _with_another_axis(equation.invars, of["jaxpr"].in_avals)
-    stacked = _with_another_axis(equation.outvars, of["jaxpr"].out_avals)
+    scanned = _with_another_axis(equation.invars, params["jaxpr"].in_avals)
+    stacked = _with_another_axis(equation.outvars, params["jaxpr"].out_avals)
     carries = len(equation.outvars) - stacked
     constants = len(equation.invars) - carries - scanned
 
     def run(*arguments: Any) -> Results:
         fixed = arguments[:constants]
+        start = arguments[constants : constants + carries]
+        xs = arguments[constants + carries :]
 
         def body(carry: Any, xs: Any) -> Any:
             outputs, rows, values = inside.run(*fixed, *carry, *xs)
             return outputs[:carries], (outputs[carries:], rows, values)
 
-        start = arguments[constants : constants + carries]
-        xs = arguments[constants + carries :]
-        loop = {key: of[key] for key in ("length", "reverse", "unroll")}
+        loop = {key: params[key] for key in ("length", "reverse", "unroll")}
         carry, (ys, rows, values) = lax.scan(body, start, xs, **loop)
-        if of["reverse"]:
+        if params["reverse"]:
             rows = rows[::-1]  # in the order in which they are run
         return Results((*carry, *ys), rows.reshape(-1, 2), values)
 
-    plan = (Loop(of["length"], of["reverse"], inside.plan),) if inside.plan else ()
+    plan = (Loop(params["length"], params["reverse"], inside.plan),) if inside.plan else ()
     return Staged(plan, run)
 
 
@@ -108,23 +134,23 @@ def _cond(equation: Any, context: Context, stage: Stage) -> Staged:
     branches = [stage(branch, context) for branch in equation.params["branches"]]
 
     def whole(taken: int, *operands: Any) -> Results:
-        """A branch, with the rows and values of the others blank."""
+        """Runs a branch, with the rows and values of the others blank."""
         rows, values = [], []
         results = branches[taken].run(*operands)
         for i, branch in enumerate(branches):
             if i == taken:
                 rows.append(results.rows)
                 values.extend(results.values)
-            else:
-                # Both sums 0, which no row is that there is (but one in 2**64).
-                blank = jnp.zeros((count(branch.plan), 2), jnp.uint32)
-                rows.append(_varying(blank, context.axes, context))
-                if context.keep_values:
-                    like = jax.eval_shape(branch.run, *operands).values
-                    values.extend(
-                        _varying(jnp.zeros(value.shape, value.dtype), probe.axes, context)
-                        for value, (probe, _) in zip(like, probes(branch.plan), strict=True)
-                    )
+                continue
+            # Both sums 0, which no row is that there is (but one in 2**64).
+            blank = jnp.zeros((len(places(branch.plan)), 2), jnp.uint32)
+            rows.append(_varying(blank, context.axes, context))
+            if context.keep_values:
+                like = jax.eval_shape(branch.run, *operands).values
+                values.extend(
+                    _varying(jnp.zeros(value.shape, value.dtype), probe.axes, context)
+                    for value, (probe, _) in zip(like, probes(branch.plan), strict=True)
+                )
         return Results(results.outputs, jnp.concatenate(rows), tuple(values))
 
     def run(index: Array, *operands: Any) -> Results:
@@ -135,18 +161,20 @@ def _cond(equation: Any, context: Context, stage: Stage) -> Staged:
 
 
 def _varying(x: Array, axes: tuple[str, ...], context: Context) -> Array:
-    """As the branch that is taken has it, from the point of view of `check_vma`."""
+    """Returns zeros that vary over the mesh, for `check_vma`, as the branch that is taken."""
     axes = tuple(axis for axis in axes if axis in context.axes)
     return lax.pcast(x, axes, to="varying") if axes and context.check_vma else x
 
 
 def _shard_map(equation: Any, context: Context, stage: Stage) -> Staged:
-    of = equation.params
-    mesh, manual = of["mesh"], of["newly_manual_axes"]
+    params = equation.params
+    mesh, manual, check_vma = (
+        params[key] for key in ("mesh", "newly_manual_axes", "check_vma")
+    )
     axes = tuple(axis for axis in mesh.axis_names if axis in manual)
     sizes = tuple((axis, mesh.shape[axis]) for axis in axes)
-    context = context._replace(mesh_axes=context.mesh_axes + sizes, check_vma=of["check_vma"])
-    inside = stage(of["jaxpr"], context)
+    context = context._replace(mesh_axes=context.mesh_axes + sizes, check_vma=check_vma)
+    inside = stage(params["jaxpr"], context)
 
     def body(*arguments: Any) -> Any:
         outputs, rows, values = inside.run(*arguments)
@@ -161,9 +189,9 @@ def _shard_map(equation: Any, context: Context, stage: Stage) -> Staged:
         mapped = jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=tuple(of["in_specs"]),
-            out_specs=(tuple(of["out_specs"]), PartitionSpec(), values),
-            check_vma=of["check_vma"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=(tuple(params["out_specs"]), PartitionSpec(), values),
+            check_vma=check_vma,
             axis_names=set(manual),
         )
         return Results(*mapped(*arguments))
@@ -171,10 +199,12 @@ def _shard_map(equation: Any, context: Context, stage: Stage) -> Staged:
     return Staged(inside.plan, run)
 
 
+# By the name of the primitive, in jax 0.10.2 or 0.12.0.1.
 RULES = {
     "jit": _jit,
     "closed_call": _inline,
     "core_call": _inline,
+    "eval_jaxpr": _inline,
     "custom_jvp_call": _inline,
     "custom_vjp_call": _inline,
     "remat2": _checkpoint,

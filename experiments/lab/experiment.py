@@ -14,6 +14,7 @@ these files. So a table can be had again from the committed results, to the digi
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -53,10 +54,23 @@ class Report(NamedTuple):
     text: str  # all tables, for the terminal
     verdicts: Sequence[Verdict]
     summary: str = ""  # the tables that documents show, where these are not all
+    # What the README's one table says of the thread: this package's numbers, and its peers'.
+    ours: str = ""
+    peers: str = ""
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
     pass
+
+
+def with_options(job: Any, options: argparse.Namespace) -> Any:
+    """Returns the job with each option that was given in place of its field of that name."""
+    given: dict[str, Any] = {}
+    for name, value in vars(options).items():
+        if value is not None and hasattr(job, name):
+            several = isinstance(value, list)
+            given[name] = tuple(dict.fromkeys(value)) if several else value
+    return dataclasses.replace(job, **given)
 
 
 @dataclass(frozen=True)
@@ -70,11 +84,13 @@ class Experiment(Generic[Job]):
     measure: Callable[[Job, Files], dict[str, Any]]
     report: Callable[[Files], Report]
     draw: Callable[[Files], list[Path]] = lambda files: []
+    thread: str = ""  # what it reproduces, or shows: a link, for the README's table
     quick_help: str = "less of everything; exits with 1 if a claim does not hold"
     whole_help: str = "the whole job"
-    # Options of its own: adds them, and changes a job as they ask for.
+    # Options of its own: adds them, and changes a job as they ask for (by default: an option
+    # that was given, its default being None, replaces the field of its name).
     add_arguments: Callable[[argparse.ArgumentParser], None] = _nothing
-    choose: Callable[[Job, argparse.Namespace], Job] = lambda job, options: job
+    choose: Callable[[Job, argparse.Namespace], Job] = with_options
     # Returns the job without what cannot run here, and why not: by name.
     present: Callable[[Job], tuple[Job, dict[str, str]]] = lambda job: (job, {})
     # Whether a job is the whole one, of which --commit replaces what is committed.
@@ -197,6 +213,18 @@ class Experiment(Generic[Job]):
             why = f"{made} cannot be made ({error.strerror})"
             raise UserError(f"{why}: name another folder with --out") from error
         return out
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """Returns the type of an option that is a whole number, `least` or more."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more")
+        return value
+
+    return number
 
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:

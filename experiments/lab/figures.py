@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from numpy.typing import NDArray
 
 from .peers import names
 
@@ -68,6 +70,22 @@ def save(figure: Figure, path: Path) -> Path:
     # Without the version in its metadata, a figure changes only when its content does.
     figure.savefig(path, metadata={"Software": None})
     return path
+
+
+def median_and_range(
+    axes: Axes, x: NDArray[Any], values: NDArray[Any], *, label: str, **line: Any
+) -> None:
+    """Draws the median of `values`, `[runs, len(x)]`, with their range shaded.
+
+    Only where all of them were measured: where none is NaN.
+    """
+    measured = ~np.isnan(values).any(axis=0)
+    x, values = x[measured], values[:, measured]
+    marker = "o" if len(x) < 20 else None
+    median = np.median(values, axis=0)
+    axes.plot(x, median, label=label, marker=marker, markersize=3, **line)
+    low, high = values.min(axis=0), values.max(axis=0)
+    axes.fill_between(x, low, high, color=line["color"], alpha=0.12, linewidth=0)
 
 
 def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:

@@ -12,6 +12,7 @@ The data comes from one of three sources, named by the `--data` of every experim
   none with more than the 60,000 images of the published ones.
 """
 
+import argparse
 import contextlib
 import functools
 import gzip
@@ -60,7 +61,7 @@ _UNPACK: dict[str, Callable[[BinaryIO], _Opened]] = {
 
 
 class DataError(UserError):
-    """MNIST cannot be read: which file, what was expected and found, and what to do."""
+    """Raised where MNIST cannot be read: names the file, what was expected, and the fix."""
 
 
 class Split(NamedTuple):
@@ -79,7 +80,7 @@ class _File(NamedTuple):
 
 
 def load(source: str = "subset") -> Mnist:
-    """MNIST from `"subset"`, `"download"` or the folder `source`; else a `DataError`."""
+    """Returns MNIST from `"subset"`, `"download"` or a folder; else raises a `DataError`."""
     if source == "subset":
         read = functools.partial(_in_folder, SUBSET)
         fix = "restore it with `git checkout experiments/data/mnist`, or give --data download"
@@ -96,9 +97,25 @@ def load(source: str = "subset") -> Mnist:
 
 
 def scaled(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Images from 0 … 255 to −1 … 1, with a channel axis: (n, 1, 28, 28)."""
+    """Returns images of 0 … 255 as −1 … 1, with a channel axis: (n, 1, 28, 28)."""
     white, half = np.float32(255), np.float32(0.5)
     return (images[:, None].astype(np.float32) / white - half) / half
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--data`, the source."""
+    parser.add_argument(
+        "--data",
+        metavar="SOURCE",
+        help="'subset': 10,000 training images of MNIST that are part of this repository "
+        "(default); 'download': all of it, from a public mirror; or a folder with the four "
+        "IDX files",
+    )
+
+
+def kind(source: str) -> str:
+    """Returns what is noted of a source beside results: no path."""
+    return source if source in ("subset", "download") else "folder"
 
 
 def _wrong(where: object, expected: str, found: object) -> DataError:
@@ -118,7 +135,7 @@ def _split(images_file: _File, labels_file: _File) -> Split:
 
 
 def _array(file: _File, magic: int, item: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The array of an IDX file: magic number, dimensions, bytes; numbers are big-endian."""
+    """Returns what an IDX file holds: magic number, dimensions, bytes, all big-endian."""
     where, content = file
     header = struct.Struct(f">II{len(item)}I")
     if len(content) < header.size:
@@ -192,7 +209,7 @@ def _unpacked(where: Path | str, packed: BinaryIO, suffix: str) -> _File:
 
 
 def _keep(path: Path, packed: bytes) -> None:
-    """Write `path` whole or not at all, also when two experiments do so at once."""
+    """Writes `path` whole or not at all, also when two experiments do so at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:

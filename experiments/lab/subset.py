@@ -1,4 +1,4 @@
-"""Rebuild the MNIST subset in `experiments/data/mnist/`, or check that it is what it says.
+"""Rebuilds the MNIST subset in `experiments/data/mnist/`, or checks that it is what it says.
 
     python -m experiments.lab.subset --data DIR
     python -m experiments.lab.subset --data DIR --check
@@ -29,7 +29,7 @@ PRESET = 6 | lzma.PRESET_EXTREME
 
 
 def subset(data: mnist.Mnist) -> dict[str, bytes]:
-    """The subset's four IDX files, name and unpacked content."""
+    """Returns the subset's four IDX files, by name and unpacked."""
     files: dict[str, bytes] = {}
     for names, split, count in (
         (mnist.TRAIN, data.train, TRAIN_COUNT),
@@ -54,7 +54,7 @@ def _idx(magic: int, array: NDArray[np.uint8]) -> bytes:
 
 
 def _compare(path: Path, content: bytes) -> str:
-    """What is wrong with the file at `path`; empty if nothing is."""
+    """Returns what is wrong with the file at `path`; an empty text if nothing is."""
     if not path.exists():
         return "is missing"
     found = path.read_bytes()

@@ -1,8 +1,7 @@
 """One training run on MNIST, and what is recorded at each of its steps."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,35 +20,26 @@ BATCH_SIZE = 64
 OPTIMISER = optax.adam(3e-3)
 
 
+GradientNorms = dict[str, NDArray[np.float32]]  # by parameter: "linear1.weight"
+
+
 class Record(NamedTuple):
-    """Of each step, along the last axis; `gradient_norms` is [leaves, steps]."""
+    """What was recorded; every array has one value a step."""
 
-    loss: NDArray[np.float32]
-    gradient_norms: NDArray[np.float32]
-    output_mean: NDArray[np.float32]
-    output_std: NDArray[np.float32]
-    accuracy: NDArray[np.float32]  # NaN but after the evaluated steps
-    probed: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # what `probe` gave
+    # loss, largest_gradient_norm, output_mean and output_std of the (last) normalisation
+    # layer, test_accuracy (NaN but after the evaluated steps), and whatever
+    # `probe` returned.
+    curves: dict[str, NDArray[np.float32]]
+    gradient_norms: GradientNorms
 
 
-# Of a training step: the model and the labels that went in, the log-probabilities and the
-# state that came out; gives scalars to record, by name.
+# Takes what a training step had: the model and the labels that went in, the log-probabilities
+# and the state that came out. Returns scalars to record, by name.
 Probe = Callable[[Any, eqx.nn.State, Array, Array], dict[str, Array]]
-
-
-def unchanged(step: int, images: NDArray[np.float32]) -> NDArray[np.float32]:
-    return images
 
 
 def no_probe(model: Any, state: eqx.nn.State, output: Array, labels: Array) -> dict[str, Array]:
     return {}
-
-
-def leaf_names(network: Callable[..., Any], make_norm: MakeNorm) -> list[str]:
-    """The rows of `gradient_norms`: each parameter by its path, `linear1.weight`."""
-    model, _ = eqx.nn.make_with_state(network)(make_norm, jax.random.key(0))
-    paths, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(model, eqx.is_inexact_array))
-    return [jax.tree_util.keystr(path).removeprefix(".") for path, _ in paths]
 
 
 def train(
@@ -61,18 +51,21 @@ def train(
     steps: int,
     evaluated: Collection[int] = (),
     on_step: Callable[[], object] = lambda: None,
-    change: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] = unchanged,
+    change: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] = lambda _, images: (
+        images
+    ),
     probe: Probe = no_probe,
 ) -> Record:
-    """Train `network` from `seed` for so many steps with Adam.
+    """Trains `network` from `seed` for so many steps with Adam, and returns their record.
 
     The seed decides the initial parameters and the order of the images, so that runs of the
     same seed differ in their normalisation only. Test accuracy is measured after the steps in
     `evaluated`, and after the last. `on_step` is called after every step. `change` gets each
-    step, counted from 1, and its images, and gives the images to train on instead.
+    step, counted from 1, and its images, and returns the images to train on instead.
     """
     model, state = eqx.nn.make_with_state(network)(make_norm, jax.random.key(seed))
-    optimiser_state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+    parameters = eqx.filter(model, eqx.is_inexact_array)
+    optimiser_state = OPTIMISER.init(parameters)
     images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
     test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
     columns: defaultdict[str, list[Any]] = defaultdict(list)
@@ -88,15 +81,18 @@ def train(
         for name, value in values.items():
             columns[name].append(value)
         measured = i in evaluated or i == steps
-        columns["accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
+        columns["test_accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
-    arrays = {name: np.array(column).T for name, column in columns.items()}
-    own = {name: arrays.pop(name) for name in Record._fields if name in arrays}
-    return Record(**own, probed=arrays)
+    curves = {name: np.array(column) for name, column in columns.items()}
+    norms = curves.pop("gradient_norms")
+    curves["largest_gradient_norm"] = norms.max(axis=1)
+    paths, _ = jax.tree_util.tree_flatten_with_path(parameters)
+    names = [jax.tree_util.keystr(path).removeprefix(".") for path, _ in paths]
+    return Record(curves, dict(zip(names, norms.T, strict=True)))
 
 
 def _order(images: int, steps: int, seed: int) -> Int[np.ndarray, "steps batch"]:
-    """Epoch after epoch in a new order, whole batches only."""
+    """Returns epoch after epoch in a new order, whole batches only."""
     random = np.random.RandomState(seed)
     batches = images // BATCH_SIZE
     epochs = [
@@ -129,6 +125,7 @@ def step(
     labels: Array,
     probe: Probe,
 ) -> tuple[Any, eqx.nn.State, Any, dict[str, Array]]:
+    """Returns model and states after one step, and what to record of it."""
     (loss, (state, normed, output)), gradients = eqx.filter_value_and_grad(_loss, has_aux=True)(
         model, state, images, labels
     )

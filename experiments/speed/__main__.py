@@ -46,7 +46,7 @@ from experiments.lab import peers, timer
 from experiments.lab import rows as csv
 from experiments.lab.environment import device_name
 from experiments.lab.errors import UserError
-from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.experiment import Experiment, Files, Report, with_options
 
 from . import figures, tables
 from .cases import DTYPES, IN_TORCH, JOBS, PARTS, PEERS, QUICK, Job, Shape
@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--dtype",
+        dest="dtypes",
         nargs="+",
         choices=tuple(DTYPES),
         help="of x, y and dy; weights and statistics are f32 (default: both)",
@@ -99,7 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{whole.rounds}, on a GPU {JOBS['gpu'][0].rounds})",
     )
     parts = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
-    add("--only", nargs="+", choices=tuple(PARTS), metavar="PART", help=f"only these. {parts}")
+    add(
+        "--only",
+        dest="parts",
+        nargs="+",
+        choices=tuple(PARTS),
+        metavar="PART",
+        help=f"only these. {parts}",
+    )
     add(
         "--memory",
         choices=("system", "kept"),
@@ -115,17 +123,8 @@ def choose(job: Job, options: argparse.Namespace) -> Job:
     if options.memory == "kept" and not timer.keep_memory():
         raise UserError("--memory kept: this needs the GNU C library")
     whole, quick = JOBS[options.device]
-    base = quick if options.quick else whole
     _use(options.device)
-    return dataclasses.replace(
-        base,
-        shapes=tuple(dict.fromkeys(options.shapes or base.shapes)),
-        dtypes=tuple(dict.fromkeys(options.dtype or base.dtypes)),
-        peers=tuple(dict.fromkeys(options.peers or base.peers)),
-        rounds=options.rounds or base.rounds,
-        memory=options.memory,
-        parts=tuple(dict.fromkeys(options.only or base.parts)),
-    )
+    return with_options(quick if options.quick else whole, options)
 
 
 def _use(device: str) -> None:
@@ -198,6 +197,7 @@ def _natural(text: str) -> int:
 EXPERIMENT = Experiment(
     name="speed",
     about=__doc__,
+    thread="the speed of batch norm and layer norm",
     whole=Job(),
     quick=QUICK,
     measure=measure,

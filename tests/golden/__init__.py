@@ -1,1 +1,1 @@
-"""What PyTorch and Flax give on the cases of `cases`, for machines that have neither."""
+"""Holds what PyTorch and Flax give on `cases`, for machines that have neither."""

@@ -1,4 +1,4 @@
-"""The cases in which the layer equals its peers; how one is run, and the golden files."""
+"""Lists the cases in which the layer equals its peers, runs one, and reads golden files."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ Step = Callable[[Arrays, np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`layer` is the peer's name for it, and `momentum` is as the peer counts it.
+    """Names a layer as its peer does, with `momentum` as the peer counts it.
 
     `shape` has the channels first, and so have all recorded arrays, also Flax's.
     """
@@ -65,10 +65,10 @@ CASES = (
 
 
 def record(case: Case, step: Step) -> Arrays:
-    """100 steps of SGD on batches that differ in mean and scale.
+    """Returns what `step` gave at the recorded steps, stacked, of 100 steps of SGD.
 
-    Of what `step` returns, the arrays at the recorded steps, stacked. Not `step` but this
-    moves weight and bias, so that every layer is trained in the same way.
+    The batches differ in mean and scale. Not `step` but this function moves weight and bias, so
+    that every layer is trained in the same way.
     """
     # Drawn per case, so that a new case leaves the inputs of the others as they are.
     random = np.random.RandomState(zlib.crc32(str(case).encode()))
@@ -113,7 +113,7 @@ def write(peer: str, run: Callable[[Case], Arrays], version: str) -> None:
 
 
 def golden(case: Case) -> Arrays:
-    """What `run(case)` gave when the golden file was written."""
+    """Returns what `run(case)` gave when the golden file was written."""
     prefix = f"{case}/"
     return {
         name.removeprefix(prefix): array

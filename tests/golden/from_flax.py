@@ -1,4 +1,4 @@
-"""Flax's part, both APIs: `python -m tests.golden.from_flax` writes `flax.npz`."""
+"""Runs the cases in Flax, both APIs: `python -m tests.golden.from_flax` writes `flax.npz`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx  # pyright: ignore[reportMissingImports]  (as above)
 
-from . import cases
+from tests.golden import cases
 
 THEIRS = {"weight": "scale", "bias": "bias"}
 # (parameters, statistics, x, whether to infer) to (y, statistics).

@@ -1,11 +1,11 @@
-"""PyTorch's part: `python -m tests.golden.from_torch` writes `torch.npz`."""
+"""Runs the cases in PyTorch: `python -m tests.golden.from_torch` writes `torch.npz`."""
 
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (only make test-peers installs it)
 
-from . import cases
+from tests.golden import cases
 
 
 def run(case: cases.Case) -> cases.Arrays:

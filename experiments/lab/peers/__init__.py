@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from . import names
 from .layer import AXIS as AXIS
 from .layer import Affine as Affine
+from .layer import Apply as Apply
 from .layer import BatchNorm as BatchNorm
 from .layer import Layer as Layer
 from .layer import LayerNorm as LayerNorm

@@ -12,9 +12,12 @@ LINEN, NNX = "Flax linen", "Flax nnx"
 # Flax's default is the variance of one pass, E[x^2] - E[x]^2: `use_fast_variance`.
 LINEN_TWO_PASS, NNX_TWO_PASS = "Flax linen, two-pass", "Flax nnx, two-pass"
 TORCH, TORCH_COMPILED = "PyTorch", "PyTorch, compiled"
+# The operator that PyTorch's layer calls, without the check that comes before.
+TORCH_OPERATOR = "torch.batch_norm"
 
 
 def package(name: str) -> str:
     """Returns the package that has to be installed for the peer of that name."""
-    words = {"eqx-norm": "eqx_norm", "Equinox": "equinox", "Flax": "flax", "PyTorch": "torch"}
+    words = {"eqx-norm": "eqx_norm", "Equinox": "equinox", "Flax": "flax"}
+    words |= {"PyTorch": "torch", "torch": "torch"}
     return next(package for word, package in words.items() if name.startswith(word))

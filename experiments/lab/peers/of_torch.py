@@ -1,5 +1,6 @@
 """PyTorch's operators, run eagerly, as they usually are; and tensors from and to NumPy."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,30 @@ def batch_norm(
     """
     return torch.nn.functional.batch_norm(
         x, *memory, weight, bias, training=True, momentum=1 - momentum, eps=eps
+    )
+
+
+def layer(channels: int, dimensions: int, *, momentum: float, eps: float) -> Any:
+    """Returns the layer for `[N, channels, *spatial]`, which keeps its memory itself.
+
+    `dimensions` are those of an example beside its channels.
+    """
+    kind = torch.nn.BatchNorm2d if dimensions == 2 else torch.nn.BatchNorm1d
+    return kind(channels, eps=eps, momentum=1 - momentum)
+
+
+def operator(layer: Any) -> Callable[[Any], Any]:
+    """Returns what the layer calls in training, without the check of x that comes before."""
+    return lambda x: torch.batch_norm(
+        x,
+        layer.weight,
+        layer.bias,
+        layer.running_mean,
+        layer.running_var,
+        True,
+        layer.momentum,
+        layer.eps,
+        False,
     )
 
 

@@ -1,0 +1,1 @@
+"""How accurate batch normalisation is, where that is hard."""

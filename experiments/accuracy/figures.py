@@ -1,0 +1,155 @@
+"""The figure of the accuracy experiment: error by mean and count, and case by case."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from experiments.lab import rows
+from experiments.lab.experiment import Files
+from experiments.lab.figures import BLACK, BLUE, PEERS, VERMILION, save
+from experiments.lab.peers import names
+
+from . import cases, claims
+from .cases import CONSTANT, COUNT, RATIO
+from .rows import Row
+
+# Two layers of one package mostly give the same: a line, and open markers on it.
+CIRCLES = {"linestyle": "", "marker": "o", "markerfacecolor": "none", "markersize": 7}
+SQUARES = {**CIRCLES, "marker": "s"}
+STYLE: dict[str, dict[str, Any]] = {
+    names.OURS: {"linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4},
+    names.EQUINOX_EMA: {"linestyle": "-"},
+    names.EQUINOX_BATCH: CIRCLES,
+    names.LINEN: {"linestyle": "--"},
+    names.NNX: CIRCLES,
+    names.LINEN_TWO_PASS: {"linestyle": "-."},
+    names.NNX_TWO_PASS: SQUARES,
+    names.TORCH: {"linestyle": ":", "marker": "s", "markersize": 4},
+}
+# What a float32 of order 1 may be off by.
+FLOAT32 = 2.0**-24
+
+# The error of y, by case and layer.
+Measured = dict[str, dict[str, float]]
+
+
+def draw(files: Files) -> list[Path]:
+    """Draws this package beside its peers; nothing where only its implementations are."""
+    measured: Measured = {}
+    for row in rows.load(files.csv(), Row):
+        measured.setdefault(row.case, {})[row.layer] = row.y
+    if not all(layer in STYLE for layer in _layers(measured)):
+        return []
+    figure = Figure(figsize=(11, 8.4))
+    halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.15))
+    left, right = (figure.add_subfigure(half) for half in halves)
+    ratio, count, constant = left.subplots(3, 1, height_ratios=(1.25, 1, 0.9))
+    _sweep(ratio, measured, RATIO)
+    ratio.set_xlabel("mean / standard deviation")
+    _sweep(count, measured, COUNT)
+    count.set_xlabel("values a channel, at mean / standard deviation 1e3")
+    _constants(constant, measured)
+    handles, labels = ratio.get_legend_handles_labels()
+    left.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
+    _errors(right.subplots(), measured)
+    return [save(figure, files.figure())]
+
+
+def _layers(measured: Measured) -> list[str]:
+    return list(next(iter(measured.values())))
+
+
+def _sweep(axes: Axes, measured: Measured, group: str) -> None:
+    """Draws the error of y along the axis of a group of cases."""
+    swept = [case for name in measured if (case := cases.BY_NAME[name]).group == group]
+    at = [case.at for case in swept]
+    for layer in _layers(measured):
+        # A logarithmic axis has neither zero nor infinity: they are drawn at its ends.
+        values = np.clip([measured[case.name][layer] for case in swept], 1e-8, 1e8)
+        axes.plot(at, values, label=layer, color=PEERS[layer], **STYLE[layer])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=5e-9)
+    axes.yaxis.set_major_locator(LogLocator(numticks=8))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    _reference_lines(axes, at)
+    axes.set_ylabel("error of y")
+
+
+def _reference_lines(axes: Axes, where: Sequence[float]) -> None:
+    # The labels lie outside: between the two is where eqx-norm should be.
+    for level, label, side in (
+        (claims.Y, "the bound of eqx-norm, 1e-6", "bottom"),
+        (FLOAT32, "half an ulp of float32", "top"),
+    ):
+        axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
+        axes.annotate(
+            label,
+            (where[-1], level),
+            xytext=(0, 2 if side == "bottom" else -2),
+            textcoords="offset points",
+            ha="right",
+            va=side,
+            fontsize=7,
+        )
+
+
+def _constants(axes: Axes, measured: Measured) -> None:
+    """Draws what a constant channel comes out as, which is zero in exact arithmetic."""
+    layers = _layers(measured)[::-1]
+    shown = [cases.BY_NAME[name] for name in measured]
+    shown = [case for case in shown if case.group == CONSTANT and not case.affine]
+    for marker, up_to in zip("o^s", dict.fromkeys(case.at for case in shown), strict=True):
+        for case in (case for case in shown if case.at == up_to):
+            for row, layer in enumerate(layers):
+                error, color = measured[case.name][layer], PEERS[layer]
+                axes.plot(error, row, marker, color=color, markerfacecolor="none")
+        key = f"to {up_to:g}"
+        axes.plot([], [], marker, color=BLACK, markerfacecolor="none", label=key)
+    axes.legend(title="constants", fontsize=8, title_fontsize=8, loc=(0.13, 0.3))
+    axes.set_xscale("symlog", linthresh=1e-8)
+    axes.set_xlim(left=-2e-9)
+    axes.set_xticks([0, *(10.0**k for k in range(-7, 1))])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yticks(range(len(layers)), layers)
+    axes.set_xlabel("largest |y| of a constant channel (exactly: 0)")
+
+
+def _errors(axes: Axes, measured: Measured) -> None:
+    """Draws the error of y by case and layer: its exponent as text and colour."""
+    layers = _layers(measured)
+    table = np.array([list(found.values()) for found in measured.values()])
+    exponents = np.log10(np.where(table == 0, 1e-99, table))
+    # White is the bound: blue is better, the other end worse.
+    scale = LinearSegmentedColormap.from_list("bound", [BLUE, "#FFFFFF", VERMILION])
+    scale = scale.with_extremes(bad="#DDDDDD")
+    axes.imshow(
+        np.clip(exponents, -8, 2), cmap=scale, norm=TwoSlopeNorm(-6, -8, 1), aspect="auto"
+    )
+    for (row, column), error in np.ndenumerate(table):
+        text = "fails" if np.isnan(error) else f"{exponents[row, column]:z.1f}"
+        text = {0: "0", np.inf: "inf"}.get(error, text).replace("-", "\N{MINUS SIGN}")
+        color = "white" if error > 1 or error < 3e-8 else BLACK
+        axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+    axes.set_xticks(range(len(layers)), layers, rotation=40, ha="left", rotation_mode="anchor")
+    axes.set_yticks(range(len(measured)), list(measured))
+    groups = [cases.BY_NAME[case].group for case in measured]
+    for row in range(1, len(groups)):
+        if groups[row] != groups[row - 1]:
+            axes.axhline(row - 0.5, color="white", linewidth=3)
+    axes.xaxis.tick_top()
+    axes.set_title(
+        "log10 of the error of y: white is the bound, 1e-6; blue is better",
+        fontsize=8,
+        y=-0.035,
+    )
+    axes.tick_params(length=0, labelsize=7.5)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)

@@ -1,0 +1,57 @@
+"""The arrays as which a batch is given to a layer; answers are brought back to the batch's."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.lab import answers
+from experiments.lab.exact import Answer, Batch
+
+FIRST, LAST, ROWS = "channels first", "channels last", "rows"
+LINE = 128  # channels, of any dtype
+
+
+def channels_first(layer: str, batch: Batch) -> Answer:
+    """Returns the answer of a batch norm to `[N, C, ...]`; Flax's has its channels last."""
+    return answers.batch_norm(layer, batch)
+
+
+def channels_last(layer: str, batch: Batch) -> Answer:
+    """Returns the answer of a batch norm to `[n, C]`, as convolutions on a GPU have it.
+
+    The channels are repeated until they fill lines of memory: a Mosaic kernel takes no less.
+    """
+    n, channels, *space = batch.x.shape
+    repeated = np.arange(-(-channels // LINE) * LINE) % channels
+
+    def columns(values: NDArray) -> NDArray:
+        return np.moveaxis(values, 1, -1).reshape(-1, channels)[:, repeated]
+
+    def back(values: NDArray) -> NDArray:
+        return np.moveaxis(values[:, :channels].reshape(n, *space, channels), -1, 1)
+
+    weight, bias = batch.weight[repeated], batch.bias[repeated]
+    gave = answers.batch_norm(layer, Batch(columns(batch.x), columns(batch.dy), weight, bias))
+    variance, dweight, dbias = (v[:channels] for v in (gave.variance, gave.dweight, gave.dbias))
+    return Answer(back(gave.y), variance, back(gave.dx), dweight, dbias)
+
+
+def rows(layer: str, batch: Batch) -> Answer:
+    """Returns the answer of a layer norm that is given each channel as an example.
+
+    It has no counterpart of the variance that is remembered, and of weight and bias a channel.
+    """
+    n, channels, *space = batch.x.shape
+    x, dy = (np.moveaxis(a, 1, 0).reshape(channels, -1) for a in (batch.x, batch.dy))
+    ones = np.ones(x.shape[1], np.float32)
+    gave = answers.layer_norm(layer, Batch(x, dy, ones, 0 * ones))
+    y, dx = (np.moveaxis(a.reshape(channels, n, *space), 0, 1) for a in (gave.y, gave.dx))
+    return Answer(y, None, dx, None, None)
+
+
+LAYOUTS: dict[str, Callable[[str, Batch], Answer]] = {
+    FIRST: channels_first,
+    LAST: channels_last,
+    ROWS: rows,
+}

@@ -1,0 +1,45 @@
+"""Curves: what was recorded step by step, by setting and over several seeds.
+
+A row is a `NamedTuple` whose first fields say what was run, and then come `seed`, `step` and
+the recorded quantities, each under the name that a record has for it:
+
+    class Step(NamedTuple):
+        approach: str
+        momentum: float
+        seed: int
+        step: int
+        loss: float
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Setting = TypeVar("Setting", bound=tuple[Any, ...])
+Curves = dict[str, NDArray[Any]]  # by quantity, and of "step": each [seeds, steps]
+
+
+def steps(
+    kind: Any, setting: tuple[Any, ...], seed: int, record: Mapping[str, NDArray[Any]]
+) -> Iterator[Any]:
+    """Yields the rows of one run, from step 1 on."""
+    columns = [record[name] for name in kind._fields[len(setting) + 2 :]]
+    for step, values in enumerate(zip(*columns, strict=True), start=1):
+        yield kind(*setting, seed, step, *map(float, values))
+
+
+def by_setting(rows: Iterable[Any], setting: type[Setting]) -> dict[Setting, Curves]:
+    """Returns the curves of each setting; every one of its seeds has the same steps."""
+    found: defaultdict[Setting, list[Any]] = defaultdict(list)
+    for row in rows:
+        found[setting(*row[: row._fields.index("seed")])].append(row)
+    return {setting: _curves(of_setting) for setting, of_setting in found.items()}
+
+
+def _curves(rows: list[Any]) -> Curves:
+    seeds = len({row.seed for row in rows})
+    names = rows[0]._fields[rows[0]._fields.index("step") :]
+    return {name: np.reshape([getattr(r, name) for r in rows], (seeds, -1)) for name in names}

@@ -1,0 +1,184 @@
+"""Measures layer normalisation and its gradients: OneFlow #6149 with this layer and its peers.
+
+    python -m experiments.layer_norm           the whole job: under 2 minutes, 2 cores
+    python -m experiments.layer_norm --quick   under 30 seconds; fails if a claim fails
+
+(a) The pair of that issue, [-1.83965693, -1.82964566] at eps = 1e-5: its output, and the
+    gradient of the sum of its output, which is exactly 0.
+(b) The gradients of weight and bias over shapes of 1 to 4 dimensions, with and without either,
+    in float32, float64 and bfloat16, against extended precision. OneFlow had exchanged them,
+    so the error of the right answer with both exchanged stands beside the others.
+(c) Layer norm made of a batch norm of the reshaped input, as OneFlow's was, beside layer norm.
+
+Compared are Equinox's, Flax's and PyTorch's layers. The issue:
+https://github.com/Oneflow-Inc/oneflow/issues/6149. The time it takes: experiments.speed.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.lab import answers, exact, peers, rows
+from experiments.lab.claims import judge, verdicts_table
+from experiments.lab.exact import Batch
+from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.peers import names
+from experiments.lab.tables import table
+
+from . import cases, claims, figures
+from .rows import EXCHANGED, AtMean, ByBatchNorm, Gradients, Pair
+
+PEERS = (names.OURS, names.EQUINOX, names.LINEN, names.LINEN_TWO_PASS, names.TORCH)
+
+
+@dataclass(frozen=True)
+class Job:
+    layers: tuple[str, ...] = PEERS
+    dimensions: tuple[int, ...] = cases.DIMENSIONS
+
+
+WHOLE = Job()
+# Only what is installed wherever the package is.
+QUICK = Job(PEERS[:2], (1, 2))
+
+
+def measure(job: Job, files: Files) -> dict[str, Any]:
+    # Nine digits, as float32 has them: what is compared with 0.8454272 is a number, no error.
+    rows.save(files.csv("_pair"), Pair, _pair(job.layers), digits=9)
+    rows.save(files.csv("_means"), AtMean, _means(job.layers), digits=9)
+    rows.save(files.csv("_gradients"), Gradients, _gradients(job), digits=9)
+    rows.save(files.csv("_by_batch_norm"), ByBatchNorm, _by_batch_norm(job.layers), digits=9)
+    return {"bits of the reference's mantissa": exact.MANTISSA}
+
+
+def _pair(layers: Sequence[str]) -> Iterator[Pair]:
+    for dtype in ("float32", "float64"):
+        batch = cases.pair(dtype)
+        right = exact.layer_norm(batch).answer
+        for layer in layers:
+            gave = answers.layer_norm(layer, batch)
+            error = float(np.max(np.abs(gave.y - right.y)))
+            yield Pair(dtype, layer, float(gave.y[0, 1]), error, float(np.abs(gave.dx).max()))
+
+
+def _means(layers: Sequence[str]) -> Iterator[AtMean]:
+    batch = cases.pairs()
+    right = exact.layer_norm(batch).answer
+    for layer in layers:
+        gave = answers.layer_norm(layer, batch)
+        errors, gradients = np.abs(gave.y - right.y).max(1), np.abs(gave.dx).max(1)
+        for mean, error, dx in zip(cases.MEANS, errors, gradients, strict=True):
+            yield AtMean(layer, float(mean), float(error), float(dx))
+
+
+def _gradients(job: Job) -> Iterator[Gradients]:
+    given = [(d, batch) for d in cases.DTYPES for batch in cases.batches(d, job.dimensions)]
+    for dtype, batch in tqdm(given, desc="gradients", unit="batch", disable=None):
+        right = exact.layer_norm(batch)
+        gave = {layer: answers.layer_norm(layer, batch) for layer in job.layers}
+        gave[EXCHANGED] = right.answer._replace(
+            dweight=None if batch.weight is None else right.answer.dbias,
+            dbias=None if batch.bias is None else right.answer.dweight,
+        )
+        for layer, answer in gave.items():
+            found = exact.errors(batch, right, answer)
+            shape = batch.x.shape[1:]
+            yield Gradients(dtype, shape, layer, found.dweight, found.dbias, found.dx)
+
+
+def _by_batch_norm(layers: Sequence[str]) -> Iterator[ByBatchNorm]:
+    for dtype in ("float32", "float64"):
+        drawn = [np.random.RandomState(0).normal(3, 2, shape) for shape in cases.SHAPES]
+        for layer in layers:
+            differences = []
+            for x in (drawn_.astype(dtype) for drawn_ in drawn):
+                y = answers.layer_norm(layer, Batch(x, x, None, None)).y
+                # The examples for channels, in a batch of one.
+                as_channels = x.reshape(1, len(x), -1)
+                other = answers.batch_norm(layer, Batch(as_channels, as_channels, None, None)).y
+                differences.append(np.max(np.abs(y - other.reshape(x.shape))))
+            yield ByBatchNorm(dtype, layer, float(max(differences)))
+
+
+def report(files: Files) -> Report:
+    measured = claims.load(files)
+    layers = list(dict.fromkeys(row.layer for row in measured.pair))
+    verdicts = judge(claims.CLAIMS, measured)
+    single = {row.layer: row for row in measured.pair if row.dtype == "float32"}
+    said = {layer: f"{row.y:.7f}, gradient {row.dx:.1g}" for layer, row in single.items()}
+    return Report(
+        "\n\n".join(
+            (
+                table(
+                    ("the pair in", "layer", "output", "its error", "gradient of the sum"),
+                    [
+                        (r.dtype, r.layer, f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}")
+                        for r in measured.pair
+                    ],
+                ),
+                _gradients_table(measured.gradients, layers),
+                _by_batch_norm_table(measured.by_batch_norm, layers),
+                verdicts_table(verdicts, "claim of this layer"),
+            )
+        ),
+        verdicts,
+        ours=said.pop(names.OURS),
+        peers="; ".join(f"{layer} {numbers}" for layer, numbers in said.items()),
+    )
+
+
+def _gradients_table(found: Sequence[Gradients], layers: Sequence[str]) -> str:
+    columns = (*layers, EXCHANGED)
+
+    def worst(dtype: str, quantity: str, layer: str) -> str:
+        if quantity == "dx" and layer == EXCHANGED:
+            return ""
+        of = [getattr(r, quantity) for r in found if (r.dtype, r.layer) == (dtype, layer)]
+        return f"{np.nanmax(of):.1e}"
+
+    return table(
+        ("largest error", *columns),
+        [
+            (f"{quantity}, {dtype}", *(worst(dtype, quantity, layer) for layer in columns))
+            for dtype in dict.fromkeys(row.dtype for row in found)
+            for quantity in ("dweight", "dbias", "dx")
+        ],
+    )
+
+
+def _by_batch_norm_table(found: Sequence[ByBatchNorm], layers: Sequence[str]) -> str:
+    differences = {(row.dtype, row.layer): row.difference for row in found}
+    return table(
+        ("layer norm - batch norm", *layers),
+        [
+            (dtype, *(f"{differences[dtype, layer]:.1e}" for layer in layers))
+            for dtype in dict.fromkeys(row.dtype for row in found)
+        ],
+    )
+
+
+def _present(job: Job) -> tuple[Job, dict[str, str]]:
+    layers, left_out = peers.present(job.layers)
+    return replace(job, layers=layers), left_out
+
+
+EXPERIMENT = Experiment(
+    name="layer_norm",
+    about=__doc__,
+    thread="[OneFlow #6149](https://github.com/Oneflow-Inc/oneflow/issues/6149): layer norm",
+    whole=WHOLE,
+    quick=QUICK,
+    measure=measure,
+    report=report,
+    draw=figures.draw,
+    quick_help="fewer shapes, no peers but Equinox; exits with 1 if a claim does not hold",
+    whole_help="the whole job with every peer",
+    present=_present,
+)
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())

@@ -1,0 +1,68 @@
+"""The figure of the layer norm experiment: pairs as close together as OneFlow's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.lab import rows
+from experiments.lab.experiment import Files
+from experiments.lab.figures import BLACK, PEERS, SKY, save
+from experiments.lab.peers import names
+
+from .rows import AtMean
+
+STYLE: dict[str, dict[str, Any]] = {
+    names.EQUINOX: {"linewidth": 2.6, "alpha": 0.6},
+    names.LINEN: {"linestyle": "--"},
+    names.LINEN_TWO_PASS: {"linestyle": "-.", "color": SKY},
+    names.TORCH: {"linestyle": ":", "linewidth": 2},
+    names.OURS: {"linewidth": 2.4, "marker": "o", "markersize": 3},
+}
+# A logarithmic axis has no zero: it is drawn here.
+ZERO = 1e-8
+# The distance of the issue's pair from zero.
+PAIR_MEAN = 1.834651
+
+
+def draw(files: Files) -> list[Path]:
+    found = rows.load(files.csv("_means"), AtMean)
+    figure = Figure(figsize=(10, 4.2))
+    output, gradient = figure.subplots(1, 2)
+    _panel(output, found, "error")
+    _panel(gradient, found, "dx")
+    output.set_title("Error of the output")
+    gradient.set_title("Input gradient of the sum of the output (0 is right)")
+    output.legend(loc="upper left")
+    figure.suptitle(
+        "Layer norm in float32 of two values as close together as OneFlow's pair (0.01 apart)"
+    )
+    return [save(figure, files.figure())]
+
+
+def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
+    for layer, style in STYLE.items():
+        mine = [row for row in found if row.layer == layer]
+        if mine:
+            values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
+            look = {"label": layer, "color": PEERS[layer], **style}
+            axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
+    axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
+    axes.annotate(
+        "the pair of the issue",
+        (PAIR_MEAN, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -3),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("distance of the pair from zero")
+    labels = {ZERO: "0"}
+    ticks = [ZERO, *(10.0**k for k in range(-7, 5, 2))]
+    axes.set_yticks(ticks, [labels.get(t, f"$10^{{{round(np.log10(t))}}}$") for t in ticks])
+    axes.minorticks_off()

@@ -1,0 +1,217 @@
+"""The stability experiment of Equinox issue #659, on MNIST.
+
+    python -m experiments.stability                 the whole job: about 2 minutes, 2 cores
+    python -m experiments.stability --quick         under 30 seconds; fails if a claim fails
+    python -m experiments.stability --approach ema smooth_start --momentum 0.9 --steps 300
+    python -m experiments.stability --network large
+    python -m experiments.stability --redraw        the committed tables and figures again
+
+Trains the network of the issue with every approach to batch normalisation, from several
+seeds; draws the gradient norms and losses step by step; and states for each claim of the
+issue what was measured and whether it holds.
+
+https://github.com/patrick-kidger/equinox/issues/659
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+from tqdm import tqdm
+
+from eqx_norm import BatchNorm
+from eqx_norm.strategies import NAMED
+from experiments.lab import curves, mnist, rows, training
+from experiments.lab.claims import judge, verdicts_table
+from experiments.lab.experiment import Experiment, Files, Report, number_from, with_options
+from experiments.lab.networks import NETWORKS, MakeNorm
+from experiments.lab.tables import table
+from experiments.lab.training import GradientNorms
+
+from .claims import CLAIMS, FIRST_STEPS, mean_loss, peak
+from .figures import draw
+from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run. The defaults are the whole job; 100 steps and batch 64 are the issue's."""
+
+    settings: tuple[Setting, ...] = SETTINGS
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    steps: int = 100
+    # Test accuracy after these steps: early on, inference is where approaches differ.
+    evaluated: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+    network: str = "small"
+    data: str = "subset"
+
+
+# What the claims compare, for two seeds.
+QUICK = Job(
+    settings=(
+        Setting("batch", 0.99),
+        Setting("ema", 0.99),
+        Setting("ema", 0.5),
+        Setting("adam", 0.99),
+        Setting("smooth_start", 0.99),
+        Setting("smooth_start", 0.9999),
+    ),
+    seeds=(0, 1),
+    evaluated=(),
+)
+
+
+def make_norm(setting: Setting) -> MakeNorm:
+    if setting.approach == NO_NORM:
+        return lambda channels: eqx.nn.Identity()
+    return lambda channels: BatchNorm(
+        channels, training.AXIS, momentum=setting.momentum, approach=setting.approach
+    )
+
+
+def measure(job: Job, files: Files) -> dict[str, Any]:
+    """Trains every setting from every seed."""
+    data = mnist.load(job.data)
+    found: list[Step] = []
+    norms: defaultdict[Setting, dict[int, GradientNorms]] = defaultdict(dict)  # by seed
+    total = len(job.settings) * len(job.seeds) * job.steps
+    with tqdm(total=total, unit="step", disable=None) as progress:
+        for setting, seed in itertools.product(job.settings, job.seeds):
+            progress.set_description(f"{setting.label:>20}")
+            record = training.train(
+                NETWORKS[job.network],
+                make_norm(setting),
+                data,
+                seed=seed,
+                steps=job.steps,
+                evaluated=job.evaluated,
+                on_step=progress.update,
+            )
+            found += curves.steps(Step, setting, seed, record.curves)
+            norms[setting][seed] = record.gradient_norms
+    rows.save(files.csv(), Step, found)
+    rows.save(files.csv("_gradients"), Gradient, gradients(norms))
+    return {
+        "seeds": job.seeds,
+        "steps": job.steps,
+        "network": job.network,
+        "data": mnist.kind(job.data),
+    }
+
+
+def gradients(norms: Mapping[Setting, dict[int, GradientNorms]]) -> Iterator[Gradient]:
+    """Yields what figure 1 shows, of one seed.
+
+    It is the seed of which ema at 0.99 has the median peak: neither the best nor the worst to
+    be had.
+    """
+    of_seeds = norms.get(Setting("ema", 0.99)) or next(iter(norms.values()))
+    peaks = {
+        seed: max(norm[:FIRST_STEPS].max() for norm in of_parameter.values())
+        for seed, of_parameter in of_seeds.items()
+    }
+    seed = sorted(peaks, key=peaks.__getitem__)[len(peaks) // 2]
+    for setting in (setting for setting in FIGURE_1 if setting in norms):
+        of_parameter = norms[setting][seed]
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in of_parameter):
+            pairs = (of_parameter[f"{module}.{kind}"] for kind in ("weight", "bias"))
+            for step, (weight, bias) in enumerate(zip(*pairs, strict=True), start=1):
+                yield Gradient(*setting, seed, step, module, float(weight), float(bias))
+
+
+def report(files: Files) -> Report:
+    """Returns the medians over the seeds of what the claims are about, and the verdicts."""
+    runs = curves.by_setting(rows.load(files.csv(), Step), Setting)
+    settings = table(
+        ("setting", f"peak gradient norm, steps 1-{FIRST_STEPS}", "mean loss", "test accuracy"),
+        [
+            (
+                setting.label,
+                f"{np.median(peak(run)):.2f}",
+                f"{np.median(mean_loss(run)):.3f}",
+                f"{np.median(run['test_accuracy'][:, -1]):.1%}",
+            )
+            for setting, run in runs.items()
+        ],
+    )
+    verdicts = judge(CLAIMS, runs)
+    header = "claim of issue #659", "measured, median (range) over seeds"
+    return Report(f"{settings}\n\n{verdicts_table(verdicts, *header)}", verdicts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--seeds",
+        nargs="+",
+        type=number_from(0),
+        metavar="N",
+        help="the seeds: initial parameters and order of images (default: 0 1 2 3 4)",
+    )
+    add(
+        "--steps",
+        type=number_from(1),
+        metavar="N",
+        help="training steps of each run (default: 100)",
+    )
+    add(
+        "--approach",
+        nargs="+",
+        choices=(NO_NORM, *NAMED),
+        metavar="NAME",
+        help=f"only these approaches: {', '.join((NO_NORM, *NAMED))}",
+    )
+    add(
+        "--momentum",
+        nargs="+",
+        type=_momentum,
+        metavar="M",
+        help="only these momenta, between 0 and 1 (with --approach alone: 0.99)",
+    )
+    add(
+        "--network",
+        choices=("small", "large"),
+        help="small: the issue's, one norm layer; large: four convolutions, each normalised; "
+        "about three times as long (default: small)",
+    )
+    mnist.add_argument(parser)
+
+
+def _momentum(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
+    return value
+
+
+def choose(job: Job, options: argparse.Namespace) -> Job:
+    if options.approach or options.momentum:
+        pairs = itertools.product(options.approach or NAMED, options.momentum or (0.99,))
+        settings = (Setting(a, 0.0 if a == NO_NORM else m) for a, m in pairs)
+        job = dataclasses.replace(job, settings=tuple(dict.fromkeys(settings)))
+    return with_options(job, options)
+
+
+EXPERIMENT = Experiment(
+    name="stability",
+    about=__doc__,
+    whole=Job(),
+    quick=QUICK,
+    measure=measure,
+    report=report,
+    draw=draw,
+    quick_help="only what the claims compare, two seeds; exits with 1 if a claim does not hold",
+    add_arguments=add_arguments,
+    choose=choose,
+    is_whole=lambda job: job == Job(network=job.network),
+    stem=lambda job: "stability" if job.network == "small" else f"stability_{job.network}",
+)
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())

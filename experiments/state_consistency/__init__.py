@@ -1,0 +1,1 @@
+"""Who updates the running statistics of batch normalisation, when, and by what."""

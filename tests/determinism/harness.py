@@ -1,0 +1,52 @@
+"""Writes ledgers, forges them, and starts Python, for several tests of the probe."""
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from eqx_norm.determinism import Ledger, Record, read
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(path: Path, *records: Record, start: int = 0) -> Path:
+    """Writes a ledger of these steps, and returns its path."""
+    with Ledger(path) as ledger:
+        for step, record in enumerate(records, start):
+            ledger.append(step, record)
+    return path
+
+
+def rows_of(path: Path, *records: Record) -> tuple[Any, ...]:
+    """Returns the rows of these steps as they are read from a ledger."""
+    return read(written(path, *records)).rows
+
+
+def sealed(text: bytes) -> bytes:
+    """Returns a line of a ledger, with a checksum that is right."""
+    return text + b',"crc":"%08x"}\n' % zlib.crc32(text)
+
+
+def with_header(path: Path, **fields: Any) -> Path:
+    """Gives a ledger another header."""
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    header = {**json.loads(first), **fields}
+    del header["crc"]
+    path.write_bytes(sealed(json.dumps(header)[:-1].encode()) + b"".join(rest))
+    return path
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own, on the CPU."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -1,0 +1,268 @@
+"""A fingerprint agrees with its formula, and sees each bit and where it is."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm.determinism import _fingerprint, fingerprint, hexadecimal, summarise
+from tests.helpers import normal
+
+WRAP = 2**32
+
+
+def by_the_formula(words):
+    """Returns the fingerprint of words, calculated in Python's integers."""
+
+    def mix(word):
+        word = ((word ^ word >> 16) * 0x85EBCA6B) % WRAP
+        word = ((word ^ word >> 13) * 0xC2B2AE35) % WRAP
+        return word ^ word >> 16
+
+    first = second = 0
+    for j, word in enumerate(words):
+        salt = (0x243F6A88 + j * 0x9E3779B9) % WRAP
+        mixed = mix(int(word) ^ salt)
+        first += mixed
+        second += (mixed + 0x7F4A7C15) * (salt | 1)
+    return f"{first % WRAP:08x}{second % WRAP:08x}"
+
+
+fingerprint_of = jax.jit(fingerprint)
+fingerprints_of = jax.jit(jax.vmap(fingerprint))
+
+
+def seen(tree):
+    return hexadecimal(fingerprint_of(tree))
+
+
+# Bits that count, of each element's bytes; and what is in x64 alone.
+NARROW = {"bool": 1, "int4": 4, "uint4": 4, "int2": 2}
+WIDE = ("float64", "int64", "uint64", "complex128")
+DTYPES = (
+    *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"),
+    *("int32", "uint32", "int16", "uint16", "int8", "uint8", *NARROW, *WIDE, "key"),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_that_of_the_formula_and_no_flipped_bit_goes_unseen(dtype):
+    """Flips each single bit, and 200 times 2 to 8 bits in random places."""
+    random = np.random.RandomState(0)
+    size = 15
+    width = 8 if dtype == "key" else np.dtype(jnp.dtype(dtype)).itemsize
+    used = NARROW.get(dtype, 8 * width)
+    raw = np.packbits(random.rand(size, 8 * width) < 0.5, axis=-1, bitorder="little")
+    raw[:, 0] &= np.uint8(2 ** min(used, 8) - 1)
+    single = size * used
+    copies = np.tile(raw, (1 + single + 200, 1, 1))
+    for i, copy in enumerate(copies[1:]):
+        places = [divmod(i, used)]
+        if i >= single:
+            several = random.randint(2, 9)
+            places = random.randint([size, used], size=(several, 2))
+        for place, bit in places:
+            copy[place, bit // 8] ^= np.uint8(1 << bit % 8)
+    with jax.enable_x64(dtype in WIDE):
+        if dtype == "key":
+            tree = jax.random.wrap_key_data(jnp.asarray(copies.view(np.uint32)))
+        else:
+            tree = jnp.asarray(copies.view(jnp.dtype(dtype))[..., 0])
+        prints = np.asarray(fingerprints_of(tree.reshape(-1, 3, 5)))
+    word = np.dtype(f"uint{8 * min(width, 4)}")
+    assert hexadecimal(prints[0]) == by_the_formula(raw.view(word).reshape(-1))
+    words = raw.view(np.uint32 if dtype == "key" else jnp.dtype(dtype))
+    np.testing.assert_array_equal(fingerprint(words), prints[0])  # the sums by NumPy
+    changed = (copies[1:] != raw).any(axis=(1, 2))
+    np.testing.assert_array_equal((prints[1:] != prints[0]).any(axis=-1), changed)
+    assert changed[:single].all()
+
+
+WIDE_NUMPY = {
+    "int64": np.array([5, 2**32 + 5, -1]),
+    "uint64": np.array([5, 2**64 - 1], np.uint64),
+    "float64": np.array([[0.1, -0.0], [1e300, 5e-324]]),
+    "complex128": np.array([1 + 2e-20j]),
+    "scalar": np.float64(0.1),
+    "strided": np.arange(12.0).reshape(3, 4).T[::2],
+    "big-endian": np.array([0.1, 2], ">f8"),
+}
+
+
+def test_of_numpy_it_does_not_depend_on_x64():
+    native = {
+        name: np.ascontiguousarray(x.astype(x.dtype.newbyteorder("<"))).reshape(x.shape)
+        for name, x in WIDE_NUMPY.items()
+    }
+    expected = {
+        name: by_the_formula(x.reshape(-1).view(np.uint32)) for name, x in native.items()
+    }
+    summary = str(summarise(WIDE_NUMPY, "x"))
+    with jax.enable_x64(True):
+        there = jax.tree.map(jnp.asarray, native)
+        each = jax.jit(lambda tree: jax.tree.map(fingerprint, tree))
+        for prints in (
+            {name: fingerprint(x) for name, x in WIDE_NUMPY.items()},
+            each(there),
+        ):
+            assert {name: hexadecimal(pair) for name, pair in prints.items()} == expected
+        assert str(summarise(there, "x")) == summary
+    assert {name: hexadecimal(fingerprint(x)) for name, x in WIDE_NUMPY.items()} == expected
+    # What was made under it keeps its bits.
+    assert str(summarise(there, "x")) == summary
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (np.array(["a"]), "dtype <U1"),
+        (np.array([None]), "dtype object"),
+        (np.array(["2020"], "M8[s]"), "dtype datetime64"),
+        (np.array([1], "m8[s]"), "dtype timedelta64"),
+        (np.zeros(1, "i4,i4"), "dtype \\[\\('f0'"),
+        (np.ma.masked_equal([1.0, 2.0], 2.0), "x.filled"),
+    ],
+    ids=["text", "objects", "dates", "durations", "records", "masked"],
+)
+def test_numpy_arrays_of_no_numbers_are_an_error(x, says):
+    with pytest.raises(TypeError, match=says):
+        fingerprint(x)
+
+
+def test_keys_have_the_fingerprint_of_their_data():
+    keys = jax.random.split(jax.random.key(1), 3)
+    assert seen(keys) == seen(jax.random.key_data(keys))
+
+
+def test_of_a_tree_it_is_that_of_its_arrays_fingerprints():
+    a, b = normal(0, (3,)), normal(1, (2, 2))
+    assert seen({"a": a, "b": [b, None]}) == seen(
+        jnp.stack([fingerprint_of(a), fingerprint_of(b)])
+    )
+    assert seen((a, b)) != seen((b, a))
+    assert seen([a]) == seen(a)
+    assert fingerprint_of([a, b]).nbytes == 8
+    with pytest.raises(ValueError, match="there is no array in it"):
+        fingerprint({"a": 1.0})
+
+
+# Where sums of badly mixed bits fail.
+STRUCTURED = {
+    "ones": np.ones(64, np.float32),
+    "zeros": np.zeros(64, np.float32),
+    "ramp": np.arange(64, dtype=np.float32),
+    "integers": np.arange(64, dtype=np.uint32),
+    "powers": 2.0 ** np.arange(-32, 32, dtype=np.float32),
+    "alternating": np.arange(64, dtype=np.uint32) % 2,
+    "blocks": np.arange(64, dtype=np.float32) // 8,
+    "salts": 0x9E3779B9 * np.arange(64, dtype=np.uint32),
+}
+
+
+def orders():
+    """Yields swaps, reversals of parts, shifts forwards and backwards, and transpositions."""
+    places = np.arange(64)
+    for i in range(64):
+        yield np.roll(places, i)
+        yield np.roll(places[::-1], i)
+        for j in range(i):
+            swapped, reversed_ = places.copy(), places.copy()
+            swapped[[i, j]] = j, i
+            reversed_[j : i + 1] = places[j : i + 1][::-1]
+            yield from (swapped, reversed_)
+    for rows in (2, 4, 8, 16, 32):
+        yield places.reshape(rows, -1).T.reshape(-1)
+
+
+def distinct(rows):
+    return len(np.unique(np.asarray(rows), axis=0))
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_every_order_of_structured_values_is_another(name):
+    words = STRUCTURED[name].view(np.uint32)
+    copies = words[np.stack([*orders()])]
+    assert distinct(fingerprints_of(copies)) == distinct(copies)
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_no_bit_that_is_flipped_in_two_places_goes_unseen(name):
+    words = STRUCTURED[name].view(np.uint32)
+    pairs = np.array([(i, j) for i in range(64) for j in range(i)])
+    for bit in (0, 15, 16, 22, 23, 30, 31):
+        copies = np.tile(words, (len(pairs), 1))
+        for place in pairs.T:
+            copies[np.arange(len(pairs)), place] ^= np.uint32(1 << bit)
+        assert distinct(fingerprints_of(copies)) == len(pairs)
+
+
+def test_nor_in_places_far_apart_and_constants_differ():
+    """The salts of words 2**n apart have their last n bits in common."""
+    copies = np.ones((12 * 32, 4096), np.float32).view(np.uint32)
+    for i, copy in enumerate(copies):
+        copy[[0, 2 ** (i // 32)]] ^= np.uint32(1 << i % 32)
+    assert distinct(fingerprints_of(copies)) == len(copies)
+    constants = np.full((64, 200), np.arange(200), np.float32).T
+    assert distinct(fingerprints_of(constants)) == 200
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 4, 2)], ids=str)
+def test_the_order_of_summing_is_another_on_a_cpu(shape, monkeypatch):
+    x = np.asarray(normal(0, shape))
+    expected = by_the_formula(x.view(np.uint32).flat)
+    assert seen(x) == expected
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
+    assert hexadecimal(fingerprint(x)) == expected
+
+
+def test_signs_of_zero_and_payloads_of_nan_count():
+    zeros = np.zeros(4, np.float32)
+    assert seen(zeros) != seen(-zeros)
+    nan = np.full(4, np.nan, np.float32)
+    assert seen(nan) != seen((nan.view(np.uint32) + 1).view(np.float32))
+    assert seen(nan) == seen(nan.copy())
+
+
+def test_numpy_arrays_are_summed_in_parts(monkeypatch):
+    x = np.arange(100)
+    whole = hexadecimal(fingerprint(x))
+    monkeypatch.setattr(_fingerprint, "_CHUNK", 7)
+    assert hexadecimal(fingerprint(x)) == whole == by_the_formula(x.view(np.uint32))
+
+
+def test_a_summary_is_exact_whatever_the_order():
+    x = np.asarray(normal(0, (1000,), std=1e6))
+    summary = summarise({"w": x, "n": 3}, "weights")
+    assert summary.total == math.fsum(x.tolist())
+    shuffled = summarise({"w": np.random.RandomState(0).permutation(x)}, "weights")
+    assert shuffled.total == summary.total
+    assert shuffled.fingerprint != summary.fingerprint
+    assert str(summary) == (
+        f"weights: sum {summary.total!r}, fingerprint {seen(x)} (1000 values in 1 arrays)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "total"),
+    [
+        ([jnp.float32(1e30), jnp.float32(1), jnp.float32(-1e30)], 1.0),
+        ([np.float64(0.1), jnp.int32(2), np.bool_(True)], 3.1),
+        ([np.int64(2**53 + 1), np.int64(-(2**53)), np.float32(0.5)], 1.5),
+        ([jnp.complex64(1 - 2j), jnp.float32(3)], 4 - 2j),
+        ([jnp.bfloat16(1.5), jnp.int4(-3)], -1.5),
+        ([jnp.float32(jnp.inf), jnp.float32(1)], math.inf),
+    ],
+    ids=["cancelling", "mixed", "int64", "complex", "narrow", "infinite"],
+)
+def test_sums(tree, total):
+    with jax.enable_x64(True):
+        assert summarise(tree, "x").total == total
+
+
+def test_what_cannot_be_summed_can_be_summarised():
+    assert np.isnan(summarise([np.array([np.inf, -np.inf])], "x").total)
+    assert summarise(jax.random.key(0), "key").total == 0
+    with pytest.raises(ValueError, match="no array"):
+        summarise([], "x")

@@ -1,0 +1,310 @@
+"""`monitor` under every transformation: nothing changes, and the rows are those due."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from eqx_norm import BatchNorm
+from eqx_norm.determinism import (
+    Ledger,
+    fingerprint,
+    hexadecimal,
+    monitor,
+    read,
+    recorded,
+    recorded_into,
+)
+from eqx_norm.determinism._record import places
+from tests.determinism.harness import rows_of
+from tests.helpers import bits, normal
+
+W, X = normal(0, (3, 3)), normal(1, (4, 3))
+
+fingerprint_of = jax.jit(fingerprint)
+
+
+def plain(m, w, x):
+    return jnp.sum(m(jnp.tanh(m(x @ w, "h")), "y") ** 2)
+
+
+def vmapped(m, w, x):
+    def one(x):
+        return jnp.sum(m(jnp.tanh(m(w @ x, "h")), "y") ** 2)
+
+    return jax.vmap(one)(x).mean()
+
+
+def jitted_twice(m, w, x):
+    layer = jax.jit(lambda x: m(jnp.sin(x), "layer"))
+    return jnp.sum(layer(layer(x @ w)))
+
+
+def scanned(m, w, x):
+    def step(carry, x):
+        carry = m(jnp.tanh(w @ carry + x), "carry")
+        return carry, jnp.sum(carry)
+
+    return jnp.sum(lax.scan(step, x[0], x[:2])[1])
+
+
+def checkpointed(m, w, x):
+    @jax.checkpoint
+    def block(w):
+        return m(jnp.sin(m(jnp.sin(w), "a")), "b")
+
+    return jnp.sum(jnp.sin(block(x @ w)))
+
+
+def branching(m, w, x):
+    def yes(h):
+        return m(jnp.sin(h), "yes")
+
+    def no(h):
+        return m(m(jnp.cos(h), "no"), "never")
+
+    return jnp.sum(lax.cond(jnp.sum(x) > -1e3, yes, no, x @ w))
+
+
+def sharded(m, w, x, check_vma=True):
+    def part(w, x):
+        return lax.psum(jnp.sum(jnp.tanh(m(m(x, "x") @ m(w, "w"), "h"))), "devices")
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
+    specs: Any = {"in_specs": (P(), P("devices")), "out_specs": P()}
+    return jax.shard_map(part, mesh=mesh, check_vma=check_vma, **specs)(w, x)
+
+
+def with_own_jvp(m, w, x):
+    @jax.custom_jvp
+    def f(h):
+        return m(jnp.sin(h), "inside")
+
+    f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0]))
+    return jnp.sum(m(f(x @ w), "outside"))
+
+
+def with_own_vjp(m, w, x):
+    @jax.custom_vjp
+    def f(h):
+        return m(jnp.sin(h), "inside")
+
+    f.defvjp(lambda h: (f(h), None), lambda _, ct: (m(2 * ct, "mine"),))
+    return jnp.sum(m(f(x @ w), "outside"))
+
+
+def in_everything(m, w, x):
+    """Has a layer of this package, and a scan of a remat of a jit, under vmap."""
+    layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
+
+    def one(x):
+        h, _ = layer(m(w @ x, "h"), state)
+
+        @jax.jit
+        def inner(c, _):
+            return m(jnp.tanh(w @ c), "c"), None
+
+        return m(lax.scan(jax.checkpoint(inner), m(h, "norm"), None, length=2)[0], "y")
+
+    return jnp.sum(jax.vmap(one, axis_name="batch", in_axes=0, out_axes=1)(x) ** 2)
+
+
+def in_shard_map(m, w, x):
+    """Has a cond in a scan in a remat, whose gradient is an `eval_jaxpr` in jax 0.12."""
+
+    def step(h, _):
+        yes, no = (lambda h: m(jnp.tanh(h @ w), "yes")), (lambda h: m(h, "no"))
+        return lax.cond(jnp.sum(h) > -1e3, yes, no, h), None
+
+    def part(x):
+        block = jax.checkpoint(lambda x: lax.scan(step, x, None, length=2)[0])
+        return lax.psum(jnp.sum(block(x)), "devices")
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
+    return jax.shard_map(part, mesh=mesh, in_specs=P("devices"), out_specs=P())(x)
+
+
+def in_remats(m, w, x):
+    block = jax.checkpoint(lambda w, h: m(jnp.tanh(w @ h), "h"))
+
+    @jax.checkpoint
+    def blocks(w, h):
+        return lax.scan(lambda h, _: (block(w, h), None), h, None, length=2)[0]
+
+    return jnp.sum(blocks(w, x[0]))
+
+
+def looped(m, w, x):
+    return jnp.sum(lax.fori_loop(0, 2, lambda _, h: m(jnp.sin(h), "turn"), x @ w))
+
+
+def switched(m, w, x):
+    branches = [lambda h, i=i: m(h * i, f"branch{i}") for i in range(3)]
+    return jnp.sum(lax.switch(jnp.int32(1), branches, x @ w))
+
+
+def mapped(m, w, x):
+    return jnp.sum(lax.map(lambda x: m(w @ x, "h"), x[:2]))
+
+
+def saved_by_policy(m, w, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    block = jax.checkpoint(lambda w: jnp.sin(m(x @ m(jnp.sin(w), "a"), "b")), policy=policy)
+    return jnp.sum(jnp.sin(block(w)))
+
+
+def for_each_platform(m, w, x):
+    return jnp.sum(lax.platform_dependent(x @ w, cpu=lambda h: m(jnp.sin(h), "h")))
+
+
+def gradient(function):
+    return lambda m, w, x: jax.value_and_grad(functools.partial(function, m))(w, x)
+
+
+def tangent(function):
+    return lambda m, w, x: jax.jvp(lambda w: function(m, w, x), (w,), (jnp.ones_like(w),))
+
+
+def linear(function):
+    return lambda m, w, x: jax.linearize(lambda w: function(m, w, x), w)[1](w)
+
+
+unchecked = functools.partial(sharded, check_vma=False)
+
+# `name@iteration#again`, with `-` before what was not passed, and a mark for the kind:
+# + forward, ' tangent, * cotangent.
+PROGRAMS = {
+    "grad": (gradient(plain), "h+ y+ y* h*"),
+    "vmap": (gradient(vmapped), "h+ y+ y* h*"),
+    "jit": (gradient(jitted_twice), "layer+ layer#2+ layer* layer#2*"),
+    "scan": (gradient(scanned), "carry@0+ carry@1+ carry@1* carry@0*"),
+    "remat": (gradient(checkpointed), "a+ b+ b* a*"),
+    "cond": (gradient(branching), "-no+ -never+ yes+ -never* -no* yes*"),
+    "shard_map": (gradient(sharded), "x+ w+ h+ h* w*"),
+    "shard_map, unchecked": (gradient(unchecked), "x+ w+ h+ h* w*"),
+    "shard_map of remat": (
+        gradient(in_shard_map),
+        "-no@0+ yes@0+ -no@1+ yes@1+ -no@1* yes@1* -no@0* yes@0*",
+    ),
+    "remat of scan of remat": (
+        gradient(in_remats),
+        "h@0+ h@1+ h@1* h@0*",
+    ),
+    "custom_jvp": (gradient(with_own_jvp), "inside+ outside+ outside*"),
+    "custom_vjp": (gradient(with_own_vjp), "inside+ outside+ outside* mine+"),
+    "everything": (
+        gradient(in_everything),
+        "h+ norm+ c@0+ c@1+ y+ y* c@1* c@0* norm* h*",
+    ),
+    "fori_loop": (gradient(looped), "turn@0+ turn@1+ turn@1* turn@0*"),
+    "switch": (
+        gradient(switched),
+        "-branch0+ branch1+ -branch2+ -branch0* branch1* -branch2*",
+    ),
+    "map": (gradient(mapped), "h@0+ h@1+ h@1* h@0*"),
+    "remat with a policy": (gradient(saved_by_policy), "a+ b+ b* a*"),
+    "platform_dependent": (gradient(for_each_platform), "h+ h*"),
+    "jvp": (tangent(plain), "h+ h' y+ y'"),
+    "jvp of scan": (tangent(scanned), "carry@0+ carry@0' carry@1+ carry@1'"),
+    "jvp of remat": (tangent(checkpointed), "a+ a' b+ b'"),
+    "jvp of shard_map": (tangent(sharded), "x+ w+ w' h+ h'"),
+    "jvp of shard_map, unchecked": (tangent(unchecked), "x+ w+ w' h+ h'"),
+    "jvp of grad": (
+        tangent(lambda m, w, x: jax.grad(functools.partial(vmapped, m))(w, x)),
+        "h+ h' y+ y' y* h*",
+    ),
+    "jacfwd": (lambda m, w, x: jax.jacfwd(plain, 1)(m, w, x), "h+ h' y+ y'"),
+    "jacrev": (lambda m, w, x: jax.jacrev(plain, 1)(m, w, x), "h+ y+ y* h*"),
+    "vmap of grad": (
+        lambda m, w, x: jax.vmap(jax.grad(plain, 1), (None, None, 0))(m, w, x[:, None]),
+        "h+ y+ y* h*",
+    ),
+    "linearize": (linear(plain), "h+ y+ h' y'"),
+    "linearize of remat": (linear(checkpointed), "a+ b+ a' b'"),
+}
+
+
+def unmonitored(tree, name):
+    return tree
+
+
+def labels(rows):
+    marks = {"forward": "+", "tangent": "'", "cotangent": "*"}
+    return " ".join(
+        ("" if row.fingerprint else "-")
+        + row.probe
+        + "".join(f"@{i}" for i in row.iteration)
+        + (f"#{row.again}" if row.again > 1 else "")
+        + marks[row.kind]
+        for row in rows
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_changes_and_the_rows_are_those_due(name, tmp_path):
+    """Compares both transports, and each row with the value that was kept."""
+    function, expected = PROGRAMS[name]
+    outputs = jax.jit(functools.partial(function, unmonitored))(W, X)
+    probed = functools.partial(function, monitor)
+    ours, record = jax.jit(recorded(probed, keep_values=True))(W, X)
+    assert same(ours, outputs)
+    rows = rows_of(tmp_path / "returned", record)
+    assert labels(rows) == expected
+    for place, row in zip(places(record.plan), rows, strict=True):
+        value = record.values[place.number][place.iteration]
+        assert value.shape == row.shape
+        if row.fingerprint:
+            assert hexadecimal(fingerprint_of(value)) == row.fingerprint
+    with Ledger(tmp_path / "called back") as ledger:
+        assert same(jax.jit(recorded_into(ledger, probed))(0, W, X), outputs)
+    called_back = read(ledger.path).rows
+    assert [row._replace(values=None) for row in rows] == list(called_back)
+
+
+def same(a, b):
+    return [*map(bits, jax.tree.leaves(a))] == [*map(bits, jax.tree.leaves(b))]
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap", "jit", "scan", "remat"])
+def test_without_recording_there_is_nothing_left_of_a_probe(name):
+    def text(m):
+        return jax.jit(functools.partial(PROGRAMS[name][0], m)).lower(W, X).as_text()
+
+    assert text(monitor) == text(unmonitored)
+
+
+def test_eagerly_as_well():
+    step = jax.jit(jax.grad(functools.partial(vmapped, monitor)))
+    (gradient, one), (_, other) = recorded(step)(W, X), recorded(step)(W, X)
+    assert bits(gradient) == bits(step(W, X))
+    assert bits(one.fingerprints) == bits(other.fingerprints)
+    assert bits(monitor(W, "w")) == bits(W)
+
+
+def test_nothing_leaves_the_device_but_eight_bytes_a_row(tmp_path):
+    def step(w, x):
+        return jax.value_and_grad(functools.partial(in_everything, monitor))(w, x)
+
+    program = jax.jit(recorded(step)).lower(W, X).compile()
+    assert "callback" not in str(program.as_text())
+    outputs = [shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(program.out_info)]
+    assert outputs == [4, W.nbytes, 8 * 10]
+    with Ledger(tmp_path / "a") as ledger:
+        text = jax.jit(recorded_into(ledger, step)).lower(0, W, X).as_text()
+    assert text.count("stablehlo.custom_call @xla_ffi_python_cpu_callback") == 1
+
+
+def test_steps_may_be_scanned_with_callbacks(tmp_path):
+    with Ledger(tmp_path / "a") as ledger:
+        step = recorded_into(ledger, lambda c: monitor(jnp.sin(c), "c"))
+        jax.jit(lambda x: lax.scan(lambda c, i: (step(i, c), None), x, jnp.arange(5))[0])(X)
+    rows = read(ledger.path).rows
+    assert [row.step for row in rows] == list(range(5))
+    assert rows[0].fingerprint == hexadecimal(fingerprint_of(jax.jit(jnp.sin)(X)))

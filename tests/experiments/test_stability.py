@@ -1,0 +1,141 @@
+"""The stability experiment trains what it says, and judges its claims by the numbers."""
+
+import re
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from experiments.lab import mnist, rows, training
+from experiments.lab.claims import judge
+from experiments.lab.networks import NETWORKS, Small
+from experiments.stability.__main__ import EXPERIMENT, Job, gradients, make_norm
+from experiments.stability.claims import CLAIMS
+from experiments.stability.runs import SETTINGS, Gradient, Setting, Step
+from tests.compiling import filter_jit
+
+
+def test_quick_holds_every_claim(tmp_path, capsys):
+    assert EXPERIMENT.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("| holds") == len(CLAIMS)
+    assert (tmp_path / "figures" / "stability_3_seeds.png").stat().st_size > 10_000
+
+
+def test_the_same_seeds_give_the_same_files(tmp_path):
+    """Byte for byte, the figure included."""
+    small = ["--approach", "ema", "none", "--seeds", "3", "1", "--steps", "3"]
+    written = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert EXPERIMENT.main([*small, "--out", str(folder)]) == 0
+        files = [file for file in folder.rglob("*.*") if file.suffix != ".json"]
+        written.append({file.name: file.read_bytes() for file in files})
+    assert written[0] == written[1]
+    assert set(written[0]) == {
+        "stability.csv",
+        "stability_gradients.csv",
+        "stability_3_seeds.png",
+    }
+    found = rows.load(tmp_path / "a" / "results" / "stability.csv", Step)
+    assert list(dict.fromkeys(row[:3] for row in found)) == [
+        *(("ema", 0.99, 3), ("ema", 0.99, 1)),
+        *(("none", 0.0, 3), ("none", 0.0, 1)),
+    ]
+
+
+def fabricated(peak_of, loss_of=None):
+    """Returns curves of 1, with other peaks, and losses, for the settings of these labels."""
+
+    def curves(label):
+        norms = np.ones((2, 20))
+        norms[:, 4] = peak_of.get(label, 1.0)
+        loss = np.full((2, 20), (loss_of or {}).get(label, 1.0))
+        return {"loss": loss, "largest_gradient_norm": norms}
+
+    return {setting: curves(setting.label) for setting in SETTINGS}
+
+
+THREAD = {"ema 0.99": 9.0, "adam 0.99": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("peaks", "losses", "holds"),
+    [
+        (THREAD, {"ema 0.99": 1.06}, [True, True, True, True, True]),
+        (THREAD, {"ema 0.99": 1.04}, [False, True, True, True, True]),
+        ({}, {"ema 0.99": 1.06}, [False, True, False, False, True]),
+        (THREAD, {"ema 0.5": 1.06}, [False, False, True, True, True]),
+        (THREAD, {"smooth_start 0.99": 1.01}, [False, True, True, False, True]),
+        ({**THREAD, "smooth_start 0.9999": 9.0}, {}, [False, True, True, True, False]),
+    ],
+)
+def test_each_verdict_follows_its_numbers(peaks, losses, holds):
+    verdicts = judge(CLAIMS, fabricated(peaks, losses))
+    assert [verdict.holds for verdict in verdicts] == holds
+    if "smooth_start 0.9999" in peaks:
+        assert "9.00 (9.00 to 9.00)" in verdicts[-1].measured
+
+
+def test_without_runs_there_is_no_verdict():
+    assert {verdict.holds for verdict in judge(CLAIMS, {})} == {None}
+
+
+def test_figure_1_is_of_the_seed_with_the_median_peak():
+    def norms(peak):
+        return {"conv.weight": np.float32([1, peak]), "conv.bias": np.float32([2, 3])}
+
+    ema = Setting("ema", 0.99)
+    found = list(gradients({ema: {5: norms(9), 6: norms(7), 7: norms(8)}}))
+    assert found == [Gradient(*ema, 7, 1, "conv", 1, 2), Gradient(*ema, 7, 2, "conv", 8, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere"], "nowhere.*no such folder.*--data download"),
+        (["--momentum", "1"], "--momentum: 1: must be between 0 and 1"),
+        (["--steps", "0"], "--steps: 0: must be 1 or more"),
+        (["--seeds", "-1"], "--seeds: -1: must be 0 or more"),
+        (["--seeds", "one"], "--seeds: invalid number value: 'one'"),
+        (["--approach", "group"], "--approach: invalid choice: 'group'.*smooth_start"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_end_with_a_sentence(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        EXPERIMENT.main(arguments)
+    assert exit_.value.code == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.parametrize("network", ["small", "large"])
+def test_every_network_trains_with_and_without_norm(network, monkeypatch):
+    for name in ("step", "_accuracy"):
+        compiled = filter_jit(getattr(training, name).__wrapped__)
+        monkeypatch.setattr(training, name, compiled)
+    data = mnist.load()
+    data = data._replace(test=mnist.Split(*(values[:8] for values in data.test)))
+    for norm in (Setting("none", 0.0), Setting("smooth_start", 0.9)):
+        record = training.train(NETWORKS[network], make_norm(norm), data, seed=0, steps=2)
+        assert {len(norms) for norms in record.gradient_norms.values()} == {2}
+        assert np.isfinite(record.curves["loss"]).all()
+        before, after = record.curves["test_accuracy"]
+        assert np.isnan(before)
+        assert 0 <= after <= 1
+        assert any("norm" in name for name in record.gradient_norms) == (
+            norm.approach != "none"
+        )
+        largest = np.max([*record.gradient_norms.values()], axis=0)
+        np.testing.assert_array_equal(record.curves["largest_gradient_norm"], largest)
+
+
+def test_the_network_of_the_issue():
+    model, _ = eqx.nn.make_with_state(Small)(make_norm(Setting("ema", 0.99)), jax.random.key(0))
+    assert model.linear1.weight.shape == (512, 1728)
+    assert model.linear2.weight.shape == (64, 512)
+    assert model.linear3.weight.shape == (10, 64)
+    assert isinstance(model.norm, eqx.nn.BatchNorm)
+    assert training.BATCH_SIZE == 64
+    assert Job().steps == 100

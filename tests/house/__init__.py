@@ -1,0 +1,1 @@
+"""Tests of the house: its arrows, documents, packaging and face."""

@@ -1,0 +1,60 @@
+"""Every code block of the documents runs, every link leads somewhere, every command exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/*.md"),
+    ROOT / "strategies" / "README.md",
+    ROOT / "experiments" / "README.md",
+]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{len(block)} characters")
+def test_code_runs(block):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 170
+
+
+def test_the_strategy_is_shorter_than_20_lines():
+    strategy = next(block for block in BLOCKS if "class Cumulative" in block)
+    assert len([line for line in strategy.splitlines() if line.strip()]) < 20
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(document):
+    text = document.read_text(encoding="utf-8")
+    for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]+))?\)", text):
+        path = document.parent / target if target else document
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in anchors, (target, anchor)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_and_commands_that_are_named_exist(document):
+    text = document.read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
+    for module in re.findall(r"python -m (experiments(?:\.\w+)*)", text):
+        if module != "experiments.NAME":
+            path = ROOT.joinpath(*module.split("."))
+            assert (path / "__main__.py").exists() or path.with_suffix(".py").exists(), module
+    for file in re.findall(r"`((?:tests|experiments|docs|strategies|scripts)/[\w/.-]+)`", text):
+        assert (ROOT / file).exists(), file

@@ -1,0 +1,123 @@
+"""Tests what `import eqx_norm` offers, how it presents itself, and what it loads."""
+
+import importlib.metadata
+import pydoc
+import re
+
+import equinox as eqx
+import jax
+import pytest
+
+import eqx_norm
+from eqx_norm import BatchNorm
+from tests.helpers import example, make, normal
+from tests.processes import python
+
+
+def test_dir_is_what_there_is_to_use():
+    assert dir(eqx_norm) == sorted([*eqx_norm.__all__, "__version__"])
+    assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm", "determinism", "strategies"}
+    assert all(hasattr(eqx_norm, name) for name in dir(eqx_norm))
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert eqx_norm.__version__ == importlib.metadata.version("eqx-norm")
+
+
+def test_the_example_in_the_docstring_trains_then_infers():
+    names = example(
+        BatchNorm, BatchNorm=BatchNorm, eqx=eqx, jax=jax, x=normal(0, (2, 3, 2, 2), 5)
+    )
+    new, trained, inferred = (
+        state.get(names["model"].memory_index)
+        for state in (make(3, "batch", approach="batch")[1], names["state"], names["_"])
+    )
+    assert not eqx.tree_equal(new, trained)
+    assert eqx.tree_equal(trained, inferred)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'eqx_norm' has no attribute 'GroupNorm'"):
+        eqx_norm.GroupNorm  # type: ignore  # noqa: B018
+
+
+def test_help_shows_the_layers():
+    text = pydoc.plain(pydoc.render_doc(eqx_norm))
+    for name, field in (("BatchNorm", "approach"), ("LayerNorm", "shape")):
+        described = re.search(rf"class {name}\(equinox.*?(?=\n    class |\Z)", text, re.DOTALL)
+        assert described
+        assert f"- `{field}`: " in described[0]
+    assert eqx_norm.__version__ in text
+
+
+# --- What is loaded, counted in modules: a time would depend on the machine.
+
+# After each step, a line of what is loaded that Equinox had not. With 4 MiB, "auto" would take
+# a kernel.
+PROGRAM = """
+import sys
+import equinox as eqx, jax, jax.numpy as jnp
+before = set(sys.modules)
+def loaded(): print(*sorted(set(sys.modules) - before))
+
+from eqx_norm import BatchNorm, LayerNorm
+loaded()
+
+layer, state = eqx.nn.make_with_state(BatchNorm)(4, "batch", approach="batch")
+@eqx.filter_jit
+@eqx.filter_grad
+def gradient(layers, x):
+    y, _ = jax.vmap(layers[0], axis_name="batch", in_axes=(0, None), out_axes=0)(x, state)
+    return jnp.sum(jax.vmap(layers[1])(y) ** 2)
+gradient((layer, LayerNorm(4)), jnp.arange(8.0).reshape(2, 4))
+loaded()
+
+from tests.test_kernels import lowered
+x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+for implementation in ("xla", "pallas_triton"):
+    lowered(jax.vmap(LayerNorm(1024, implementation=implementation)), x)
+    loaded()
+
+import eqx_norm
+eqx_norm.determinism.monitor  # with no import of its own
+loaded()
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Returns what is loaded after importing, training, lowering for CUDA, and the probe."""
+    return [line.split() for line in python("-c", PROGRAM).stdout.splitlines()]
+
+
+def kernels(names):
+    return [name for name in names if "pallas" in name or "mosaic" in name]
+
+
+def test_importing_loads_this_package_without_kernels_and_probe(loaded):
+    imported, *_ = loaded
+    assert [name for name in imported if name.split(".")[0] != "eqx_norm"] == []
+    assert [name for name in imported if "determinism" in name] == []
+    assert kernels(imported) == []
+    # 28 when this was written, of half a millisecond each. The kernels would be 100 more.
+    assert len(imported) <= 40
+
+
+def test_training_on_a_cpu_loads_no_kernels(loaded):
+    _, trained, *_ = loaded
+    assert kernels(trained) == []
+    assert [name for name in trained if "eqx_norm.determinism" in name] == []
+
+
+def test_kernels_are_loaded_where_a_program_takes_one(loaded):
+    *_, without, with_one, _ = loaded
+    assert kernels(without) == []
+    ours = [name for name in with_one if name.startswith("eqx_norm._normalise")]
+    assert any("triton" in name for name in ours)
+    assert not any("mosaic" in name for name in ours)
+
+
+def test_the_probe_is_loaded_where_it_is_asked_for(loaded):
+    *_, before, after = loaded
+    assert "eqx_norm.determinism" not in before
+    assert "eqx_norm.determinism" in after

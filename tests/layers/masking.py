@@ -1,0 +1,123 @@
+"""Holds what tests of masks share: masks, layers, and the batch without padding."""
+
+import functools
+from typing import Any
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eqx_norm.strategies import Batch, Moments, VarianceClip
+from tests.compiling import filter_jit
+from tests.helpers import at_step, copy, f32, floats, make, normal
+
+N, C, L = 6, 3, 5
+X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
+GARBAGE = (np.nan, np.inf, -np.inf, 1e30)
+# In each of them 15 places count, so that they share a compiled function.
+EXAMPLES = np.array([False, True, True, False, True, False])
+LENGTHS = np.arange(L) < np.array([0, 5, 2, 4, 1, 3])[:, None]
+NOT_THE_FIRST = np.arange(N * L).reshape(N, L) % 2 > 0
+MASKS = (np.tile(EXAMPLES[:, None], (1, L)), LENGTHS, NOT_THE_FIRST)
+NOTHING = np.zeros((N, L), bool)
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+# The rest of a statistic is no larger than a rounding of it, and any number up to that.
+all_close = functools.partial(chex.assert_trees_all_close, rtol=1e-6, atol=1e-6)
+
+
+def activation(u):
+    """Is neither 0 nor flat at 0, which is what a masked place is before it."""
+    return jax.nn.softplus(u + 0.5)
+
+
+def untrained(approach, activation=activation, axis_name="batch", **kwargs):
+    if approach == "variance_clip":
+        approach = VarianceClip(Batch(0.7), ratio=1.5, start=1)  # so that it does clip
+    else:
+        kwargs["momentum"] = 0.7
+    layer, state = make(C, axis_name, approach=approach, activation=activation, **kwargs)
+    weight_and_bias = f32([0.5, 1, 2]), f32([0.3, -1, 0])
+    return eqx.tree_at(lambda m: (m.weight, m.bias), layer, weight_and_bias), state
+
+
+def trained(approach, activation=activation, **kwargs):
+    """Returns a layer after one batch, so that its memory matters."""
+    layer, state = untrained(approach, activation, **kwargs)
+    batch = at_step(0, Moments.of(floats([1, 0, 2]), floats([1, 2, 3])))
+    _, memory = layer.approach.update(batch, state.get(layer.memory_index))
+    state = state.set(layer.memory_index, memory)
+    return layer, state.set(layer.accepted_index, jnp.int32(1))
+
+
+def masked(layer, *axis_names):
+    """Returns `(x, mask, state) -> (y, state)` over a batch; the mask may be `None`."""
+
+    def mapped(x, mask, state):
+        return layer(x, state, mask=mask)
+
+    for name in axis_names or ("batch",):
+        mapped = jax.vmap(mapped, axis_name=name, in_axes=(0, 0, None), out_axes=(0, None))
+    return mapped
+
+
+def forward(layer, x, mask, state):
+    return masked(layer)(x, mask, state)
+
+
+call_masked = filter_jit(lambda layer, state, x, mask: forward(layer, x, mask, state))
+
+
+def differentiated(layer, state, x, mask, dy):
+    """Returns output, memory, and the gradients of sum(output * dy) in weight, bias and x."""
+
+    def loss(vectors, x):
+        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
+        y, new_state = forward(model, x, mask, state)
+        return jnp.vdot(y.astype(dy.dtype), dy).real, (y, memory_of(layer, new_state))
+
+    gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    ((dweight, dbias), dx), (y, memory) = gradient((layer.weight, layer.bias), x)
+    return y, memory, dweight, dbias, dx
+
+
+step = filter_jit(differentiated)
+
+
+def memory_of(layer, state):
+    counts = state.get(layer.accepted_index), state.get(layer.rejected_index)
+    return state.get(layer.memory_index), counts
+
+
+def spoil(x, mask):
+    """Returns `x` with NaN, infinities and 1e30 in the masked places."""
+    where = np.broadcast_to(~places(mask)[:, None], x.shape)
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(spoil(x.real, mask), spoil(x.imag, mask))
+    x = np.array(x)
+    x[where] = np.resize(np.asarray(GARBAGE, x.dtype), where.sum())
+    return jnp.asarray(x)
+
+
+def places(mask):
+    return np.broadcast_to(mask.reshape(N, -1), (N, L))
+
+
+def unpadded(x, mask):
+    """Returns what counts and nothing else, as one batch without spatial axes."""
+    return jnp.asarray(np.asarray(x).swapaxes(1, 2)[places(mask)])
+
+
+def assert_as_unpadded(layer, state, x, mask, dy=DY, close: Any = close):
+    y, memory, dweight, dbias, dx = step(layer, copy(state), spoil(x, mask), mask, dy)
+    right = step(layer, copy(state), unpadded(x, mask), None, unpadded(dy, mask))
+    close(unpadded(y, mask), right[0])
+    all_close(memory, right[1])
+    close(dweight, right[2], atol=1e-5)
+    close(dbias, right[3], atol=1e-5)
+    close(unpadded(dx, mask), right[4])
+    for array in (y, dx):
+        assert array.dtype == x.dtype
+        assert not np.asarray(unpadded(array, ~mask)).view(np.uint8).any()

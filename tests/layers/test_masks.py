@@ -1,0 +1,178 @@
+"""Tests that a masked place is as if it were not there: in outputs, gradients and memory."""
+
+import functools
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.compiling import filter_jit
+from tests.helpers import bits, copy, each_approach, f32, make, normal, same
+from tests.helpers import quick_call as call
+from tests.layers.masking import (
+    DY,
+    EXAMPLES,
+    LENGTHS,
+    MASKS,
+    NOT_THE_FIRST,
+    NOTHING,
+    C,
+    L,
+    N,
+    X,
+    activation,
+    all_close,
+    assert_as_unpadded,
+    call_masked,
+    close,
+    forward,
+    memory_of,
+    spoil,
+    step,
+    trained,
+    unpadded,
+    untrained,
+)
+
+
+@each_approach
+def test_a_padded_batch_equals_the_batch_without_padding(approach):
+    for make_layer in (trained, untrained):
+        for mask in MASKS:
+            assert_as_unpadded(*make_layer(approach), X, mask)
+
+
+def test_without_an_activation_and_one_bool_per_example():
+    for mask in (EXAMPLES, LENGTHS):
+        assert_as_unpadded(*trained("batch", None), X, mask)
+
+
+def test_a_mean_far_from_zero():
+    """The place from which deviations are counted has to be one that counts."""
+    for mask in MASKS:
+        # At 2^14 x is rounded to 2^-10, alike on both sides; nothing else is lost.
+        assert_as_unpadded(*untrained("batch"), X + 2.0**14, mask)
+
+
+def test_bfloat16():
+    """The statistics are float32; outputs are rounded once, which may fall either way."""
+    ulp = float(jnp.finfo(jnp.bfloat16).eps)
+
+    def close(a, b, **_):
+        np.testing.assert_allclose(f32(a), f32(b), rtol=ulp, atol=ulp)
+
+    for mask in MASKS:
+        layer, state = trained("batch", jax.nn.relu)
+        assert_as_unpadded(layer, state, X.astype(jnp.bfloat16), mask, close=close)
+
+
+def test_complex():
+    x, dy = (jax.lax.complex(real, normal(3, X.shape, 2)) for real in (X, DY))
+    for mask in MASKS:
+        layer, state = make(C, "batch", approach="batch", dtype=jnp.complex64)
+        assert_as_unpadded(layer, state, x, mask, dy)
+
+
+def test_gradients_of_masked_outputs_are_not_looked_at():
+    for function in (None, activation, jnp.log):
+        layer, state = trained("batch", function)
+        layer = eqx.tree_at(lambda m: m.bias, layer, f32([10, 10, 10]))
+        right = step(layer, copy(state), X, LENGTHS, DY)
+        spoilt = step(layer, copy(state), X, LENGTHS, spoil(DY, LENGTHS))
+        chex.assert_trees_all_equal(right, spoilt)
+        chex.assert_tree_all_finite(right)
+
+
+def test_second_derivatives_do_not_see_masked_places():
+    layer, state = trained("batch", jax.nn.silu)
+
+    @filter_jit
+    def penalty_gradient(x, mask):
+        def loss(x):
+            return jnp.sum(jnp.sin(forward(layer, x, mask, copy(state))[0]))
+
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+
+    for mask in (LENGTHS, NOT_THE_FIRST):
+        dx = penalty_gradient(spoil(X, mask), mask)
+        right = penalty_gradient(unpadded(X, mask), None)
+        close(unpadded(dx, mask), right, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(unpadded(dx, ~mask), 0)
+
+
+@pytest.mark.parametrize("shape", [(), (L,), (4, 1), (4, L)], ids=str)
+def test_a_mask_broadcasts_to_the_spatial_axes(shape):
+    layer, state = trained("batch")
+    x = normal(4, (N, C, 4, L))
+    mask = np.random.RandomState(0).random((N, *shape)) < 0.6
+    full = np.broadcast_to(mask.reshape(N, *[1] * (2 - len(shape)), *shape), (N, 4, L))
+    y, new = call_masked(layer, copy(state), x, mask)
+    right, right_state = call(layer, state, jnp.moveaxis(x, 1, -1)[full])
+    close(np.moveaxis(y, 1, -1)[full], right)
+    np.testing.assert_array_equal(np.moveaxis(y, 1, -1)[~full], 0)
+    all_close(new, right_state)
+
+
+def test_one_mask_for_all_examples():
+    layer, state = trained("batch")
+    for mask, right in (
+        (LENGTHS[3], call_masked(layer, copy(state), X, np.tile(LENGTHS[3], (N, 1)))),
+        (True, call(layer, copy(state), X)),
+    ):
+        all_close(call(functools.partial(layer, mask=mask), copy(state), X), right)
+
+
+@each_approach
+def test_a_mask_of_all_true_is_no_mask(approach):
+    layer, state = trained(approach)
+    without = step(layer, copy(state), X, None, DY)
+    ours = step(layer, copy(state), X, ~NOTHING, DY)
+    all_close(ours, without, atol=2e-6)
+
+
+# --- What is remembered.
+
+
+@each_approach
+@pytest.mark.parametrize("x", [X, jnp.full_like(X, np.nan)], ids=["numbers", "nan"])
+def test_a_batch_that_is_masked_out_is_as_if_it_had_not_been(approach, x):
+    for make_layer in (trained, untrained):
+        layer, state = make_layer(approach)
+        y, after, dweight, dbias, dx = step(layer, copy(state), x, NOTHING, DY)
+        assert same(after, memory_of(layer, state))
+        for array in (y, dx):
+            assert not np.asarray(array).view(np.uint8).any()
+        assert np.isfinite(dweight).all()
+        assert np.isfinite(dbias).all()
+    # As the first batch, too: the next one counts in full.
+    _, after = call_masked(layer, copy(state), x, NOTHING)
+    assert same(step(layer, after, X, None, DY), step(layer, state, X, None, DY))
+
+
+@pytest.mark.parametrize("approach", ["batch", "ema"])
+def test_unbiased_variance_of_one_value_is_not_remembered(approach):
+    layer, state = trained(approach, unbiased=True)
+    before = memory_of(layer, state)
+    one, two = np.zeros((2, N, L), bool)
+    one[2, 3] = two[2, 3] = two[4, 0] = True
+    y, after, *gradients = step(layer, copy(state), spoil(X, one), one, DY)
+    assert same(after, before)
+    chex.assert_tree_all_finite((y, gradients))
+    assert_as_unpadded(layer, state, X, two)
+    _, (after, _), *_ = step(layer, copy(state), X, two, DY)
+    assert bits(after.variance) != bits(before[0].variance)
+
+
+@pytest.mark.parametrize("approach", ["batch", "ema"])
+def test_inference_masks_outputs_only(approach):
+    layer, state = trained(approach)
+    inference = eqx.nn.inference_mode(layer)
+    y, after, *_, dx = step(inference, copy(state), spoil(X, LENGTHS), LENGTHS, DY)
+    right = step(inference, copy(state), X, None, DY)
+    assert same(after, memory_of(layer, state))
+    for ours, unmasked in ((y, right[0]), (dx, right[-1])):
+        close(unpadded(ours, LENGTHS), unpadded(unmasked, LENGTHS))
+        np.testing.assert_array_equal(unpadded(ours, ~LENGTHS), 0)

@@ -1,0 +1,220 @@
+"""Tests strategies of the user's own: what they are given, and the errors for wrong answers.
+
+Batch Renormalisation, https://arxiv.org/abs/1702.03275, is written here as a user would write
+it, of what `eqx_norm.strategies` offers, and compared with its formula in NumPy.
+"""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm.strategies import AbstractStrategy, Batch, Moments, Running, VarianceClip
+from tests.helpers import Cumulative, call, call_and_grad, copy, f32, make, normal, over_batch
+
+C = 3
+X = normal(0, (6, C, 4), 1, 2)
+
+
+class Renorm(AbstractStrategy[Running]):
+    """Ioffe's Batch Renormalisation: r and d open up linearly from step `warmup` on."""
+
+    momentum: float = eqx.field(default=0.9, static=True)
+    warmup: int = eqx.field(default=2, static=True)
+
+    def init(self, channels, dtype):
+        return Running.empty(channels, dtype)
+
+    def update(self, batch, memory):
+        opened = jnp.maximum(batch.step - self.warmup, 0).astype(batch.m2.dtype)
+        r_max, d_max = 1 + 0.2 * opened, 0.5 * opened
+        running = memory.moments
+        deviation = jnp.sqrt(batch.variance + batch.eps)
+        remembered = jnp.sqrt(running.variance + batch.eps)
+        r = jnp.clip(deviation / remembered, 1 / r_max, r_max)
+        apart = (batch.mean - running.mean) + (batch.mean_rest - running.mean_rest)
+        d = jnp.clip(apart / remembered, -d_max, d_max)
+        r, d = jax.lax.stop_gradient((r, d))
+        # ((x - mean) / deviation) r + d, as a mean and a variance that the layer adds eps to.
+        rest = batch.mean_rest - d * deviation / r
+        used = Moments.of(batch.mean, (deviation / r) ** 2 - batch.eps, rest)
+        return used, memory.push(batch, self.momentum)
+
+    def infer(self, memory):
+        return memory.moments
+
+
+def renormed(history, momentum, warmup, eps):
+    """Yields y, dx of sum(y * dy), and the running mean and variance, of each (x, dy)."""
+    average, weight = np.zeros((2, C)), 0.0
+    for step, (x, dy) in enumerate(history):
+        x, dy = (np.asarray(a, np.longdouble) for a in (x, dy))
+        mean, variance = x.mean((0, 2)), x.var((0, 2))
+        mu, sigma2 = average / weight if step else (np.zeros(C), np.ones(C))
+        opened = max(step - warmup, 0)
+        sigma_b, sigma = np.sqrt(variance + eps), np.sqrt(sigma2 + eps)
+        r = np.clip(sigma_b / sigma, 1 / (1 + 0.2 * opened), 1 + 0.2 * opened)
+        d = np.clip((mean - mu) / sigma, -0.5 * opened, 0.5 * opened)
+        xhat = (x - mean[:, None]) / sigma_b[:, None]
+        average = momentum * average + (1 - momentum) * np.array([mean, variance])
+        weight = momentum * weight + (1 - momentum)
+        g = dy * r[:, None]
+        mean_g, mean_gx = (a.mean((0, 2))[:, None] for a in (g, g * xhat))
+        dx = (g - mean_g - xhat * mean_gx) / sigma_b[:, None]
+        yield xhat * r[:, None] + d[:, None], dx, average / weight
+
+
+@pytest.mark.parametrize("ratio", [1, 1e6])
+def test_batch_renormalisation_written_by_a_user(ratio):
+    """The step opens r and d; eps is in both deviations. As exact far from 0 as near it."""
+    eps = 0.1
+    layer, state = make(C, "batch", eps=eps, approach=Renorm())
+    history = [
+        (normal(step, X.shape, ratio + step / 2, 1 + step / 4), normal(99 + step, X.shape))
+        for step in range(12)
+    ]
+    opened = set()
+    for (x, dy), (y, dx, remembered) in zip(
+        history, renormed(history, 0.9, 2, eps), strict=True
+    ):
+        opened.add(bool(np.abs(y.mean((0, 2))).max() > 0.01))
+        ours, state, (_, our_dx) = call_and_grad(layer, state, x, dy)
+        np.testing.assert_allclose(ours, np.float64(y), rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(our_dx, np.float64(dx), rtol=1e-5, atol=1e-5)
+        inferred, _ = call(eqx.nn.inference_mode(layer), copy(state), x)
+        mean, variance = (np.asarray(v, np.float64)[:, None] for v in remembered)
+        right = (np.float64(x) - mean) / np.sqrt(variance + eps)
+        np.testing.assert_allclose(inferred, right, rtol=2e-6, atol=2e-6)
+    assert opened == {False, True}
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_the_example_of_the_contract(unbiased):
+    layer, state = make(C, "batch", approach=Cumulative(), unbiased=unbiased)
+    batches = [normal(seed, (n, C, 2), seed, 2) for seed, n in enumerate((6, 4, 9))]
+    inference = eqx.nn.inference_mode(layer)
+    np.testing.assert_allclose(call(inference, copy(state), X)[0], X, rtol=1e-5)
+    for x in batches:
+        _, state = call(layer, state, x)
+    everything = np.concatenate(batches)
+    mean, std = (f(everything, axis=(0, 2))[:, None] for f in (np.mean, np.std))
+    np.testing.assert_allclose(call(inference, state, X)[0], (X - mean) / std, atol=1e-4)
+
+
+class Told(Cumulative):
+    """Normalises by what it is told."""
+
+    def update(self, batch, memory):
+        assert batch.eps == 0.25
+        assert type(batch.merge(memory)) is type(batch.towards(memory, 0.5)) is Moments
+        assert type(batch.astype(jnp.float32)) is Moments
+        again = dataclasses.replace(batch, m2=0 * batch.m2)
+        step = again.step.astype(batch.m2.dtype) * jnp.ones_like(batch.m2)
+        return Moments.of(step, jnp.ones_like(step)), memory
+
+
+def test_a_strategy_is_told_eps_and_the_step():
+    layer, state = make(C, "batch", eps=0.25, approach=Told())
+    steps = []
+    for x in (X, X, X.at[0].set(jnp.nan), X):  # a batch that is not remembered does not count
+        y, state = call(layer, state, x)
+        steps.append(np.nanmax(np.round(np.asarray(x - y * f32(1.25**0.5)), 3)))
+    np.testing.assert_array_equal(steps, [0, 1, 2, 2])
+    assert state.get(layer.accepted_index) == 3
+    _, after = call(eqx.nn.inference_mode(layer), copy(state), X)
+    assert after.get(layer.accepted_index) == 3
+
+
+class Last(Told):
+    """Remembers the batch itself."""
+
+    def update(self, batch, memory):
+        return batch, batch
+
+
+@pytest.mark.parametrize("approach", [Last(), VarianceClip(Last(), start=1)], ids=repr)
+@pytest.mark.parametrize("implementation", ["auto", "device_invariant"])
+def test_the_batch_itself_can_be_remembered(approach, implementation):
+    layer, state = make(C, "batch", approach=approach, implementation=implementation)
+    for scale in (1, 2):
+        y, state = call(layer, state, scale * X)
+    assert type(state.get(layer.memory_index)) is Moments
+    inferred, _ = call(eqx.nn.inference_mode(layer), state, 2 * X)
+    np.testing.assert_allclose(inferred, y, rtol=1e-6, atol=1e-6)
+
+
+class Answers(AbstractStrategy[Running]):
+    """Answers with what it was made with."""
+
+    training: str = eqx.field(static=True)
+    inference_: str = eqx.field(default="memory.moments", static=True)
+
+    def init(self, channels, dtype):
+        return Running.empty(channels, dtype)
+
+    def update(self, batch, memory):
+        return eval(self.training)
+
+    def infer(self, memory):
+        return eval(self.inference_)
+
+
+WRONG = {
+    "None": r"Answers\.update returned nothing \(None\), but a training step needs two things"
+    r".*return used, memory",
+    "batch": r"update returned TrainingBatch.*needs two things",
+    "(batch, memory, 3)": r"update returned a tuple of 3, \(TrainingBatch.*needs two things",
+    "(None, memory)": r"before the memory, nothing \(None\), but what normalises are Moments.*"
+    r"Moments\.of\(mean, variance, mean_rest\)",
+    "(memory, batch)": r"before the memory, Running\(.*This has them: answer with its",
+    "(batch.mean, memory)": r"before the memory, an array, f\d\d\[3\], but what normalises are",
+    "((batch.mean, batch.variance), memory)": r"before the memory, a tuple of 2, \(an array",
+    "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
+    r"m2 of shape \(2,\), but this layer has 3 channels",
+    "(batch, None)": r"Answers\.update returned a memory of another structure.*mean=f\d\d\[3\]",
+    "(batch, jax.tree.map(lambda a: a.astype(jnp.float16), memory))": r"returned a memory"
+    r" of another structure, shape or dtype.*mean=f16\[3\].*it was given.*mean=f\d\d\[3\]",
+}
+
+
+@pytest.mark.parametrize("implementation", ["auto", "device_invariant"])
+@pytest.mark.parametrize("training", WRONG)
+def test_a_wrong_answer_of_update(training, implementation):
+    approach = Answers(training)
+    wrong, state = make(C, "batch", approach=approach, implementation=implementation)
+    right, _ = make(C, "batch", approach="batch")
+
+    def fail_then_succeed(x, state):
+        with pytest.raises(ValueError, match=f"(?s){WRONG[training]}"):
+            wrong(x, state)
+        return right(x, state)  # the state is not used up
+
+    jax.eval_shape(over_batch(fail_then_succeed), X, state)
+
+
+@pytest.mark.parametrize(
+    ("infer", "words"),
+    [
+        ("memory", r"Answers\.infer returned Running\(.*This has them: answer with its"),
+        ("None", r"infer returned nothing \(None\), but what normalises are Moments"),
+        ("(memory.mean, memory.variance)", r"infer returned a tuple of 2"),
+    ],
+)
+def test_a_wrong_answer_of_infer(infer, words):
+    layer, state = make(C, "batch", approach=Answers("(batch, memory)", infer))
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(over_batch(eqx.nn.inference_mode(layer)), X, state)
+    call(layer, state, X)
+
+
+def test_a_strategy_of_running_averages_can_start_with_another_s_state():
+    """`variance_clip` remembers what it wraps remembers, so it can be turned on later."""
+    plain, state = make(C, "batch", approach=Batch(0.9))
+    _, state = call(plain, state, X)
+    clip, _ = make(C, "batch", approach=VarianceClip(Batch(0.9), start=1))
+    y, _ = call(clip, copy(state), 100 * X)
+    unclipped, _ = call(plain, state, 100 * X)
+    assert (np.std(y, (0, 2)) > 10 * np.std(unclipped, (0, 2))).all()

@@ -1,0 +1,194 @@
+"""Tests that `Moments` form a commutative monoid, and that merging them is exact."""
+
+import dataclasses
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from eqx_norm.strategies import Moments
+from tests.helpers import f32
+
+
+def of_values(values: np.ndarray) -> Moments:
+    values = np.asarray(values, np.float64)
+    mean = values.mean(0) if len(values) else np.zeros(values.shape[1])
+    m2 = (np.abs(values - mean) ** 2).sum(0)
+    return Moments(f32(len(values)), f32(mean), f32(m2))
+
+
+def assert_same(a: Moments, b: Moments, scale: float) -> None:
+    """Allows the rounding of a few float32 operations on values of that size.
+
+    Each of them may also lose what is below the smallest normal number, which XLA flushes to
+    zero.
+    """
+    ulp, tiny = float(np.finfo(np.float32).eps), float(np.finfo(np.float32).tiny)
+    np.testing.assert_array_equal(a.count, b.count)
+    np.testing.assert_allclose(a.mean, b.mean, rtol=0, atol=8 * ulp * scale + 8 * tiny)
+    m2_atol = 16 * ulp * scale**2 * float(a.count) + 16 * tiny
+    np.testing.assert_allclose(a.m2, b.m2, rtol=16 * ulp, atol=m2_atol)
+
+
+part = st.tuples(st.integers(0, 6), st.floats(-100, 100, width=32), st.floats(0, 10, width=32))
+
+
+@hypothesis.given(st.lists(part, min_size=3, max_size=3), st.integers(0, 2**31 - 1))
+def test_merge_is_associative_commutative_and_exact(parts, seed):
+    random = np.random.RandomState(seed)
+    values = [mean + std * random.standard_normal((n, 2)) for n, mean, std in parts]
+    together = np.concatenate(values)
+    scale = float(np.abs(together).max()) if len(together) else 1.0
+    a, b, c = map(of_values, values)
+    assert_same(a.merge(b), b.merge(a), scale)
+    assert_same(a.merge(b).merge(c), a.merge(b.merge(c)), scale)
+    assert_same(a.merge(b).merge(c), of_values(together), scale)
+
+
+def test_zero_is_neutral_to_the_bit():
+    a = of_values(np.random.RandomState(0).standard_normal((7, 3)))
+    zero = Moments.zero(3, jnp.float32)
+    for merged in (a.merge(zero), zero.merge(a)):
+        jax.tree.map(np.testing.assert_array_equal, merged, a)
+    both = zero.merge(zero)
+    jax.tree.map(np.testing.assert_array_equal, both, zero)
+
+
+def test_equal_constants_merge_to_that_constant():
+    tenth = f32([0.1])
+    a, b = (Moments(f32(n), tenth, f32([0])) for n in (3, 7))
+    merged = a.merge(b)
+    assert merged.mean == tenth
+    assert merged.m2 == 0
+
+
+def test_complex_moments():
+    random = np.random.RandomState(0)
+    values = random.standard_normal((9, 2)) + 1j * random.standard_normal((9, 2))
+
+    def moments(values):
+        mean = values.mean(0)
+        return Moments(
+            f32(len(values)),
+            jnp.asarray(mean, jnp.complex64),
+            jnp.asarray((np.abs(values - mean) ** 2).sum(0), jnp.float32),
+        )
+
+    merged, whole = moments(values[:4]).merge(moments(values[4:])), moments(values)
+    np.testing.assert_allclose(merged.mean, whole.mean, rtol=1e-6)
+    np.testing.assert_allclose(merged.m2, whole.m2, rtol=1e-6)
+    assert merged.m2.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_variances(ddof):
+    values = np.random.RandomState(0).standard_normal((5, 2))
+    batch = of_values(values)
+    batch = dataclasses.replace(batch, ddof=ddof)
+    np.testing.assert_allclose(batch.variance, values.var(0), rtol=1e-6)
+    np.testing.assert_allclose(batch.memory_variance, values.var(0, ddof=ddof), rtol=1e-6)
+
+
+def test_nothing_has_variance_one():
+    np.testing.assert_array_equal(Moments.zero(2, jnp.float32).variance, [1, 1])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_finite(bad):
+    assert of_values(np.ones((2, 2))).finite
+    one = jnp.ones(2)
+    assert not Moments(f32(2), one.at[1].set(bad), one).finite
+    assert not Moments(f32(2), one, one.at[0].set(bad)).finite
+
+
+# --- To twice the precision.
+
+
+def pair(values: np.ndarray) -> Moments:
+    """Returns the moments of `values`, with their mean in 48 bits."""
+    mean = values.mean(0)
+    high = mean.astype(np.float32)
+    m2 = ((values - mean) ** 2).sum(0)
+    return Moments(f32(len(values)), f32(high), f32(m2), f32(mean - high))
+
+
+def both(moments: Moments) -> np.ndarray:
+    return np.asarray(moments.mean, np.float64) + np.asarray(moments.mean_rest, np.float64)
+
+
+RATIOS = [1.0, 1e3, 1e7]
+run = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["op by op", "jit"])
+
+
+@run
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_merged_far_from_zero(ratio, run):
+    """The mean is off by 1e-7 standard deviations at most, after 64 merges as well."""
+    values = ratio + np.random.RandomState(3).standard_normal((640, 5))
+    merge = run(Moments.merge)
+    merged = Moments.zero(5, jnp.float32)
+    for part in np.split(values, 64):
+        merged = merge(merged, pair(part))
+    np.testing.assert_allclose(both(merged), values.mean(0), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(merged.m2, values.var(0) * 640, rtol=64 * 6e-8)
+
+
+@run
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.3, 0.5, 1 - 1e-6, 1.0])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_towards(ratio, share, run):
+    random = np.random.RandomState(4)
+    a, b = (ratio + s * random.standard_normal((20, 5)) for s in (1, 3))
+    ours, other = pair(a), pair(b)
+    moved = run(Moments.towards)(ours, other, share)
+    share = np.float64(np.float32(share))
+    right = (1 - share) * both(ours) + share * both(other)
+    np.testing.assert_allclose(both(moved), right, rtol=0, atol=1e-7)
+    variance = (1 - share) * a.var(0) + share * b.var(0)
+    np.testing.assert_allclose(moved.variance, variance, rtol=4e-7)
+    for end, at in ((ours, 0), (other, 1)):
+        if share == at:
+            np.testing.assert_array_equal(moved.mean, end.mean)
+            np.testing.assert_array_equal(moved.mean_rest, end.mean_rest)
+            np.testing.assert_array_equal(moved.variance, end.variance)
+    assert type(moved) is Moments
+    assert moved.count == 1
+
+
+def test_towards_each_channel_by_a_share_of_its_own():
+    ours, other = (Moments.of(f32([m] * 3), f32([v] * 3)) for m, v in ((1, 4), (3, 8)))
+    moved = ours.towards(other, f32([0, 0.5, 1]))
+    np.testing.assert_array_equal(moved.mean, [1, 2, 3])
+    np.testing.assert_array_equal(moved.variance, [4, 6, 8])
+
+
+def test_the_derivative_of_a_pair_is_that_of_its_sum():
+    def sum_of(a, share):
+        other = Moments.of(f32([1e7]), f32([2.0]), f32([0.1]))
+        moved = Moments.of(a, a**2, a / 1e2).towards(other, share)
+        return (moved.mean + moved.mean_rest + moved.variance)[0]
+
+    for share in (0.25, 0.75):
+        derivative = jax.grad(sum_of)(f32([3.0]), share)
+        np.testing.assert_allclose(derivative, [(1 - share) * (1 + 1e-2 + 6)], rtol=1e-6)
+
+
+def test_complex_pairs():
+    a, b = (jnp.asarray([m], jnp.complex64) for m in (1e7 + 1e7j, 1e7 + 3 - 2e7j))
+    one = jnp.ones(1)
+    moved = Moments.of(a, one).towards(Moments.of(b, one), 0.25)
+    exact = 0.75 * np.complex128(a) + 0.25 * np.complex128(b)
+    np.testing.assert_array_equal(
+        np.complex128(moved.mean) + np.complex128(moved.mean_rest), exact
+    )
+
+
+def test_compiled_it_is_the_same_mean():
+    """A product that is rounded together with the sum would give another mean."""
+    random = np.random.RandomState(5)
+    a, b = (Moments.of(f32(random.standard_normal(4096)), jnp.ones(4096)) for _ in range(2))
+    eager, compiled = (f(a, b, 0.3) for f in (Moments.towards, jax.jit(Moments.towards)))
+    np.testing.assert_array_equal(eager.mean, compiled.mean)
