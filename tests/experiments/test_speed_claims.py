@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ from experiments.speed.roofline import MEMORY_COPY, PARTS
 from experiments.speed.rows import DIFFERS, FAILED, Row
 
 
-def spread(median):
+def spread(median) -> Any:
     return {"median": median, "low": 0.99 * median, "high": 1.01 * median, "calls": 1}
 
 
@@ -65,7 +66,7 @@ def on_a_cpu(**slower):
                 add("time", shape, dtype, peer, **spread(ms))
                 if peer not in (PARTS, MEMORY_COPY):
                     add("agreement", shape, dtype, peer, deviation=1e-6)
-                    counted = {"temporaries": 0.0, "compile_seconds": 0.2}
+                    counted: Any = {"temporaries": 0.0, "compile_seconds": 0.2}
                     add("compile", shape, dtype, peer, **counted)
     stacks = {names.OURS: 4.0 * slower.get("stack", 1.0), names.EQUINOX_BATCH: 5.0}
     for peer, seconds in stacks.items():
@@ -136,7 +137,7 @@ def test_growth_is_judged_by_the_powers_of_two(odd, said, numbers):
 
 # On a GPU.
 
-SHAPE = LARGE_SHAPE = (8, LARGE // 8)
+SHAPE = (8, LARGE // 8)
 TIMES = {
     names.OURS: 1.0,
     names.OURS_XLA: 1.2,
@@ -173,12 +174,7 @@ def gpu_changed(part, peer, **fields):
     return changed(on_a_gpu(), part, peer, **fields)
 
 
-OURS, XLA, TORCH, COMPILED = (
-    names.OURS,
-    names.OURS_XLA,
-    names.TORCH,
-    names.TORCH_COMPILED,
-)
+OURS, XLA, TORCH, COMPILED = names.OURS, names.OURS_XLA, names.TORCH, names.TORCH_COMPILED
 CASES = {
     "all is well": (on_a_gpu(), []),
     "bits": (gpu_changed("bits", XLA, differing=1.0), [1]),

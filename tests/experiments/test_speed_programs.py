@@ -1,6 +1,7 @@
 """What is timed is what is said: programs that agree, and how they are timed."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -97,7 +98,8 @@ def test_a_stack_is_one_layer_after_the_other():
         mixed = jnp.einsum("nchw,c,d->ndhw", x, affine[0], affine[0]) / 5
         x, _ = made.train(affine, made.memory, mixed)
     stack = programs.stack(made, 3, 1)
-    y, memory = stack.train((affine,) * 3, stack.memory, given)
+    affines: Any = (affine,) * 3
+    y, memory = stack.train(affines, stack.memory, given)
     np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
     assert len(memory) == 3
 
