@@ -1,9 +1,10 @@
 """What is claimed of this layer's speed, on a CPU and on a GPU, each with what was measured."""
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from .roofline import PARTS
 from .rows import DIFFERS, Row
 
 Rows = Sequence[Row]
+Judge = Callable[[Rows], tuple[str, bool]]
+T = TypeVar("T")
 
 # Below so many values a call is mostly dispatch, whose cost does not grow.
 GROWS_FROM = 2**18
@@ -39,15 +42,18 @@ SHARE, EQUINOX_FACTOR = 0.85, 1.5
 # "auto" and "xla" are where both are the same program is said beside it.
 APART = 1.03
 
+median = operator.attrgetter("median")
 # Part, shape, dtype, layout, program.
 Key = tuple[str, Shape, str, str, str]
 
 
-def side_by_side(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
-    """Returns what was timed of all peers, by array and by peer."""
+def side_by_side(
+    rows: Iterable[Row], of: Callable[[Row], float] = median
+) -> dict[Key, dict[str, Row]]:
+    """Returns the rows of all peers of which that was measured, by array and by peer."""
     found: defaultdict[Key, dict[str, Row]] = defaultdict(dict)
     for row in rows:
-        if not math.isnan(row.median):
+        if not math.isnan(of(row)):
             key = row.part, row.shape, row.dtype, row.layout, row.program
             found[key][row.peer] = row
     return dict(found)
@@ -82,24 +88,19 @@ def ratios(
     part: str = "time",
     dtype: str = "",
     program: str = BOTH,
-    of: Callable[[Row], float] = lambda row: row.median,
+    of: Callable[[Row], float] = median,
     only: Callable[[Row], bool] = lambda row: True,
     ours: str = names.OURS,
 ) -> list[Ratio]:
     """Returns, array by array, our number over the least of the others'."""
-    found: defaultdict[Key, dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        asked = row.part == part and dtype in ("", row.dtype) and program in ("", row.program)
-        if asked and not math.isnan(of(row)):
-            found[part, row.shape, row.dtype, row.layout, row.program][row.peer] = row
-    pairs = [
-        (of_all[ours], min((of_all[name] for name in others if name in of_all), key=of))
-        for of_all in found.values()
-        if ours in of_all and only(of_all[ours]) and not of_all.keys().isdisjoint(others)
-    ]
-    if not pairs:
-        raise NotMeasured
-    return [Ratio(of(mine) / of(best), mine, best) for mine, best in pairs]
+    found = []
+    for (of_part, _, of_dtype, _, of_program), peers in side_by_side(rows, of).items():
+        asked = of_part == part and dtype in ("", of_dtype) and program in ("", of_program)
+        theirs = [peers[name] for name in others if name in peers]
+        if asked and theirs and ours in peers and only(peers[ours]):
+            mine, best = peers[ours], min(theirs, key=of)
+            found.append(Ratio(of(mine) / of(best), mine, best))
+    return _some(found)
 
 
 def geometric_mean(found: Iterable[Ratio]) -> float:
@@ -110,7 +111,7 @@ def geometric_mean(found: Iterable[Ratio]) -> float:
 
 
 def _agreement(rows: Rows) -> tuple[str, bool]:
-    found = _measured(rows, lambda row: row.deviation, "agreement")
+    found = _measured(rows, "deviation", "agreement")
     said = []
     for dtype in dict.fromkeys(row.dtype for row in found):
         worst = max((r for r in found if r.dtype == dtype), key=lambda row: row.deviation)
@@ -127,9 +128,16 @@ def _nothing_failed(rows: Rows) -> tuple[str, bool]:
     return said + more if failed else f"{len(rows)} rows", not failed
 
 
-def _measured(rows: Rows, of: Callable[[Row], float], part: str, peer: str = "") -> list[Row]:
-    found = [row for row in rows if row.part == part and not math.isnan(of(row))]
-    found = [row for row in found if peer in ("", row.peer)]
+def _measured(
+    rows: Rows, quantity: str, part: str, peer: str = "", dtype: str = ""
+) -> list[Row]:
+    """Returns the rows of a part, of one peer or of all, of which that was measured."""
+    mine = [row for row in rows if row.part == part and not math.isnan(getattr(row, quantity))]
+    return _some([r for r in mine if peer in ("", r.peer) and dtype in ("", r.dtype)])
+
+
+def _some(found: list[T]) -> list[T]:
+    """Returns what was found; where nothing was, the claim cannot be judged."""
     if not found:
         raise NotMeasured
     return found
@@ -138,7 +146,7 @@ def _measured(rows: Rows, of: Callable[[Row], float], part: str, peer: str = "")
 # Claims on a CPU. Times are of forward + backward; "the faster" is so array by array.
 
 
-def _faster(others: Sequence[str], target: float) -> Callable[[Rows], tuple[str, bool]]:
+def _faster(others: Sequence[str], target: float) -> Judge:
     """Judges how many times as fast it is, on the geometric mean over the shapes."""
 
     def judged(rows: Rows) -> tuple[str, bool]:
@@ -158,7 +166,7 @@ def _faster(others: Sequence[str], target: float) -> Callable[[Rows], tuple[str,
 
 def _at_most(
     others: Sequence[str], target: float, only: Callable[[Row], bool], dtype: str = "f32"
-) -> Callable[[Rows], tuple[str, bool]]:
+) -> Judge:
     def judged(rows: Rows) -> tuple[str, bool]:
         worst = max(ratios(rows, others, dtype=dtype, only=only), key=lambda r: r.value)
         return str(worst), worst.value <= target
@@ -171,14 +179,14 @@ def _large(row: Row) -> bool:
 
 
 def _temporaries(rows: Rows) -> tuple[str, bool]:
-    found = _measured(rows, lambda row: row.temporaries, "compile", names.OURS)
-    worst = max((r for r in found if r.dtype == "f32"), key=lambda row: row.temporaries)
+    found = _measured(rows, "temporaries", "compile", names.OURS, "f32")
+    worst = max(found, key=lambda row: row.temporaries)
     return f"{worst.temporaries:.3f} of x's bytes on {where(worst)}", worst.temporaries <= 0.1
 
 
-def _compiles(part: str) -> Callable[[Rows], tuple[str, bool]]:
+def _compiles(part: str) -> Judge:
     def judged(rows: Rows) -> tuple[str, bool]:
-        of: Callable[[Row], float] = lambda row: row.compile_seconds  # noqa: E731
+        of = operator.attrgetter("compile_seconds")
         found = ratios(rows, EQUINOX, part=part, dtype="f32", of=of)
         mean = geometric_mean(found)
         others = sorted({ratio.other.peer for ratio in found})
@@ -199,11 +207,11 @@ def growing(rows: Rows) -> dict[str, list[Row]]:
 
 def growth(rows: Rows) -> tuple[float, float]:
     """Returns exponent and factor: milliseconds = factor * values ** exponent."""
-    rows = [row for row in rows if math.prod(row.shape) > GROWS_FROM]
-    if len(rows) < 2:
+    points = [(math.prod(row.shape), row.median) for row in rows]
+    points = [(values, ms) for values, ms in points if values > GROWS_FROM]
+    if len(points) < 2:
         raise NotMeasured
-    values = np.log([math.prod(row.shape) for row in rows])
-    exponent, intercept = np.polyfit(values, np.log([row.median for row in rows]), 1)
+    exponent, intercept = np.polyfit(*np.log(points).T, 1)
     return float(exponent), math.exp(intercept)
 
 
@@ -273,19 +281,17 @@ ON_A_CPU = (
 
 
 def _bits(rows: Rows) -> tuple[str, bool]:
-    found = _measured(rows, lambda row: row.differing, "bits")
+    found = _measured(rows, "differing", "bits")
     worst = max(found, key=lambda row: row.differing)
     beside = f" ({worst.peer}, {worst.place})" if worst.differing else ""
     said = f"{worst.differing:g} of {worst.calls} runs differ{beside}; {len(found)} results"
     return said, not worst.differing
 
 
-def _share(part: str, layout: str) -> Callable[[Rows], tuple[str, bool]]:
+def _share(part: str, layout: str) -> Judge:
     def judged(rows: Rows) -> tuple[str, bool]:
-        found = _measured(rows, lambda row: row.share, part, names.OURS)
-        found = [row for row in found if row.layout == layout and row.bytes > LARGE]
-        if not found:
-            raise NotMeasured
+        found = _measured(rows, "share", part, names.OURS)
+        found = _some([row for row in found if row.layout == layout and row.bytes > LARGE])
         worst = min(found, key=lambda row: row.share)
         enough = sum(row.share >= SHARE for row in found)
         said = f"{enough} of {len(found)}; least {worst.share:.0%} ({worst.place})"
@@ -314,7 +320,7 @@ def _never_slower(found: Sequence[Ratio], beside: str = "") -> tuple[str, bool]:
     return said, not slower
 
 
-def _no_slower_than_torch(part: str) -> Callable[[Rows], tuple[str, bool]]:
+def _no_slower_than_torch(part: str) -> Judge:
     """Compares with the best of torch: where channels are last, in its faster format."""
 
     def judged(rows: Rows) -> tuple[str, bool]:
@@ -328,9 +334,7 @@ def _no_slower_than_torch(part: str) -> Callable[[Rows], tuple[str, bool]]:
                 best = min(theirs, key=lambda row: row.median)
                 mine = peers[names.OURS]
                 found.append(Ratio(mine.median / best.median, mine, best))
-        if not found:
-            raise NotMeasured
-        return _never_slower(found)
+        return _never_slower(_some(found))
 
     return judged
 
@@ -342,11 +346,11 @@ def _never_slower_than_xla(rows: Rows) -> tuple[str, bool]:
             found += ratios(rows, (names.OURS_XLA,), part=part, program="")
         except NotMeasured:
             continue
-    if not found:
-        raise NotMeasured
     same = [r.value for r in found if not r.ours.note and r.ours.part != "training"]
     apart = max((max(value, 1 / value) for value in same), default=math.nan)
-    return _never_slower(found, f"; the same program twice: up to {apart:.2f}" if same else "")
+    return _never_slower(
+        _some(found), f"; the same program twice: up to {apart:.2f}" if same else ""
+    )
 
 
 OVER = "over 100 MB: 85% of copy bandwidth"
