@@ -1,1 +1,1 @@
-"""The speed of batch norm and layer norm beside their peers', on a CPU and on a GPU."""
+"""Times batch norm and layer norm beside their peers, on a CPU and on a GPU."""

@@ -1,4 +1,4 @@
-"""The speed of batch norm and layer norm in training: this package's, and its peers'.
+"""Times batch norm and layer norm in training: this package's, and its peers'.
 
     python -m experiments.speed                  on a CPU: under 10 minutes, 2 cores
     python -m experiments.speed --quick          under 30 seconds; fails if what does not depend
@@ -9,30 +9,31 @@
                                                  what is done on a GPU, in small on a CPU
     python -m experiments.speed --only time --shapes 64,64,32,32 --dtype f32 --rounds 10
 
-Timed are batch norm with its running statistics and a ReLU, layer norm, and the training step
-of a network in the manner of ResNet-50: forward, and forward and backward (the gradients of x,
-weight and bias for a given dy). All peers run in one process; in every round each runs once, in
+It times batch norm with its running statistics and a ReLU, layer norm, and the training step of
+a network in the manner of ResNet-50: forward, and forward and backward (the gradients of x,
+weight and bias for a given dy). All peers run in one process. In every round each runs once, in
 an order drawn anew, so that what else the machine does falls on all of them alike. Compare the
-numbers of one run with each other, not with those of another. First it is checked that all that
-is timed computes the same.
+numbers of one run with each other, not with those of another. First it checks that all that is
+timed computes the same.
 
-On a CPU stand beside the peers a copy of x in memory, and the five passes over x that batch
-norm cannot do without, one by one: the sum of its parts. Then what is exact, or nearly: the
-temporaries of each compiled program and the time to compile it; the time to compile a stack of
-50 layers; and how the cost grows with the size of x, in memory that is the program's own. A
-good part of the time of a large array is the system's, that hands out its memory: it falls on
-all peers alike, but most on those with temporaries, and is not the same in every run. `--memory
-kept` has the process keep what it frees, and shows the arithmetic.
+On a CPU it also times a copy of x in memory, and the five passes over x that batch norm cannot
+do without, one by one: the sum of its parts. It counts the temporaries of each compiled
+program, and measures the time to compile it, the time to compile a stack of 50 layers, and how
+the cost grows with the size of x, in memory that is the program's own. Where an array is large,
+the system, which hands out its memory, takes a good part of the time. That falls on all peers
+alike, but most on those with temporaries, and differs from run to run. With `--memory kept` the
+process keeps what it frees, and the times are those of the arithmetic.
 
 On a GPU the arrays are those of a ResNet-50 at batches of 32 and 256, channels first and last,
-and rows of 768 to 16384 values, in several instances, so that neither the host's calls nor the
-cache of the device are what is measured. Beside each time stands what share of the bandwidth of
-a copy, measured here and now, it comes to with the least that has to move. PyTorch runs eagerly
-and, from 100 MB on, compiled. First of all the bits of 100 runs are compared. What raises is a
-row that says so, and the others go on; results are written after each step, and what was
-measured before with the same versions on the same device is kept.
+and rows of 768 to 16384 values. There are several instances of each, so that neither the host's
+calls nor the cache of the device are what is measured. Beside each time stands the share of a
+copy's bandwidth, measured in the same run, that it comes to with the least that has to move.
+PyTorch runs eagerly and, from 100 MB on, compiled. The bits of 100 runs are compared before
+anything is timed. Results are written after each step, and what was measured before with the
+same versions on the same device is kept.
 
-Flax and PyTorch take part where they are installed: .venv-peers, made by `make test-peers`.
+Where a peer raises, its row says so, and the others go on. Flax and PyTorch take part where
+they are installed: in .venv-peers, which `make test-peers` makes.
 """
 
 import argparse

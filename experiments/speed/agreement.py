@@ -1,4 +1,4 @@
-"""Whether all that is timed computes the same, compared with NumPy in float64.
+"""Tells whether all that is timed computes the same, compared with NumPy in float64.
 
 A race between programs with different results has no winner.
 """
@@ -18,7 +18,7 @@ TOLERANCE = {"f32": 1e-4, "bf16": 0.1}
 
 
 class Numbers(NamedTuple):
-    """What every peer is given: x and dy are [N, C, *spatial], the rest [C]; f32."""
+    """Holds what every peer is given: x and dy are [N, C, *spatial], the rest [C]; f32."""
 
     x: NDArray[np.float32]
     dy: NDArray[np.float32]
@@ -27,7 +27,7 @@ class Numbers(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What every peer gives back; y and dx are [N, C, *spatial]."""
+    """Holds what every peer gives back; y and dx are [N, C, *spatial]."""
 
     y: NDArray[Any]
     dx: NDArray[Any]
@@ -48,7 +48,7 @@ def numbers(shape: Shape, seed: int = 0) -> Numbers:
 
 
 class Agreement:
-    """How far results for these numbers are from the exact ones."""
+    """Measures how far results for these numbers are from the exact ones."""
 
     def __init__(self, given: Numbers, problem: Problem) -> None:
         self.tolerance = TOLERANCE[problem.dtype]

@@ -1,4 +1,4 @@
-"""What is timed: arrays, passes and peers; and the jobs, one for each device."""
+"""Says what is timed: arrays, passes and peers, and a job for each device."""
 
 import dataclasses
 import math
@@ -66,7 +66,7 @@ LEAST = {(False, FORWARD): 3, (False, BOTH): 8, (True, FORWARD): 2, (True, BOTH)
 
 
 class Problem(NamedTuple):
-    """An array that a layer is given: a batch norm with ReLU, or, of rows, a layer norm."""
+    """Says what a layer is given: a layer norm rows, a batch norm with ReLU any other array."""
 
     shape: Shape  # [N, C, *spatial], or [N, values]
     dtype: str
@@ -81,7 +81,7 @@ class Problem(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Those of x."""
+        """Returns the bytes of x."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def least_bytes(self, pass_: Pass) -> int:
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of the network that is trained, and of what it is given."""
+    """Says how large the network is that is trained, and what it is given."""
 
     stem: int = 64
     stages: tuple[int, ...] = (64, 128, 256, 512)
@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured. The defaults are the whole job on a CPU."""
+    """Says what is measured. The defaults are the whole job on a CPU."""
 
     device: str = "cpu"  # "gpu"; "rehearsal": what is done on a GPU, on a CPU
     parts: tuple[str, ...] = tuple(part for part in PARTS if part != "bits")

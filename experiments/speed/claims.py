@@ -1,4 +1,4 @@
-"""What is claimed of this layer's speed, on a CPU and on a GPU, each with what was measured."""
+"""Judges what is claimed of this layer's speed, on a CPU and on a GPU."""
 
 import math
 import operator
@@ -60,7 +60,7 @@ def side_by_side(
 
 
 class Ratio(NamedTuple):
-    """This layer's number over another's on the same array."""
+    """Relates this layer's number to another's on the same array."""
 
     value: float
     ours: Row
@@ -68,7 +68,7 @@ class Ratio(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """Whether it is slower, beyond what two timings of one program differ by."""
+        """Returns whether it is slower, beyond what two timings of one program differ by."""
         return self.value > APART and self.ours.low > self.other.high
 
     def __str__(self) -> str:
@@ -211,7 +211,8 @@ def growth(rows: Rows) -> tuple[float, float]:
     points = [(values, ms) for values, ms in points if values > GROWS_FROM]
     if len(points) < 2:
         raise NotMeasured
-    exponent, intercept = np.polyfit(*np.log(points).T, 1)
+    values, milliseconds = np.log(points).T
+    exponent, intercept = np.polyfit(values, milliseconds, 1)
     return float(exponent), math.exp(intercept)
 
 

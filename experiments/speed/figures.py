@@ -1,4 +1,4 @@
-"""The figure: times over this layer's on a CPU, shares of a copy's bandwidth on a GPU."""
+"""Draws the figure: times over this layer's on a CPU, shares of a copy's bandwidth on a GPU."""
 
 import math
 from collections.abc import Sequence

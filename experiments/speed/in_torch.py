@@ -1,4 +1,4 @@
-"""PyTorch's layers as programs to be timed: eager and compiled, in both memory formats.
+"""Makes programs to be timed of PyTorch's layers: eager and compiled, in both formats.
 
 On a GPU several instances of a layer are one call, as in JAX: a CUDA graph, replayed. That
 takes the host's part out of it, which is most of the time of a small layer that is called from

@@ -1,4 +1,4 @@
-"""A run: part after part, with results written after each step.
+"""Runs part after part, and writes results after each step.
 
 On a GPU nobody may look on, and a run may be cut off. What raises is a row that says so, and
 the others go on.

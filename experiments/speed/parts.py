@@ -1,4 +1,4 @@
-"""The parts of the experiment: what is measured, one step after the other."""
+"""Measures the parts of the experiment, one step after the other."""
 
 import faulthandler
 import gc
@@ -47,7 +47,7 @@ LONGEST = 300
 
 
 class Parts:
-    """The parts by name; each yields the rows of one step after the other."""
+    """Measures the parts by name; each yields the rows of one step after the other."""
 
     def __init__(self, job: Job, pool: Executor) -> None:
         self._job, self._pool = job, pool

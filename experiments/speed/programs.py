@@ -1,4 +1,4 @@
-"""The layers in JAX as programs to be timed: forward, and forward and backward.
+"""Makes programs to be timed of layers in JAX: forward, and forward and backward.
 
 One layer on a small array takes a GPU less time than it takes the host to call it. In a network
 that is not so, since there a whole step is one call. So there a program has several instances
@@ -28,7 +28,7 @@ KERNEL = "gpu.triton", "mosaic_gpu"  # in the text of a program that has one
 
 
 class How(NamedTuple):
-    """How a layer is made into a program."""
+    """Says how a layer is made into a program."""
 
     instances: int = 1
     # Whether what a call gives is written over what the call before gave, which is donated: no
@@ -40,6 +40,7 @@ class How(NamedTuple):
 
 
 def layer(name: str, problem: Problem) -> Layer:
+    """Returns the layer of that name for such an array."""
     if problem.rows:
         return peers.layer_norm(name, problem.shape[1:], eps=EPS)
     return batch_norm(name, problem.shape[1], channel_axis=-1 if _moved(name, problem) else 1)
@@ -109,7 +110,7 @@ def function(made: Layer, pass_: Pass, *, apart: bool = False) -> Callable[..., 
 
 
 class Built(NamedTuple):
-    """A layer as a program, without its arrays."""
+    """Holds a layer as a program, without its arrays."""
 
     # Of weight and bias, memory, what each instance is given, and what the call before wrote;
     # to a list of what each instance gives.
@@ -178,7 +179,7 @@ def drawn(shape: Shape, dtype: str, instances: int = 1) -> list[tuple[Array, Arr
 
 
 def _moved(name: str, problem: Problem) -> bool:
-    """Whether x has its channels last: Flax's default is that, and nobody else's."""
+    """Returns whether x has its channels last: Flax's default is that, and nobody else's."""
     own = problem.layout == OWN and names.package(name) == "flax"
     return own or problem.layout == LAST
 

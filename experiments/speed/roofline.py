@@ -1,4 +1,4 @@
-"""What the layers are measured by: copies, and the passes that batch norm cannot do without.
+"""Makes what layers are measured by: copies, and the passes that batch norm needs.
 
 Every channel has to be summed up before any value can be normalised, so no program has fewer
 than five passes over x. Each is a compiled function of its own, with nothing shared; together

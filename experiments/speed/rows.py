@@ -1,4 +1,4 @@
-"""The rows that are measured, and how those of several runs come together."""
+"""Defines the rows that are measured, and joins those of several runs."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ FAILED, NOT_SERVED, DIFFERS = "failed: ", "not served: ", "differs"
 
 @dataclass(frozen=True)
 class Row:
-    """A peer on an array. Not every quantity is measured of every row: those are NaN.
+    """Says what was measured of a peer on an array; what was not is NaN.
 
     Times are of one call of one layer, or of one step.
     """
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Those of x."""
+        """Returns the bytes of x."""
         return self.problem.bytes
 
     @property
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def of_host(self) -> bool:
-        """Whether it was the host's time that was measured: the device waited for calls."""
+        """Returns whether the device waited for calls, and the host's time was measured."""
         return self.host > 0.9 * self.median
 
 

@@ -1,4 +1,4 @@
-"""The tables of what was measured."""
+"""Makes the tables of what was measured."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""A network's training step, which shows what a layer alone does not.
+"""Makes a network's training step, which shows what a layer alone does not.
 
 A kernel is a barrier to what XLA would fuse, and convolutions have a layout of their own. The
 network is in the manner of a ResNet-50: the first block of each of its stages, and a stem. With
@@ -25,7 +25,7 @@ BLOCK = 4  # convolutions: of sizes 1, 3 and 1, and one beside them
 
 
 class Linear(NamedTuple):
-    """What the networks have in common: convolutions, each of which has a norm, and a head."""
+    """Holds what the networks have in common: convolutions with a norm each, and a head."""
 
     convolutions: list[eqx.nn.Conv2d]
     head: eqx.nn.Linear
