@@ -9,7 +9,7 @@ python=$1 folder=$2 constraints=$3
 
 command -v nvidia-smi >/dev/null || {
     echo "make gpu measures a GPU, and there is none here (no nvidia-smi). To rehearse it:" >&2
-    echo "python -m experiments.gpu --device cpu" >&2
+    echo "python -m experiments.speed --device rehearsal" >&2
     exit 2
 }
 sh "$(dirname "$0")/environment.sh" "$python" "$folder" experiments "$constraints"

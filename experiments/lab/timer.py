@@ -21,6 +21,9 @@ from tqdm import tqdm
 WARM_UPS = 2
 # A timing is of as many calls as take this long, in seconds: the clock ticks in far less.
 LEAST = 0.005
+MOST_CALLS = 2000
+# The calls that the host's time is taken over: fewer than JAX lets be under way at once.
+FIRST = 8
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -31,13 +34,17 @@ class Program:
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
+    instances: int = 1  # what is timed is done so many times in one call
+    note: str = ""  # what is to be said beside its times
 
 
 class Times(NamedTuple):
-    """Seconds per call, one value a round, each over so many calls."""
+    """Seconds for each instance, one value a round, each over so many calls."""
 
     seconds: NDArray[np.float64]
     calls: int
+    # Of which the host was busy to hand out a call; NaN where each call is waited for.
+    host: NDArray[np.float64]
 
     def percentiles(self, *at: float) -> list[float]:
         """Returns these percentiles over the rounds, in milliseconds."""
@@ -49,38 +56,69 @@ def interleave(
     rounds: int,
     *,
     seed: int = 0,
+    least: float = LEAST,
     wait_for_each: bool | None = None,
+    failed: Callable[[Key, Exception], object] | None = None,
     title: str = "timing",
 ) -> dict[Key, Times]:
     """Times the programs in turns, behind a progress bar.
 
     `wait_for_each` is for CPUs, where a call that is not waited for runs beside the next, and
-    the default there. A GPU runs calls one after the other, and launches the next meanwhile.
+    the default there. A GPU runs calls one after the other, while the host hands out the next:
+    all calls of a timing are waited for at its end. Beside the time until the first call runs
+    and the host has heard of the last one's end (some 50 us), `least` seconds should be long.
+    Where it takes the host as long to hand out a call as all of it takes, it is the host's time
+    that was measured.
+
+    What raises an exception is left out from there on, and `failed` is told. Without it the
+    exception is raised.
     """
     if wait_for_each is None:
         wait_for_each = jax.default_backend() == "cpu"
-    order, shuffle = list(programs), random.Random(seed).shuffle
-    total = len(programs) * (WARM_UPS + rounds)
-    calls = {key: _calls(programs[key]) for key in order}
-    seconds: dict[Key, list[float]] = {key: [] for key in order}
+    shuffle = random.Random(seed).shuffle
+    calls: dict[Key, int] = {}
+    taken: dict[Key, list[tuple[float, float]]] = {key: [] for key in programs}
+
+    def attempt(key: Key, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever it is, the others are to be timed
+            if failed is None:
+                raise
+            calls.pop(key, None)
+            failed(key, error)
+
+    def count(key: Key) -> None:
+        calls[key] = _calls(programs[key], least)
+
+    def time_once(key: Key) -> None:
+        # Untimed: the program before has left its threads spinning, and the caches full of its
+        # own.
+        programs[key].wait(programs[key].call())
+        taken[key].append(_time(programs[key], calls[key], wait_for_each))
+
+    for key in programs:
+        attempt(key, lambda key=key: count(key))
+    total = len(calls) * (WARM_UPS + rounds)
     collecting = gc.isenabled()
     gc.disable()
     try:
         with tqdm(total=total, desc=f"{title:>28}", leave=False, disable=None) as progress:
-            for round_ in range(WARM_UPS + rounds):
+            for _ in range(WARM_UPS + rounds):
+                order = list(calls)
                 shuffle(order)
                 for key in order:
-                    # Untimed: the program before has left its threads spinning, and the caches
-                    # full of its own.
-                    programs[key].wait(programs[key].call())
-                    taken = _time(programs[key], calls[key], wait_for_each)
-                    if round_ >= WARM_UPS:
-                        seconds[key].append(taken / calls[key])
+                    attempt(key, lambda key=key: time_once(key))
                     progress.update()
     finally:
         if collecting:
             gc.enable()
-    return {key: Times(np.array(seconds[key]), calls[key]) for key in programs}
+    found = {}
+    for key in (key for key in programs if key in calls):
+        seconds, host = np.array(taken[key][WARM_UPS:]).T
+        per_call = programs[key].instances
+        found[key] = Times(seconds / (calls[key] * per_call), calls[key], host / per_call)
+    return found
 
 
 def keep_memory() -> bool:
@@ -104,22 +142,27 @@ def keep_memory() -> bool:
     return all(mallopt(*setting) == 1 for setting in settings)
 
 
-def _time(program: Program, calls: int, wait_for_each: bool) -> float:
-    call, wait, result = program.call, program.wait, None
+def _time(program: Program, calls: int, wait_for_each: bool) -> tuple[float, float]:
+    """Returns the seconds of all calls, and those in which the host handed out one."""
+    call, wait, result, handed_out = program.call, program.wait, None, math.nan
     start = time.perf_counter()
     if wait_for_each:
         for _ in range(calls):
             result = wait(call())
     else:
-        for _ in range(calls):
+        first = min(calls, FIRST)  # which nothing holds up
+        for _ in range(first):
+            result = call()
+        handed_out = (time.perf_counter() - start) / first
+        for _ in range(calls - first):
             result = call()
         wait(result)
     stop = time.perf_counter()
     del result  # not timed
-    return stop - start
+    return stop - start, handed_out
 
 
-def _calls(program: Program) -> int:
+def _calls(program: Program, least: float) -> int:
     program.wait(program.call())  # compiles
-    quickest = min(_time(program, 1, True) for _ in range(3))
-    return max(1, math.ceil(LEAST / quickest))
+    quickest = min(_time(program, 1, True)[0] for _ in range(3))
+    return min(max(1, math.ceil(least / quickest)), MOST_CALLS)

@@ -1,0 +1,220 @@
+"""Times batch norm and layer norm in training: this package's, and its peers'.
+
+    python -m experiments.speed                  on a CPU: under 10 minutes, 2 cores
+    python -m experiments.speed --quick          under 30 seconds; fails if what does not depend
+                                                 on the machine does not hold
+    python -m experiments.speed --memory kept    on a CPU, see below
+    python -m experiments.speed --device gpu     on a GPU; exits with 1 if a claim does not hold
+    python -m experiments.speed --device rehearsal
+                                                 what is done on a GPU, in small on a CPU
+    python -m experiments.speed --only time --shapes 64,64,32,32 --dtype f32 --rounds 10
+
+It times batch norm with its running statistics and a ReLU, layer norm, and the training step of
+a network in the manner of ResNet-50: forward, and forward and backward (the gradients of x,
+weight and bias for a given dy). All peers run in one process. In every round each runs once, in
+an order drawn anew, so that what else the machine does falls on all of them alike. Compare the
+numbers of one run with each other, not with those of another. First it checks that all that is
+timed computes the same.
+
+On a CPU it also times a copy of x in memory, and the five passes over x that batch norm cannot
+do without, one by one: the sum of its parts. It counts the temporaries of each compiled
+program, and measures the time to compile it, the time to compile a stack of 50 layers, and how
+the cost grows with the size of x, in memory that is the program's own. Where an array is large,
+the system, which hands out its memory, takes a good part of the time. That falls on all peers
+alike, but most on those with temporaries, and differs from run to run. With `--memory kept` the
+process keeps what it frees, and the times are those of the arithmetic.
+
+On a GPU the arrays are those of a ResNet-50 at batches of 32 and 256, channels first and last,
+and rows of 768 to 16384 values. There are several instances of each, so that neither the host's
+calls nor the cache of the device are what is measured. Beside each time stands the share of a
+copy's bandwidth, measured in the same run, that it comes to with the least that has to move.
+PyTorch runs eagerly and, from 100 MB on, compiled. The bits of 100 runs are compared before
+anything is timed. Results are written after each step, and what was measured before with the
+same versions on the same device is kept.
+
+Where a peer raises, its row says so, and the others go on. Flax and PyTorch take part where
+they are installed: in .venv-peers, which `make test-peers` makes.
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+
+import jax
+
+from experiments.lab import peers, timer
+from experiments.lab import rows as csv
+from experiments.lab.environment import device_name
+from experiments.lab.errors import UserError
+from experiments.lab.experiment import Experiment, Files, Report, with_options
+
+from . import figures, tables
+from .cases import DTYPES, IN_TORCH, JOBS, PARTS, PEERS, QUICK, Job, Shape
+from .measure import measure
+from .rows import Row
+
+NO_GPU = (
+    "--device gpu: JAX finds none here ({found}). Run it on a machine that has one, in an "
+    "environment with jax[cuda13] or jax[cuda12] (make gpu sets it up); or rehearse all of it "
+    "here, with small arrays and no word on speed: --device rehearsal"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    whole, add = Job(), parser.add_argument
+    add(
+        "--device",
+        choices=tuple(JOBS),
+        default="cpu",
+        help="where to measure (default: cpu); rehearsal: what is done on a GPU, with small "
+        "arrays on a CPU, without a word on speed",
+    )
+    add(
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        metavar="N,C,...",
+        help="of a batch norm's x: batch, channels, spatial axes (default on a CPU: "
+        f"{' '.join(','.join(map(str, shape)) for shape in whole.shapes)})",
+    )
+    add(
+        "--dtype",
+        dest="dtypes",
+        nargs="+",
+        choices=tuple(DTYPES),
+        help="of x, y and dy; weights and statistics are f32 (default: both)",
+    )
+    add(
+        "--peers",
+        "--contestants",
+        nargs="+",
+        choices=PEERS,
+        metavar="NAME",
+        help=f"only these: {', '.join(map(repr, PEERS))}",
+    )
+    add(
+        "--rounds",
+        type=_natural,
+        metavar="N",
+        help=f"timings of each program, after {timer.WARM_UPS} that do not count (default: "
+        f"{whole.rounds}, on a GPU {JOBS['gpu'][0].rounds})",
+    )
+    parts = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
+    add(
+        "--only",
+        dest="parts",
+        nargs="+",
+        choices=tuple(PARTS),
+        metavar="PART",
+        help=f"only these. {parts}",
+    )
+    add(
+        "--memory",
+        choices=("system", "kept"),
+        default=whole.memory,
+        help="system: freed arrays go where the C library sends them (default); kept: they "
+        "stay with the process (glibc only)",
+    )
+
+
+def choose(job: Job, options: argparse.Namespace) -> Job:
+    """Returns what was asked for. Has to be called before JAX finds its devices."""
+    # First of all: once JAX runs, its threads have their memory from elsewhere.
+    if options.memory == "kept" and not timer.keep_memory():
+        raise UserError("--memory kept: this needs the GNU C library")
+    whole, quick = JOBS[options.device]
+    _use(options.device)
+    return with_options(quick if options.quick else whole, options)
+
+
+def _use(device: str) -> None:
+    """Has JAX run on the device that is asked for."""
+    if device != "gpu":
+        jax.config.update("jax_platforms", "cpu")
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the rest is torch's
+    try:
+        found = jax.devices()[0].platform
+    except RuntimeError as error:  # a plugin without a driver
+        found = str(error).partition("\n")[0]
+    if found != "gpu":
+        raise UserError(NO_GPU.format(found=found))
+
+
+def present(job: Job) -> tuple[Job, dict[str, str]]:
+    """Returns the job with the peers that can run here, and why the others cannot."""
+    kept, left_out = peers.present(job.peers)
+    if job.device == "gpu" and set(kept) & set(IN_TORCH):
+        import torch  # pyright: ignore[reportMissingImports]  (only with the peers)
+
+        if not torch.cuda.is_available():
+            left_out |= dict.fromkeys(set(kept) & set(IN_TORCH), "this torch sees no GPU")
+            kept = tuple(name for name in kept if name not in IN_TORCH)
+    return dataclasses.replace(job, peers=kept), left_out
+
+
+def is_whole(job: Job) -> bool:
+    """Returns whether the job is the whole one; on a GPU with every peer that is there."""
+    whole = JOBS[job.device][0]
+    if job.device == "gpu":  # torch may be left out of its environment
+        whole, _ = present(whole)
+    rounds = max(job.rounds, whole.rounds)
+    return job.device != "rehearsal" and job == dataclasses.replace(
+        whole, rounds=rounds, memory=job.memory
+    )
+
+
+def stem(job: Job) -> str:
+    """Returns the stem of its files: results of a GPU are kept beside those of a CPU."""
+    device = {"cpu": "", "rehearsal": "rehearsal"}.get(job.device, device_name())
+    words = ("speed", device, "kept-memory" if job.memory == "kept" else "")
+    return "_".join(filter(None, words))
+
+
+def report(files: Files) -> Report:
+    return tables.report(csv.load(files.csv(), Row))
+
+
+def _shape(text: str) -> Shape:
+    try:
+        shape = tuple(int(size) for size in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if len(shape) < 2 or min(shape) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be N,C,*spatial, of 1 or more, for example 64,64,32,32"
+        )
+    return shape
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return value
+
+
+EXPERIMENT = Experiment(
+    name="speed",
+    about=__doc__,
+    thread="the speed of batch norm and layer norm",
+    whole=Job(),
+    quick=QUICK,
+    measure=measure,
+    report=report,
+    draw=figures.draw,
+    quick_help="two shapes in f32, without Flax and PyTorch; exits with 1 if the results "
+    "differ by more than 1e-4 or this layer needs temporaries of more than 0.1 of x; on a GPU "
+    "a few arrays in bf16",
+    whole_help="the whole job with every peer",
+    add_arguments=add_arguments,
+    choose=choose,
+    present=present,
+    is_whole=is_whole,
+    stem=stem,
+    strict=lambda job: job.device != "cpu",
+)
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())

@@ -1,0 +1,210 @@
+"""Makes programs to be timed of layers in JAX: forward, and forward and backward.
+
+One layer on a small array takes a GPU less time than it takes the host to call it. In a network
+that is not so, since there a whole step is one call. So there a program has several instances
+of the layer, each on an x and dy of its own. A barrier keeps them apart, so that each is what
+it would be alone: compiled for an H200, three move three times the bytes of one.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from experiments.lab import peers
+from experiments.lab.peers import Layer, names, ours
+from experiments.lab.timer import Program
+
+from .cases import DTYPES, FORWARD, LAST, NO_NORM, OWN, Pass, Problem, Shape
+
+MOMENTUM, EPS = 0.99, 1e-5
+KERNEL = "gpu.triton", "mosaic_gpu"  # in the text of a program that has one
+
+
+class How(NamedTuple):
+    """Says how a layer is made into a program."""
+
+    instances: int = 1
+    # Whether what a call gives is written over what the call before gave, which is donated: no
+    # memory is asked for while the clock runs.
+    in_place: bool = False
+    # Whether, as in a network, dy is not there before y; and whether it is compiled ahead, so
+    # that several may be at once. (Compiled ahead, a call costs the host more.)
+    as_on_a_gpu: bool = False
+
+
+def layer(name: str, problem: Problem) -> Layer:
+    """Returns the layer of that name for such an array."""
+    if problem.rows:
+        return peers.layer_norm(name, problem.shape[1:], eps=EPS)
+    return batch_norm(name, problem.shape[1], channel_axis=-1 if _moved(name, problem) else 1)
+
+
+def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
+    """Returns a batch norm with ReLU, or without; its output has the dtype of x."""
+    settings = peers.BatchNorm(channels, MOMENTUM, EPS, channel_axis, affine=True)
+    if name == NO_NORM:
+        unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
+        made = Layer((), unchanged, unchanged)
+    elif relu and names.package(name) == "eqx_norm":
+        return ours.batch_norm_and_relu(name, settings)
+    else:
+        made = peers.batch_norm(
+            name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis
+        )
+
+    def train(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
+        y, memory = made.train(affine, memory, x)
+        # Equinox's layer returns f32 for bf16: in a network it has to be cast.
+        return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
+
+    return made._replace(train=train)
+
+
+def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
+    """Returns so many blocks of a linear layer and this one, as one layer.
+
+    The linear layer is over the channels, a convolution of size 1: what stands between two
+    norms in a network, and keeps XLA from fusing them.
+    """
+
+    def train(affines: Any, memories: Any, x: Array) -> tuple[Array, Any]:
+        after = []
+        for affine, memory in zip(affines, memories, strict=True):
+            matrix = jnp.outer(affine[0], affine[0]).astype(x.dtype) / len(affine[0])
+            x = jnp.moveaxis(jnp.tensordot(x, matrix, (channel_axis, 0)), -1, channel_axis)
+            x, memory = made.train(affine, memory, x)
+            after.append(memory)
+        return x, tuple(after)
+
+    memories: Any = (made.memory,) * depth
+    return made._replace(memory=memories, train=train)
+
+
+def function(made: Layer, pass_: Pass, *, apart: bool = False) -> Callable[..., Any]:
+    """Returns a fresh function, so that `jax.jit` compiles it anew.
+
+    It is of (weight and bias, memory, x) to y and the memory; or of these and dy to those, and
+    the gradients of weight and bias and of x.
+    """
+
+    def forward(affine: Any, memory: Any, x: Array) -> Any:
+        return made.train(affine, memory, x)
+
+    def forward_and_backward(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
+        def train(affine: Any, x: Array) -> tuple[Array, Any]:
+            return made.train(affine, memory, x)
+
+        y, pull_back, memory = jax.vjp(train, affine, x, has_aux=True)
+        if apart:
+            y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, memory, pull_back(dy)
+
+    return forward if pass_ == FORWARD else forward_and_backward
+
+
+class Built(NamedTuple):
+    """Holds a layer as a program, without its arrays."""
+
+    # Of weight and bias, memory, what each instance is given, and what the call before wrote;
+    # to a list of what each instance gives.
+    call: Any
+    memory: Any
+    affine: Any  # ones and zeros
+    written: Any  # as shapes
+    note: str
+
+
+@functools.lru_cache(512)  # more than are compiled together
+def built(name: str, problem: Problem, pass_: Pass, how: How) -> Built:
+    made = layer(name, problem)
+    affine = jnp.ones(problem.shape[1]), jnp.zeros(problem.shape[1])
+    one = function(made, pass_, apart=how.as_on_a_gpu)
+    if how.instances > 1:
+        one = jax.jit(
+            one
+        )  # traced once, and put into the program as often as there are instances
+
+    def each(affine: Any, memory: Any, given: Any, written: Any) -> list[Any]:
+        del written
+        found: list[Any] = []
+        for arrays in given:
+            if found:
+                arrays, found[-1] = jax.lax.optimization_barrier((arrays, found[-1]))
+            found.append(one(affine, memory, *arrays))
+        return found
+
+    x = jax.ShapeDtypeStruct(given_shape(name, problem), DTYPES[problem.dtype])
+    given = [(x,) if pass_ == FORWARD else (x, x)] * how.instances
+    arguments = affine, made.memory, given
+    written = jax.eval_shape(each, *arguments, None) if how.in_place else None
+    # An argument that is not used is not passed on, unless kept, and has no memory to give.
+    jitted = jax.jit(each, donate_argnames="written", keep_unused=how.in_place)
+    if not how.as_on_a_gpu:
+        return Built(jitted, made.memory, affine, written, "")
+    lowered = jitted.lower(*arguments, written)
+    note = "with a kernel" if any(word in lowered.as_text() for word in KERNEL) else ""
+    return Built(lowered.compile(), made.memory, affine, written, note)
+
+
+def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
+    """Returns the program with its arrays."""
+    call, memory, affine, written, note = built(name, problem, pass_, how)
+    arrays = drawn(given_shape(name, problem), problem.dtype, how.instances)
+    given = [(x,) if pass_ == FORWARD else (x, dy) for x, dy in arrays]
+    if not how.in_place:
+        return Program(lambda: call(affine, memory, given, None), note=note)
+    results = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), written)
+
+    def call_in_place() -> Any:
+        nonlocal results
+        results = call(affine, memory, given, results)
+        return results
+
+    return Program(call_in_place, instances=how.instances, note=note)
+
+
+@functools.lru_cache(2)  # the peers on one array share it, in either layout
+def drawn(shape: Shape, dtype: str, instances: int = 1) -> list[tuple[Array, Array]]:
+    """Returns x, of mean 0.3, and dy, for each instance."""
+    keys = jax.random.split(jax.random.key(0), 2 * instances)
+    arrays = [jax.random.normal(key, shape, DTYPES[dtype]) for key in keys]
+    return [(0.3 + x, dy) for x, dy in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def _moved(name: str, problem: Problem) -> bool:
+    """Returns whether x has its channels last: Flax's default is that, and nobody else's."""
+    own = problem.layout == OWN and names.package(name) == "flax"
+    return own or problem.layout == LAST
+
+
+def given_shape(name: str, problem: Problem) -> Shape:
+    """Returns the shape of x as a layer in JAX is given it."""
+    if not _moved(name, problem):
+        return problem.shape
+    batch, channels, *spatial = problem.shape
+    if problem.layout == LAST:
+        return batch * math.prod(spatial), channels
+    return batch, *spatial, channels
+
+
+def placed(name: str, problem: Problem, values: NDArray[Any]) -> Array:
+    """Returns values of the problem's shape as a layer in JAX is given them."""
+    if _moved(name, problem):
+        values = np.moveaxis(values, 1, -1)
+    return jnp.asarray(values.reshape(given_shape(name, problem))).astype(DTYPES[problem.dtype])
+
+
+def back(name: str, problem: Problem, values: Array) -> NDArray[np.float32]:
+    """Returns what `placed` took."""
+    array = np.asarray(values, np.float32)
+    if not _moved(name, problem):
+        return array
+    batch, channels, *spatial = problem.shape
+    return np.moveaxis(array.reshape(batch, *spatial, channels), -1, 1)

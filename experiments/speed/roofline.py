@@ -1,0 +1,89 @@
+"""Makes what layers are measured by: copies, and the passes that batch norm needs.
+
+Every channel has to be summed up before any value can be normalised, so no program has fewer
+than five passes over x. Each is a compiled function of its own, with nothing shared; together
+they are "the sum of its parts", which a whole without waste comes close to.
+
+They run one after the other, as in the whole: a pass that is repeated alone would find all of
+x in a cache of its size, where the whole, which goes through four such arrays, does not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from experiments.lab.timer import Program
+
+from .cases import FORWARD, Pass, Problem
+from .programs import drawn
+
+MEMORY_COPY = "memory copy"
+PARTS = "sum of its parts"
+
+
+# Of x as [N, C, S]; sums in f32. (Two plain sums: XLA is faster at those than at one
+# reduction to two results.)
+@jax.jit
+def _sum(x: Array) -> Array:
+    return x.astype(jnp.float32).sum((0, 2))
+
+
+@jax.jit
+def _sums(x: Array, y: Array) -> tuple[Array, Array]:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return x.sum((0, 2)), (x * y).sum((0, 2))
+
+
+@jax.jit
+def _normalise(x: Array, a: Array, b: Array) -> Array:
+    return jax.nn.relu(x * a[:, None] + b[:, None]).astype(x.dtype)
+
+
+@jax.jit
+def _gradient(x: Array, dy: Array, a: Array, b: Array) -> Array:
+    return (dy * a[:, None] + x * b[:, None] + b[:, None]).astype(x.dtype)
+
+
+def sum_of_parts(problem: Problem, pass_: Pass) -> Program:
+    """Returns the three passes forward, or all five."""
+    ((x, dy),) = drawn(problem.shape, problem.dtype)
+    x, dy = (values.reshape(*values.shape[:2], -1) for values in (x, dy))
+    a, b = jnp.ones(x.shape[1]), jnp.zeros(x.shape[1])
+    wait = jax.block_until_ready
+
+    def forward() -> tuple[Array, ...]:
+        mean = wait(_sum(x))
+        rest, square = wait(_sums(x, x))
+        return mean, rest, square, wait(_normalise(x, a, b))
+
+    def forward_and_backward() -> tuple[Array, ...]:
+        y = forward()
+        sums = wait(_sums(dy, x))
+        return (*y, *sums, wait(_gradient(x, dy, a, b)))
+
+    return Program(forward if pass_ == FORWARD else forward_and_backward)
+
+
+def memory_copy(problem: Problem) -> Program:
+    """Returns what reads x and writes as much; a copy proper would be optimised away."""
+    ((x, _),) = drawn(problem.shape, problem.dtype)
+    negative = jax.jit(lambda x: -x)
+    return Program(lambda: negative(x))
+
+
+def copy_in_place(function: Callable[[Array], Array], size: int) -> Program:
+    """Returns what copies so many bytes to where they were copied before."""
+    x = jax.random.normal(jax.random.key(0), (size // 4,))
+    # What is donated has the memory of what is returned.
+    jitted = jax.jit(lambda x, old: function(x), donate_argnums=1, keep_unused=True)
+    result = jnp.zeros_like(x)
+
+    def call() -> Any:
+        nonlocal result
+        result = jitted(x, result)
+        return result
+
+    return Program(call)

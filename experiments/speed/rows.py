@@ -1,0 +1,102 @@
+"""Defines the rows that are measured, and joins those of several runs."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from experiments.lab.peers import names
+from experiments.lab.timer import Program, Times
+
+from .cases import IN_TORCH, Problem, Shape, shape_name
+
+FAILED, NOT_SERVED, DIFFERS = "failed: ", "not served: ", "differs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Says what was measured of a peer on an array; what was not is NaN.
+
+    Times are of one call of one layer, or of one step.
+    """
+
+    device: str
+    part: str
+    shape: Shape = ()
+    dtype: str = ""
+    layout: str = ""
+    peer: str = ""
+    program: str = ""
+    median: float = math.nan  # milliseconds, over the rounds
+    low: float = math.nan  # percentiles: 10 and 90 on a CPU, the quartiles on a GPU
+    high: float = math.nan
+    host: float = math.nan  # of which the host was busy
+    share: float = math.nan  # of the bandwidth of a copy, had it moved the least that it can
+    calls: int = 0  # of the program in one timing; or runs whose bits were compared
+    instances: int = 0  # of the layer in one program, each with arrays of its own
+    temporaries: float = math.nan  # bytes that the program needs beside its results, over x's
+    compile_seconds: float = math.nan
+    deviation: float = math.nan  # from the same in float64
+    differing: float = math.nan  # runs that gave other bits than the first
+    note: str = ""
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.shape, self.dtype, self.layout)
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of x."""
+        return self.problem.bytes
+
+    @property
+    def place(self) -> str:
+        """Returns the array and the program in words."""
+        words = (shape_name(self.shape), self.layout, self.dtype, self.program)
+        return " ".join(filter(None, words))
+
+    @property
+    def failed(self) -> bool:
+        return self.note.startswith(FAILED)
+
+    @property
+    def of_host(self) -> bool:
+        """Returns whether the device waited for calls, and the host's time was measured."""
+        return self.host > 0.9 * self.median
+
+
+def because(row: Row, error: Exception) -> Row:
+    """Returns what is in the row's place where something raised.
+
+    Asked for by name, a kernel may say that it cannot serve: that is an answer. "auto" and
+    "xla" serve everything.
+    """
+    said = str(error).strip().partition("\n")[0][:300]
+    by_name = row.peer not in (names.OURS, names.OURS_XLA) and row.peer not in IN_TORCH
+    if isinstance(error, ValueError) and by_name and said.startswith("implementation="):
+        return dataclasses.replace(row, note=NOT_SERVED + said)
+    return dataclasses.replace(row, note=f"{FAILED}{type(error).__name__}: {said}")
+
+
+def timed(row: Row, times: Times, program: Program, spread: tuple[float, float]) -> Row:
+    """Returns the row with the median, and these percentiles, of the program's times."""
+    low, median, high = times.percentiles(spread[0], 50, spread[1])
+    return dataclasses.replace(
+        row,
+        median=median,
+        low=low,
+        high=high,
+        host=1e3 * statistics.median(times.host.tolist()),
+        calls=times.calls,
+        instances=program.instances,
+        note=program.note,
+    )
+
+
+def replaced(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """Returns what was measured anew, by part and dtype, and of the others the old rows."""
+    new = list(new)
+    parts = {row.part for row in new}
+    anew = {(row.part, row.dtype) for row in new} | {(part, "") for part in parts}
+    return [*(row for row in old if (row.part, row.dtype) not in anew), *new]
