@@ -1,7 +1,7 @@
 """The Pallas-Triton kernels are lowered for GPUs that are not there.
 
 What passes Pallas's interpreter may fail in Triton: that it does not is tested here as far as
-it can be without CUDA's compiler. The rest: experiments/gpu_kernels.py.
+it can be without CUDA's compiler. The rest: experiments/compiled.
 """
 
 import functools

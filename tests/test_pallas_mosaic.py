@@ -1,7 +1,7 @@
 """The Mosaic kernels: computed in Pallas's interpreter, lowered for GPUs that are not there.
 
 The interpreter also tells where a thread might read what is being written, or the reverse.
-What it cannot tell, experiments/gpu_kernels_mosaic.py reads off the compiled code.
+What it cannot tell, experiments/compiled/assembly.py reads off the compiled code.
 """
 
 import functools
@@ -14,7 +14,7 @@ import pytest
 from eqx_norm._normalise import pallas_mosaic, pallas_mosaic_ring, reference, tiling
 from eqx_norm._normalise.pallas_mosaic_activations import known
 from eqx_norm._normalise.pallas_mosaic_ring import plgpu
-from experiments import gpu_kernels_mosaic
+from experiments.compiled import assembly
 
 from .helpers import bits, f32
 from .test_pallas_lowering import ACTIVATIONS, mesh, operands
@@ -366,10 +366,10 @@ LOOP = """
 
 
 def test_copies_before_all_have_read():
-    assert not gpu_kernels_mosaic.unfenced(LOOP * 2)
+    assert not assembly.unfenced(LOOP * 2)
     lines = LOOP.splitlines()
-    assert gpu_kernels_mosaic.unfenced(
+    assert assembly.unfenced(
         "\n".join(line for line in lines if "bar.sync" not in line)
     )
-    assert gpu_kernels_mosaic.unfenced("\n".join(line for line in lines if "fence" not in line))
-    assert gpu_kernels_mosaic.unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))
+    assert assembly.unfenced("\n".join(line for line in lines if "fence" not in line))
+    assert assembly.unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))

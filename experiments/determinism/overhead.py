@@ -1,7 +1,7 @@
 """What the probes cost: a training step on MNIST with every layer monitored, over one without.
 
-The step is that of `training`: forward, backward, Adam. Monitored are what each layer returns
-and its cotangent. The programs are timed in turn, in rounds, and a ratio is that of two
+The step is that of `lab.training`: forward, backward, Adam. Monitored are what each layer
+returns and its cotangent. The programs are timed in turn, in rounds, and a ratio is that of two
 timings of one round.
 
 Five of them have probes, so that it shows what costs what: the fingerprints as outputs of the
@@ -24,16 +24,9 @@ import numpy as np
 
 from eqx_norm import BatchNorm
 from eqx_norm.determinism import Ledger, monitor_module, recorded, recorded_into
-
-from . import benchmark_timing
-from .benchmark_layers import Program
-from .lab import mnist, training
-from .lab.networks import NETWORKS
-
-ROUNDS = 100
-# Of the fingerprints among the outputs of a step. (What a ledger or a callback costs is said,
-# not limited.)
-CLAIMED = 1.05
+from experiments.lab import mnist, timer, training
+from experiments.lab.networks import NETWORKS
+from experiments.lab.timer import Program
 
 RETURNED, APPENDED = "outputs", "outputs, into a ledger"
 IGNORED, UNSYNCED = "callbacks to nowhere", "callbacks, into a ledger without fsync"
@@ -53,7 +46,7 @@ class Overhead(NamedTuple):
     unchanged: bool  # whether the step gives the same bits as without probes
 
 
-class Counted(Ledger):
+class _Counted(Ledger):
     """Knows how often it was written to, and need not take what is written."""
 
     writes, takes = 0, True
@@ -64,21 +57,23 @@ class Counted(Ledger):
             super().write(*args, **kwargs)
 
 
-def measure(
-    repeats: int = ROUNDS,
-    network: str = "small",
-    after: Callable[[], object] = lambda: None,
-) -> list[Overhead]:
-    """One for each transport. `after` is called `timings(repeats)` times."""
-    plain, probed = (
-        _arguments(network, lambda model: model),
-        _arguments(network, monitor_module),
-    )
+def measure(rounds: int, network: str) -> list[Overhead]:
+    """Returns one for each transport."""
+    plain = _arguments(network, lambda model: model)
+    probed = _arguments(network, monitor_module)
     steps = itertools.count()
     returned = eqx.filter_jit(recorded(training.step))
-    with tempfile.TemporaryDirectory() as folder:
-        called, appended = (Counted(Path(folder, name)) for name in ("called", "appended"))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _Counted(Path(folder, "called")) as called,
+        Ledger(Path(folder, "appended")) as appended,
+    ):
         into_ledger = eqx.filter_jit(recorded_into(called, training.step))
+
+        def append() -> Any:
+            output, record = returned(*probed)
+            appended.append(next(steps), record)
+            return output
 
         def call_back(takes: bool = True) -> Any:
             called.takes = takes
@@ -94,49 +89,46 @@ def measure(
         programs = {
             "": Program(lambda: training.step(*plain)),
             RETURNED: Program(lambda: returned(*probed)),
-            APPENDED: Program(lambda: _append(appended, next(steps), returned(*probed))),
+            APPENDED: Program(append),
             IGNORED: Program(lambda: call_back(takes=False)),
             UNSYNCED: Program(call_back_without_fsync),
             CALLED_BACK: Program(call_back),
         }
-        times = benchmark_timing.interleave(programs, repeats, after=after)
+        times = timer.interleave(programs, rounds, title=f"probes, {network} network")
         output, record = returned(*probed)
         before = called.writes
         from_callbacks = call_back()
         callbacks = called.writes - before
-        called.close()
-        appended.close()
     expected = training.step(*plain)
     step = times.pop("").seconds
-
-    def overhead(transport: str) -> Overhead:
+    found = []
+    for transport, time in times.items():
         is_callback = transport not in (RETURNED, APPENDED)
-        low, median, high = np.percentile(times[transport].seconds / step, (10, 50, 90))
-        return Overhead(
-            network,
-            transport,
-            1e3 * float(np.median(step)),
-            float(median),
-            float(low),
-            float(high),
-            len(record.fingerprints),
-            sum(leaf.nbytes for leaf in jax.tree.leaves(record)),
-            callbacks if is_callback else 0,
-            _same_bits(from_callbacks if is_callback else output, expected),
+        low, median, high = np.percentile(time.seconds / step, (10, 50, 90))
+        found.append(
+            Overhead(
+                network,
+                transport,
+                1e3 * float(np.median(step)),
+                float(median),
+                float(low),
+                float(high),
+                len(record.fingerprints),
+                sum(leaf.nbytes for leaf in jax.tree.leaves(record)),
+                callbacks if is_callback else 0,
+                _same_bits(from_callbacks if is_callback else output, expected),
+            )
         )
-
-    return [overhead(transport) for transport in times]
-
-
-def timings(repeats: int) -> int:
-    return 6 * (benchmark_timing.WARM_UPS + repeats)
+    return found
 
 
 def _arguments(network: str, wrap: Callable[[Any], Any]) -> tuple[Any, ...]:
-    make = eqx.nn.make_with_state(NETWORKS[network])
-    model, state = make(
-        lambda c: BatchNorm(c, training.AXIS, approach="batch"), jax.random.key(0)
-    )
+    """Returns what a training step is called with."""
+
+    def make_norm(channels: int) -> BatchNorm:
+        return BatchNorm(channels, training.AXIS, approach="batch")
+
+    model, state = eqx.nn.make_with_state(NETWORKS[network])(make_norm, jax.random.key(0))
     model = wrap(model)
     data = mnist.load().train
     images = jnp.asarray(mnist.scaled(data.images[: training.BATCH_SIZE]))
@@ -145,14 +137,7 @@ def _arguments(network: str, wrap: Callable[[Any], Any]) -> tuple[Any, ...]:
     return model, state, optimiser_state, images, labels, training.no_probe
 
 
-def _append(ledger: Ledger, step: int, result: Any) -> Any:
-    output, record = result
-    ledger.append(step, record)
-    return output
-
-
 def _same_bits(tree: Any, other: Any) -> bool:
-    pairs = zip(
-        *(jax.tree.leaves(eqx.filter(t, eqx.is_array)) for t in (tree, other)), strict=True
-    )
+    leaves = (jax.tree.leaves(eqx.filter(t, eqx.is_array)) for t in (tree, other))
+    pairs = zip(*leaves, strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

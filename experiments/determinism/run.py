@@ -1,6 +1,6 @@
 """One run of the determinism experiment: MNIST, with probes, in a process of its own.
 
-    python -m experiments.determinism_run RUN LEDGER
+    python -m experiments.determinism.run RUN LEDGER
 
 `RUN` is a `Run` as JSON. Prints, as JSON, what a run is compared by at a glance: the sum of the
 weights, their fingerprint and the final loss. `LEDGER` is written as it goes.
@@ -30,11 +30,10 @@ from eqx_norm.determinism import (
     recorded,
     summarise,
 )
-
-from . import command
-from .lab import mnist
-from .lab.networks import Small
-from .lab.training import AXIS, BATCH_SIZE, OPTIMISER
+from experiments.lab import mnist
+from experiments.lab.experiment import parser
+from experiments.lab.networks import Small
+from experiments.lab.training import AXIS, BATCH_SIZE, OPTIMISER
 
 SEED = 0
 CPU_THREADS = 2  # of the recipe
@@ -43,8 +42,10 @@ FLIPPED = "linear2.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How to run it. `threads`, `cores` and `devices` are those of the machine that the run
-    is to find itself on."""
+    """How to run it.
+
+    `threads`, `cores` and `devices` are those of the machine that the run is to find itself on.
+    """
 
     steps: int
     seeded: bool = True  # NumPy's global generator, which shuffles the images
@@ -63,9 +64,9 @@ class Outcome(NamedTuple):
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Of the process: nothing of ours, but what makes the machine."""
-    ours = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED")
-    variables = {name: value for name, value in os.environ.items() if name not in ours}
+    """Returns the environment of the process: nothing but what makes the machine."""
+    set_by_us = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED")
+    variables = {name: value for name, value in os.environ.items() if name not in set_by_us}
     variables["JAX_PLATFORMS"] = "cpu"
     if run.threads is not None:
         variables["PJRT_NPROC"] = str(run.threads)
@@ -76,6 +77,8 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def train(run: Run, ledger: Ledger) -> Outcome:
+    """Trains, and appends what the probes saw to the ledger after each step."""
+
     def make_norm(channels: int) -> BatchNorm:
         how: Any = {"implementation": run.implementation}
         return BatchNorm(channels, AXIS, approach="batch", **how)
@@ -135,17 +138,17 @@ def _step(
 
 
 def _flipped(weight: Array) -> Array:
-    """The last bit of its first element."""
+    """Returns it with the last bit of its first element flipped."""
     bits = np.array(weight).view(np.uint32)
     bits[0, 0] ^= 1
     return jnp.asarray(bits.view(np.float32))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.plain_parser("determinism_run", __doc__)
-    parser.add_argument("run", metavar="RUN")
-    parser.add_argument("ledger", metavar="LEDGER")
-    options = parser.parse_args(arguments)
+    made = parser("determinism.run", __doc__)
+    made.add_argument("run", metavar="RUN")
+    made.add_argument("ledger", metavar="LEDGER")
+    options = made.parse_args(arguments)
     run = Run(**json.loads(options.run))
     if run.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: run.cores])

@@ -1,0 +1,52 @@
+"""How a kernel cuts up its work, as the package decides it.
+
+The only module of the experiments that imports private modules of the package. The code of a
+kernel does not tell how large its tiles are, and by them is known how many loads of 16 bytes
+there have to be.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from eqx_norm._normalise import pallas_triton, pallas_triton_rows, tiling
+
+from .programs import BATCH_NORM, Case
+
+
+class Cut(NamedTuple):
+    """A chunk is so many tiles, a slice so many chunks, and x so many slices long."""
+
+    tile: tuple[int, ...]
+    chunk: int
+    chunks: int
+    slices: int
+    line: int  # bytes that lie side by side
+
+
+def cut(case: Case, kernel: str) -> Cut | None:
+    """Returns how x is read by one of the kernels of a program; `None` by one that merges."""
+    inputs = {"statistics": 1, "pulled_sums": 2}
+    held = {"rows": tiling.FORWARD, "pulled_rows": tiling.LEARNING}
+    if kernel in inputs:
+        read = pallas_triton.geometry(_inside(case), inputs[kernel])
+    elif kernel in held:
+        read = pallas_triton_rows.geometry_of(case.x, held[kernel])
+    else:
+        return None
+    _, _, unroll, chunks, slices, _ = read.tiling
+    tile = (read.tiling.lanes, read.tiling.across)
+    by_rows = read.axis == 1
+    line = read.length if by_rows else read.channels
+    return Cut(
+        tile[::-1] if by_rows else tile, unroll, chunks, slices, line * case.x.dtype.itemsize
+    )
+
+
+def _inside(case: Case) -> jax.ShapeDtypeStruct:
+    """Returns x as the kernels are given it: (*ensemble, examples, channels, values)."""
+    examples, *shape = case.shape
+    if case.program != BATCH_NORM:  # every example is normalised by itself
+        return jax.ShapeDtypeStruct((examples, 1, 1, case.x.size // examples), case.dtype)
+    values = case.x.size // examples // shape[0]
+    return jax.ShapeDtypeStruct((examples, shape[0], values), case.dtype)
