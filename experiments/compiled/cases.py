@@ -55,12 +55,12 @@ def _kernels(device: str, quick: bool) -> Iterator[Case]:
     read = QUICK if quick else [*ALIGNED, *OTHERS]
     mosaic = [names.OURS_MOSAIC] * (device != "A100")
     for norm, dtype, direction in itertools.product(read, dtypes, (FORWARD, APART)):
+        program, shape = norm
         by = [names.OURS_TRITON] + mosaic * (norm in ALIGNED)
-        if (device, norm[0]) in (("H200", BATCH_NORM), ("H200", LAYER_NORM)) and not quick:
-            by += [names.OURS_XLA] * (dtype != "float16")
+        if device == "H200" and program != LAYER_NORM_GELU and dtype != "float16" and not quick:
+            by.append(names.OURS_XLA)
         for name in by:
-            yield Case(device, *norm, dtype, direction, name)
-    for dtype, name in itertools.product(
-        DTYPES[:2], (NO_NORM, names.OURS_XLA, names.OURS_TRITON, *mosaic)
-    ):
+            yield Case(device, program, shape, dtype, direction, name)
+    between = (NO_NORM, names.OURS_XLA, names.OURS_TRITON, *mosaic)
+    for dtype, name in itertools.product(DTYPES[:2], between):
         yield Case(device, BETWEEN, IMAGES, dtype, BOTH, name)

@@ -72,30 +72,18 @@ def _kernels_move(measured: Measured) -> tuple[str, bool]:
 
 def _between(*implementations: str) -> Callable[[Measured], tuple[str, bool]]:
     def judge(measured: Measured) -> tuple[str, bool]:
-        all_ = [row for row in measured.programs if row.program == BETWEEN]
-        without = {
-            (row.device, row.dtype): row.layout_changes
-            for row in all_
-            if row.implementation == NO_NORM
+        changes = {
+            (row.device, row.dtype, row.implementation): row.layout_changes or 0
+            for row in measured.programs
+            if row.program == BETWEEN
         }
-        rows = [
-            row
-            for row in all_
-            # There XLA leaves convolutions in the caller's layout.
-            if row.implementation in implementations
-            and (row.implementation == names.OURS_XLA or (row.device, row.dtype) != A100_F32)
-        ]
-        adds = [
-            row
-            for row in rows
-            if (row.layout_changes or 0) > (without[row.device, row.dtype] or 0)
-        ]
-        return _judged(rows, map(_place, adds))
+        judged = [where for where in changes if where[2] in implementations]
+        # There XLA leaves convolutions in the caller's layout, which kernels do not read.
+        judged = [w for w in judged if w[2] == names.OURS_XLA or w[:2] != ("A100", "float32")]
+        adds = (w for w in judged if changes[w] > changes[*w[:2], NO_NORM])
+        return _judged(judged, map(" ".join, adds))
 
     return judge
-
-
-A100_F32 = ("A100", "float32")
 
 
 def _recipe_adds(measured: Measured) -> tuple[str, bool]:

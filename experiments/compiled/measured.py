@@ -49,10 +49,8 @@ class Kernel(NamedTuple):
     dtype: str
     implementation: str
     kernel: str
-    tile: tuple[int, ...]  # this and the next three: of kernels that read x
-    chunk: int | None
-    chunks: int | None
-    slices: int | None
+    tile: tuple[int, ...]  # of a kernel that reads x
+    chunk: int | None  # of so many tiles
     warps: int
     registers: int
     spilled_bytes: int
@@ -131,8 +129,6 @@ def _kernel(case: Case, found: Code, units: float) -> Kernel:
         name,
         read.tile if read else (),
         read and read.chunk,
-        read and read.chunks,
-        read and read.slices,
         found.warps,
         found.registers,
         found.spilled_bytes,

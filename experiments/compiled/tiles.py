@@ -15,13 +15,11 @@ from .programs import BATCH_NORM, Case
 
 
 class Cut(NamedTuple):
-    """A chunk is so many tiles, a slice so many chunks, and x so many slices long."""
+    """What a program of a kernel reads at once."""
 
-    tile: tuple[int, ...]
-    chunk: int
-    chunks: int
-    slices: int
-    line: int  # bytes that lie side by side
+    tile: tuple[int, int]
+    chunk: int  # of so many tiles
+    line: int  # bytes of x that lie side by side
 
 
 def cut(case: Case, kernel: str) -> Cut | None:
@@ -34,13 +32,11 @@ def cut(case: Case, kernel: str) -> Cut | None:
         read = pallas_triton_rows.geometry_of(case.x, held[kernel])
     else:
         return None
-    _, _, unroll, chunks, slices, _ = read.tiling
-    tile = (read.tiling.lanes, read.tiling.across)
-    by_rows = read.axis == 1
-    line = read.length if by_rows else read.channels
-    return Cut(
-        tile[::-1] if by_rows else tile, unroll, chunks, slices, line * case.x.dtype.itemsize
+    lanes, across, unroll, *_ = read.tiling
+    tile, line = (
+        ((across, lanes), read.length) if read.axis else ((lanes, across), read.channels)
     )
+    return Cut(tile, unroll, line * case.x.dtype.itemsize)
 
 
 def _inside(case: Case) -> jax.ShapeDtypeStruct:

@@ -179,30 +179,19 @@ def _parse(text: str) -> tuple[dict[str, _Computation], _Computation]:
     return computations, entry
 
 
+# A tuple's type is in parentheses, an operand is "%name" or "type %name".
+_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")
+
+
 def _instruction(line: str) -> _Instruction | None:
-    start = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line)
-    if not start:
+    found = _LINE.match(re.sub(r"/\*.*?\*/", "", line))
+    if found is None:
         return None
-    rest = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-    type_end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    opening = rest.index("(", type_end)
-    closing = _closing(rest, opening)
-    opcode = rest[type_end:opening].strip()
-    inside, attributes = rest[opening + 1 : closing - 1], rest[closing:]
+    name, type_, opcode, inside, attributes = found.groups()
     if opcode in ("parameter", "constant"):  # parameter(0): a position, not an operand
-        return _Instruction(start[1], rest[:type_end], opcode, (), inside)
+        return _Instruction(name, type_, opcode, (), inside)
     operands = tuple(re.findall(r"%([\w.-]+)", inside))
-    return _Instruction(start[1], rest[:type_end], opcode, operands, attributes)
-
-
-def _closing(text: str, opening: int) -> int:
-    """Returns the position after the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for position in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[position], 0)
-        if depth == 0:
-            return position + 1
-    raise ValueError(f"a parenthesis is not closed: {text}")
+    return _Instruction(name, type_, opcode, operands, attributes)
 
 
 def _arrays(type_: str) -> Iterator[tuple[int, int]]:

@@ -63,11 +63,8 @@ def measure(rounds: int, network: str) -> list[Overhead]:
     probed = _arguments(network, monitor_module)
     steps = itertools.count()
     returned = eqx.filter_jit(recorded(training.step))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _Counted(Path(folder, "called")) as called,
-        Ledger(Path(folder, "appended")) as appended,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder, "a")) as appended:
+        called = _Counted(Path(folder, "b"))
         into_ledger = eqx.filter_jit(recorded_into(called, training.step))
 
         def append() -> Any:
@@ -99,6 +96,7 @@ def measure(rounds: int, network: str) -> list[Overhead]:
         before = called.writes
         from_callbacks = call_back()
         callbacks = called.writes - before
+        called.close()
     expected = training.step(*plain)
     step = times.pop("").seconds
     found = []

@@ -131,7 +131,7 @@ def test_occupancy():
     assert code(registers=32, shared_bytes=2**16).occupancy(2**17) == 8 / 64
 
 
-def does_not_hold(kernel=None, extra=0, copies=lambda case: 0):
+def does_not_hold(kernel=None, extra=0.0, copies=lambda case: 0):
     """Returns the numbers of the claims that fail, where every program is one kernel.
 
     The kernel moves x once, a copy beside it moves `extra` times x.
