@@ -8,7 +8,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from experiments.lab import peers
@@ -68,8 +70,10 @@ def _applied(case: Case) -> tuple[Apply, Any]:
         return _layer_norm(case, jax.nn.gelu), _vectors(case.shape[1:])
     if case.program == BATCH_NORM:
         return _batch_norm(case), _vectors(case.shape[1:2])
-    kernel = jax.ShapeDtypeStruct((case.shape[1], case.shape[1], 3, 3), case.dtype)
-    return _between(case), (kernel, _vectors(case.shape[1:2]), kernel)
+    channels, dtype = case.shape[1], jnp.dtype(case.dtype)
+    make = functools.partial(eqx.nn.Conv2d, channels, channels, 3, padding=1, dtype=dtype)
+    convolution = eqx.filter_eval_shape(make, key=jax.random.key(0))
+    return _between(case), (convolution, _vectors((channels,)), convolution)
 
 
 def _vectors(shape: tuple[int, ...]) -> Any:
@@ -105,12 +109,9 @@ def _batch_norm(case: Case) -> Apply:
 def _between(case: Case) -> Apply:
     norm = _batch_norm(case)
 
-    def convolve(x: Array, kernel: Array) -> Array:
-        return lax.conv(x, kernel, (1, 1), "SAME")
-
     def apply(parameters: Any, x: Array) -> Any:
         before, affine, after = parameters
-        y, state = norm(affine, convolve(x, before))
-        return convolve(y, after), state
+        y, state = norm(affine, jax.vmap(before)(x))
+        return jax.vmap(after)(y), state
 
     return apply
