@@ -368,8 +368,6 @@ LOOP = """
 def test_copies_before_all_have_read():
     assert not assembly.unfenced(LOOP * 2)
     lines = LOOP.splitlines()
-    assert assembly.unfenced(
-        "\n".join(line for line in lines if "bar.sync" not in line)
-    )
+    assert assembly.unfenced("\n".join(line for line in lines if "bar.sync" not in line))
     assert assembly.unfenced("\n".join(line for line in lines if "fence" not in line))
     assert assembly.unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))
