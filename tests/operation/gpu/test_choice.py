@@ -17,7 +17,7 @@ from tests.processes import on_devices
 from .gpus import CORES, H200, HAS_MOSAIC, mesh
 
 FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_vjp_sums"
-ROWS, PULLED_ROWS = "eqx_norm_rows", "eqx_norm_rows_vjp"
+ROWS, ROWS_VJP = "eqx_norm_rows", "eqx_norm_rows_vjp"
 # 8 MiB of float32, and 4 values.
 DENSE, SMALL = (2048, 1024), (2, 2)
 
@@ -35,7 +35,7 @@ def kernels(text):
     """The kernels in it, but for those that merge the results of others."""
     if "__gpu$xla.gpu.triton" not in text:
         return set()
-    names = (FORWARD, BACKWARD, ROWS, PULLED_ROWS)
+    names = (FORWARD, BACKWARD, ROWS, ROWS_VJP)
     return {name for name in names if re.search(rf"\b{name}\b", text)}
 
 
@@ -193,15 +193,15 @@ def layer_norm(*shape, dtype=jnp.float32, **arguments):
 @each_dtype
 def test_layer_norm_reads_a_row_once_each_way(dtype, device):
     text = lowered(*layer_norm(4096, 768, dtype=dtype, activation=jax.nn.gelu), device=device)
-    assert kernels(text) == {ROWS, PULLED_ROWS}
+    assert kernels(text) == {ROWS, ROWS_VJP}
 
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
         ({"implementation": "xla"}, set()),
-        ({"use_weight": False, "use_bias": False}, {ROWS, PULLED_ROWS}),
-        ({"use_bias": False}, {ROWS, PULLED_ROWS}),
+        ({"use_weight": False, "use_bias": False}, {ROWS, ROWS_VJP}),
+        ({"use_bias": False}, {ROWS, ROWS_VJP}),
         # What has arrays of its own is composed of the passes.
         ({"activation": eqx.nn.PReLU(0.25)}, {FORWARD}),
     ],
@@ -215,7 +215,7 @@ def test_layer_norm_of_rows_that_no_program_holds_or_of_few():
     assert kernels(lowered(*layer_norm(64, 20000))) == {FORWARD}
     assert kernels(lowered(*layer_norm(64, 64))) == set()
     text = lowered(*layer_norm(64, 64, implementation="pallas_triton"))
-    assert kernels(text) == {ROWS, PULLED_ROWS}
+    assert kernels(text) == {ROWS, ROWS_VJP}
 
 
 def test_layer_norm_under_transformations():
@@ -224,17 +224,17 @@ def test_layer_norm_under_transformations():
     stacked = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
     # Weights of its own for each member of an ensemble: composed of the passes.
     assert kernels(lowered(jax.vmap(f), one_each, stacked, stacked)) <= {FORWARD, BACKWARD}
-    assert kernels(lowered(jax.checkpoint(f), layer, x, dy)) == {ROWS, PULLED_ROWS}
+    assert kernels(lowered(jax.checkpoint(f), layer, x, dy)) == {ROWS, ROWS_VJP}
 
     def in_turn(layer, x, dy):
         return jax.lax.map(lambda pair: f(layer, *pair), (x, dy))
 
-    assert kernels(lowered(in_turn, layer, stacked, stacked)) == {ROWS, PULLED_ROWS}
+    assert kernels(lowered(in_turn, layer, stacked, stacked)) == {ROWS, ROWS_VJP}
 
     def penalty(x):
         return jnp.sum(jax.grad(lambda x: jnp.sum(jax.vmap(layer)(x) ** 2))(x) ** 2)
 
-    assert kernels(lowered(jax.grad(penalty), x)) == {ROWS, PULLED_ROWS}
+    assert kernels(lowered(jax.grad(penalty), x)) == {ROWS, ROWS_VJP}
     g = jax.vmap(layer)
     assert kernels(lowered(lambda x, dx: jax.jvp(g, (x,), (dx,)), x, x)) == {ROWS}
 

@@ -1,0 +1,205 @@
+"""What only a compiler can say: the layers, compiled for GPUs that are not there.
+
+    make gpu-compile-check                  everything, in an environment of its own: 1 GB
+    python -m experiments.compiled          the same, where jax's CUDA plugin is installed
+    python -m experiments.compiled --quick  a few shapes on an H200
+
+Batch normalisation does little arithmetic; its time on a GPU is the time to move its arrays
+between memory and processor. How much it moves can be read off the optimised program, which
+XLA makes for a GPU from its description. The unit is the bytes of x. In training, the least is
+2 reads and 1 write forward, 4 reads and 1 write backward: 8 units.
+
+programs   how many units a norm and its activation move, state update included, by XLA and by
+           this package's kernels; Equinox's beside them. "forward + backward" is where y and
+           its cotangent are known at once: XLA then writes y in the pass that makes the sums of
+           the backward pass, and saves a read of x. In training the cotangent comes later:
+           "forward, then backward". And between two convolutions, which XLA gives another
+           memory layout than the caller: how often an array of the size of x is copied or
+           transposed, with a layer and without.
+kernels    what becomes of the kernels on an A100, an H200 and a B200: registers, spills, atomic
+           additions, loads of 16 bytes, copies ahead to shared memory, share of the least
+           traffic.
+recipe     whether `eqx_norm.determinism.deterministic` has scatters sorted, which on a GPU add
+           atomically otherwise, and leaves the programs of this package as they are.
+
+Kernels read columns: an x of convolutional shape in the caller's layout, with no convolution
+before it, XLA first writes out in theirs.
+
+It exits with 1 where a claim does not hold. Nothing runs, so nothing is timed.
+"""
+
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from experiments.lab import claims as lab_claims
+from experiments.lab import rows
+from experiments.lab.environment import environment
+from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.peers import names
+from experiments.lab.tables import table
+
+from . import compiler, measured, recipe
+from .claims import CLAIMS, Measured
+from .measured import Kernel, Program
+from .programs import BOTH, NO_NORM
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to compile."""
+
+    devices: tuple[str, ...] = compiler.DEVICES
+    quick: bool = False  # fewer shapes, in bfloat16
+
+
+def measure(job: Job, files: Files) -> dict[str, Any]:
+    compiler.require_plugin()
+    # With the plugin installed jax would look for a GPU, and fail where there is none.
+    jax.config.update("jax_platforms", "cpu")
+    # Each in a process of its own: the recipe is for all of a process, and jaxlib does not
+    # compile a Mosaic kernel again for another device (0.12.0).
+    alone = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=alone, max_tasks_per_child=1) as pool:
+        texts = [pool.submit(recipe.compiled, by_it) for by_it in (False, True)]
+        found = list(pool.map(measured.compiled, job.devices, itertools.repeat(job.quick)))
+        steps = recipe.compare(*(text.result() for text in texts))
+    programs, kernels = (itertools.chain(*rows) for rows in zip(*found, strict=True))
+    rows.save(files.csv("_programs"), Program, programs)
+    rows.save(files.csv("_kernels"), Kernel, kernels)
+    rows.save(files.csv("_recipe"), recipe.Step, steps)
+    compiled_for = f"compiled for, not run on: {', '.join(job.devices)}"
+    return {"environment": {**environment(*compiler.PLUGIN), "device": compiled_for}}
+
+
+def report(files: Files) -> Report:
+    read = Measured(
+        rows.load(files.csv("_programs"), Program),
+        rows.load(files.csv("_kernels"), Kernel),
+        rows.load(files.csv("_recipe"), recipe.Step),
+    )
+    verdicts = lab_claims.judge(CLAIMS, read)
+    judged = lab_claims.verdicts_table(verdicts)
+    steps = _steps(read.steps)
+    text = [_programs(read.programs), _kernels(read.kernels), steps, judged]
+    half = [row for row in read.kernels if (row.device, row.dtype) == ("H200", "bfloat16")]
+    summary = [judged, _beside(read.programs), _kernels(half), steps]
+    return Report("\n\n".join(text), verdicts, "\n\n".join(summary))
+
+
+def _programs(programs: Sequence[Program]) -> str:
+    return table(
+        (
+            "program",
+            "device",
+            "x",
+            "dtype",
+            "direction",
+            "implementation",
+            "units of x",
+            "launches",
+            "layout changes",
+        ),
+        [
+            (
+                row.program,
+                row.device,
+                _by(row.shape),
+                row.dtype,
+                row.direction,
+                row.implementation,
+                row.failure if row.units is None else f"{row.units:.3f}",
+                _shown(row.launches),
+                _shown(row.layout_changes),
+            )
+            for row in programs
+        ],
+    )
+
+
+def _beside(programs: Sequence[Program]) -> str:
+    """Returns the units of x with the backward pass, layer beside layer."""
+    shown = (NO_NORM, names.OURS_XLA, names.OURS_TRITON, names.EQUINOX_BATCH)
+    units = {
+        (f"{row.program}, {_by(row.shape)}", row.dtype, row.implementation): row.units
+        for row in programs
+        if (row.device, row.direction) == ("H200", BOTH) and row.units is not None
+    }
+    lines = dict.fromkeys((program, dtype) for program, dtype, _ in units)
+    return table(
+        ("compiled for an H200", "dtype", *(f"units of x, {name}" for name in shown)),
+        [
+            (*line, *(f"{units[*line, n]:.1f}" if (*line, n) in units else "-" for n in shown))
+            for line in lines
+        ],
+    )
+
+
+def _kernels(kernels: Sequence[Kernel]) -> str:
+    """Returns those on an H200 that read x."""
+    return table(
+        (
+            "kernel",
+            "by",
+            "x",
+            "dtype",
+            "tiles",
+            "registers",
+            "shared memory",
+            "occupancy",
+            "units of x",
+            "least",
+        ),
+        [
+            (
+                row.kernel,
+                row.implementation.rpartition("_")[2].capitalize(),
+                _by(row.shape),
+                row.dtype,
+                f"{row.chunk} x {_by(row.tile)}",
+                str(row.registers),
+                f"{row.shared_bytes} B",
+                f"{row.occupancy:.0%}",
+                f"{row.units:.3f}",
+                f"{row.least_share:.1%}",
+            )
+            for row in kernels
+            if row.device == "H200" and row.least_share is not None
+        ],
+    )
+
+
+def _steps(steps: Sequence[recipe.Step]) -> str:
+    return table(
+        ("for an H200", "usual", "the recipe", "the two programs"),
+        [(s.program, s.usual, s.recipe, "are the same" if s.same else "differ") for s in steps],
+    )
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _shown(count: int | None) -> str:
+    return "" if count is None else str(count)
+
+
+EXPERIMENT = Experiment(
+    name="compiled",
+    about=__doc__,
+    whole=Job(),
+    quick=Job(devices=("H200",), quick=True),
+    measure=measure,
+    report=report,
+    quick_help="three shapes on an H200, in bfloat16",
+    strict=True,
+)
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())

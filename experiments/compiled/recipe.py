@@ -1,0 +1,90 @@
+"""What `eqx_norm.determinism.deterministic` does to a training step on a GPU.
+
+A scatter adds atomically, in the order in which its threads come, unless what it adds has been
+sorted before.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax import lax
+
+from eqx_norm.determinism import deterministic
+from experiments.lab.peers import names
+
+from . import compiler
+from .programs import BATCH_NORM, BOTH, Case, program
+
+ATOMIC, SORTED, NO_SCATTER = "adds atomically", "sorted first", "no scatter"
+OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernels": names.OURS_TRITON}
+
+
+class Step(NamedTuple):
+    """How a program adds, as JAX compiles it and with the recipe."""
+
+    program: str
+    usual: str
+    recipe: str
+    same: bool  # whether the two programs are
+
+
+def compiled(recipe: bool) -> dict[str, str]:
+    """Returns the optimised HLO of each program for an H200.
+
+    The recipe sets what JAX reads when it starts: call this in a process of its own.
+    """
+    if recipe:
+        deterministic(0)
+    compile_ = compiler.compiler("H200")
+    return {name: compile_(f, *arguments) for name, (f, arguments) in _programs().items()}
+
+
+def compare(usual: dict[str, str], recipe: dict[str, str]) -> list[Step]:
+    """Returns how each program adds, from its HLO as usual and with the recipe."""
+    return [
+        Step(name, _adds(hlo), _adds(recipe[name]), _stripped(hlo) == _stripped(recipe[name]))
+        for name, hlo in usual.items()
+    ]
+
+
+def _adds(hlo: str) -> str:
+    if not re.search(r" scatter\(", hlo):
+        return NO_SCATTER
+    return SORTED if re.search(r" sort\(", hlo) else ATOMIC
+
+
+def _stripped(hlo: str) -> str:
+    """Returns a program without what says where it comes from."""
+    return re.sub(r"HloModule .*|, metadata={[^}]*}|, frontend_attributes={[^}]*}", "", hlo)
+
+
+def _programs() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
+    table, indices, values = _like(1000, 16), _like(4096, dtype="int32"), _like(4096, 16)
+    norm = Case("H200", BATCH_NORM, (2048, 128), "float32", BOTH, names.OURS_XLA)
+    return {
+        "x.at[i].add(v)": (lambda x, i, v: x.at[i].add(v), (table, indices, values)),
+        "gradient of x[i]": (_gradient(lambda x, i: x[i]), (table, indices)),
+        "gradient of eqx.nn.MaxPool2d": (
+            _gradient(eqx.nn.MaxPool2d(2, 2)),
+            (_like(8, 28, 28),),
+        ),
+        "gradient of a convolution": (
+            _gradient(lambda kernel, x: lax.conv(x, kernel, (1, 1), "SAME")),
+            (_like(16, 8, 3, 3), _like(64, 8, 28, 28)),
+        ),
+        **{
+            name: program(norm._replace(implementation=implementation))
+            for name, implementation in OURS.items()
+        },
+    }
+
+
+def _gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *arguments: (function(*arguments) ** 2).sum())
+
+
+def _like(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)

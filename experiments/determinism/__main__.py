@@ -1,0 +1,123 @@
+"""Runs that agree to the last bit: with a seed, with the recipe, on more devices, with a fault.
+
+    python -m experiments.determinism           the whole job: under 4 minutes, 2 cores
+    python -m experiments.determinism --quick   under 30 seconds; fails if a claim fails
+
+The table of D. Riach's talk, "Determinism in Deep Learning" (GTC 2019, S9911), for JAX: the
+network of the stability experiment is trained on MNIST again and again, each time in a process
+of its own, and compared by the sum of its weights, their fingerprint and its final loss. In
+all runs, its layers, their gradients and its weights have probes, so that runs which differ are
+not only told to: `eqx_norm.determinism.compare` names the first value that does.
+
+What is varied: whether NumPy's generator, which shuffles the images, has a seed; the number of
+threads and of cores; `eqx_norm.determinism.deterministic`; the number of devices, over which
+each batch is cut up; and one bit of one weight. All of it runs on a CPU, whose devices are
+forced by a flag of XLA's.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.lab import rows
+from experiments.lab.claims import judge, verdicts_table
+from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.tables import table
+
+from . import figures, overhead, runs
+from .claims import CLAIMS, Measured, by_setting, described, parting
+from .overhead import Overhead
+from .run import CPU_THREADS, SEED
+from .runs import Probe, Result
+from .settings import FAULT, INVARIANT, NO_SEED, RECIPE, Job
+
+# What the claims compare, in the fewest runs.
+QUICK = Job(
+    names=(NO_SEED, RECIPE, INVARIANT, FAULT),
+    repeats=2,
+    steps=8,
+    devices=(1, 2),
+    flipped_at=5,
+    timed=(),
+)
+
+
+def measure(job: Job, files: Files) -> dict[str, Any]:
+    found, probes = runs.measure(job.settings)
+    # Alone on the machine, or the times would say nothing.
+    times = [row for network in job.timed for row in overhead.measure(job.rounds, network)]
+    rows.save(files.csv(), Result, found)
+    rows.save(files.csv("_probes"), Probe, probes)
+    rows.save(files.csv("_overhead"), Overhead, times)
+    return {"seed": SEED, "threads of the recipe": CPU_THREADS, "steps": job.steps}
+
+
+def report(files: Files) -> Report:
+    measured = Measured(
+        rows.load(files.csv(), Result),
+        rows.load(files.csv("_probes"), Probe),
+        rows.load(files.csv("_overhead"), Overhead),
+    )
+    verdicts = judge(CLAIMS, measured)
+    judged = verdicts_table(verdicts)
+    settings, times = _settings(measured.results), _times(measured.overhead)
+    text = [_runs(measured.results), settings, times, judged]
+    return Report("\n\n".join(text), verdicts, "\n\n".join([judged, settings, times]))
+
+
+def _runs(results: Sequence[Result]) -> str:
+    return table(
+        ("", "run", "sum of weights", "fingerprint", "final loss"),
+        [(r.setting, r.run, r.sum_of_weights, r.fingerprint, r.final_loss) for r in results],
+    )
+
+
+def _settings(results: Sequence[Result]) -> str:
+    return table(
+        (f"MNIST, {len(results[0].by_step)} steps", "gave", "parts from the first at"),
+        [
+            (name, described(found), parting(found))
+            for name, found in by_setting(results).items()
+        ],
+    )
+
+
+def _times(times: Sequence[Overhead]) -> str:
+    return table(
+        (
+            "network",
+            "probes by",
+            "of a step without",
+            "10% to 90%",
+            "probes",
+            "bytes",
+            "callbacks",
+        ),
+        [
+            (
+                row.network,
+                row.transport,
+                f"{row.median:.3f}",
+                f"{row.low:.3f} to {row.high:.3f}",
+                str(row.probes),
+                str(row.bytes),
+                str(row.callbacks),
+            )
+            for row in times
+        ],
+    )
+
+
+EXPERIMENT = Experiment(
+    name="determinism",
+    about=__doc__,
+    whole=Job(),
+    quick=QUICK,
+    measure=measure,
+    report=report,
+    draw=figures.draw,
+    quick_help="fewer and shorter runs, nothing timed; exits with 1 if a claim does not hold",
+)
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())

@@ -1,0 +1,113 @@
+"""What is claimed of runs that are to agree, and of what probes cost."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from experiments.lab.claims import Claim, NotMeasured
+
+from .overhead import RETURNED, Overhead
+from .run import FLIPPED
+from .runs import Probe, Result
+from .settings import DEVICES, FAULT, INVARIANT, NO_SEED, ON_TWO, RECIPE, SEED
+
+# What the layer gives forwards; backwards, to the layer before it; and to its own weights.
+NORM = (
+    "`norm` forward",
+    "`linear1` cotangent",
+    "`weights.norm.weight` cotangent",
+    "`weights.norm.bias` cotangent",
+)
+# Of a step with fingerprints among its outputs, in the network that is trained here; the large
+# one is beside it. What a ledger or a callback costs is said, not limited.
+MOST, EXAMPLE = 1.05, "small"
+
+
+class Measured(NamedTuple):
+    results: list[Result]
+    probes: list[Probe]  # of `Result.by_probe`
+    overhead: list[Overhead]
+
+
+def by_setting(found: Sequence[Result]) -> dict[str, list[Result]]:
+    settings: dict[str, list[Result]] = {}
+    for row in found:
+        settings.setdefault(row.setting, []).append(row)
+    return settings
+
+
+def described(rows: Sequence[Result]) -> str:
+    number = _different(rows)
+    return f"{len(rows)} runs, {'the same bits' if number == 1 else f'{number} sets of bits'}"
+
+
+def parting(rows: Sequence[Result]) -> str:
+    """Returns where they part from the first, the earliest in the program first."""
+    parts = sorted((row.agreed, row.parts) for row in rows if row.parts)
+    return ", ".join(dict.fromkeys(text for _, text in parts))
+
+
+def _different(rows: Sequence[Result]) -> int:
+    """Returns how many sets of bits there are in the last step."""
+    return len({(row.fingerprint, row.final_loss, row.by_step[-1]) for row in rows})
+
+
+def _runs(
+    claim: str, setting: str, holds: Callable[[list[Result], list[Probe]], bool], *, quick: bool
+) -> Claim:
+    def judge(measured: Measured) -> tuple[str, bool]:
+        rows = by_setting(measured.results).get(setting)
+        if rows is None:
+            raise NotMeasured
+        found = "; ".join(text for text in (described(rows), parting(rows)) if text)
+        return found, holds(rows, measured.probes)
+
+    return Claim(claim, judge, quick)
+
+
+def _same(rows: list[Result], probes: list[Probe]) -> bool:
+    return _different(rows) == 1
+
+
+def _all_differ(rows: list[Result], probes: list[Probe]) -> bool:
+    return _different(rows) == len(rows)
+
+
+def _norm_is_the_same(rows: list[Result], probes: list[Probe]) -> bool:
+    at = [i for i, (probe,) in enumerate(probes) if probe in NORM]
+    return len(at) == len(NORM) and not any(row.by_probe[i] for row in rows for i in at)
+
+
+def _found(rows: list[Result], probes: list[Probe]) -> bool:
+    *_, last = rows
+    step = last.run.removeprefix("before ")
+    return last.parts == f"{step}: `weights.{FLIPPED}` forward"
+
+
+def _overhead(measured: Measured) -> tuple[str, bool]:
+    for row in measured.overhead:
+        if (row.network, row.transport) == (EXAMPLE, RETURNED):
+            return f"{row.median:.3f} ({row.low:.3f} to {row.high:.3f})", row.median <= MOST
+    raise NotMeasured
+
+
+CLAIMS = [
+    _runs("1. without a seed every run is another", NO_SEED, _all_differ, quick=True),
+    _runs("2. with a seed, on one machine: the same bits", SEED, _same, quick=False),
+    _runs(
+        "3. with the recipe, on all cores and on one: the same bits", RECIPE, _same, quick=True
+    ),
+    _runs("4. with the recipe, on 2 devices: the same bits", ON_TWO, _same, quick=False),
+    _runs("5. on other numbers of devices: other bits", DEVICES, _all_differ, quick=False),
+    _runs(
+        "6. ... but of device_invariant, whose output and gradients are the same bits",
+        INVARIANT,
+        _norm_is_the_same,
+        quick=True,
+    ),
+    _runs(
+        f"7. one bit of {FLIPPED} flipped before a step: found in it", FAULT, _found, quick=True
+    ),
+    Claim(
+        f"8. a step with all probes takes at most {MOST} of the time without", _overhead, False
+    ),
+]

@@ -1,0 +1,157 @@
+"""The runs are those that the page tells of, and what is claimed of them follows from them."""
+
+import dataclasses
+import os
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.determinism import overhead, runs
+from experiments.determinism.__main__ import EXPERIMENT, QUICK
+from experiments.determinism.claims import CLAIMS, NORM, Measured, parting
+from experiments.determinism.overhead import Overhead
+from experiments.determinism.run import Run, environment
+from experiments.determinism.runs import Probe, Result
+from experiments.determinism.settings import FAULT, INVARIANT, NO_SEED, RECIPE, THREADS, Job
+from experiments.lab import claims, rows
+from experiments.lab.experiment import Files
+from experiments.lab.networks import NETWORKS, normalised
+from tests.compiling import XLA_FLAGS
+
+
+def test_a_fault_is_found_and_the_rest_is_the_same(monkeypatch, tmp_path):
+    """Three processes: the recipe, on one core, and with a bit flipped."""
+    job = dataclasses.replace(QUICK, names=(RECIPE, FAULT), steps=3, flipped_at=1)
+    quick = {"XLA_FLAGS": XLA_FLAGS}
+    monkeypatch.setattr(runs, "environment", lambda run: environment(run) | quick)
+    assert len(runs.distinct(job.settings)) == 3
+    files = Files(tmp_path, "determinism")
+    assert EXPERIMENT.measure(job, files)["steps"] == 3
+    text, verdicts, _ = EXPERIMENT.report(files)
+    held = [v.claim.partition(".")[0] for v in verdicts if v.holds]
+    assert held == ["3", "7"]
+    assert {v.holds for v in verdicts} == {True, None}
+    assert "step 1: `weights.linear2.weight` forward" in text
+    (figure,) = EXPERIMENT.draw(files)
+    assert figure.stat().st_size > 10_000
+    found = rows.load(files.csv(), Result)
+    assert [row.by_step for row in found] == [(0, 0, 0)] * 3 + [(0, 1, 1)]
+    assert len({row.fingerprint for row in found}) == 2
+    probes = [probe for (probe,) in rows.load(files.csv("_probes"), Probe)]
+    assert probes[0] == "`images` forward"
+    flipped = found[-1]
+    assert flipped.step == 1
+    assert probes[flipped.by_probe.index(1)] == "`weights.linear2.weight` forward"
+
+
+PROBES = [Probe(name) for name in ("`images` forward", *NORM)]
+SAME = Result("", "run 1", "1.0", "aa", "0.5", "", 70, (0, 0), 0, (0,) * 5)
+OTHER = SAME._replace(
+    run="before step 5",
+    fingerprint="bb",
+    parts="step 0: `norm` forward",
+    by_step=(1, 1),
+    by_probe=(0, 1, 0, 0, 0),
+)
+FOUND = OTHER._replace(parts="step 5: `weights.linear2.weight` forward")
+
+
+@pytest.mark.parametrize(
+    ("number", "setting", "found", "holds"),
+    [
+        (1, NO_SEED, [SAME, OTHER], True),
+        (1, NO_SEED, [SAME, OTHER, OTHER], False),
+        (3, RECIPE, [SAME, SAME], True),
+        (3, RECIPE, [SAME, OTHER], False),
+        (3, RECIPE, [SAME, SAME._replace(final_loss="0.25")], False),
+        (6, INVARIANT, [SAME, OTHER], False),
+        (6, INVARIANT, [SAME, OTHER._replace(by_probe=(0, 0, 0, 0, 1))], False),
+        (6, INVARIANT, [SAME, OTHER._replace(by_probe=(1, 0, 0, 0, 0))], True),
+        (7, FAULT, [SAME, OTHER], False),
+        (7, FAULT, [SAME, SAME], False),
+        (7, FAULT, [SAME, FOUND], True),
+        (7, FAULT, [SAME, FOUND._replace(run="before step 4")], False),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_each_verdict_follows_its_runs(number, setting, found, holds):
+    results = [row._replace(setting=setting) for row in found]
+    verdicts = claims.judge(CLAIMS, Measured(results, PROBES, []))
+    assert {v.holds for i, v in enumerate(verdicts, 1) if i != number} == {None}
+    assert verdicts[number - 1].holds is holds
+
+
+@pytest.mark.parametrize(("median", "holds"), [(1.01, True), (1.2, False)])
+def test_probes_that_cost_more_are_said_to(median, holds):
+    row = Overhead("small", overhead.RETURNED, 1.0, median, 1.0, 1.02, 12, 96, 0, True)
+    others = [row._replace(transport="callbacks", median=2.0), row._replace(network="large")]
+    assert claims.judge(CLAIMS, Measured([], PROBES, [row, *others]))[-1].holds is holds
+
+
+def test_what_parts_earlier_in_the_program_is_told_first():
+    later = OTHER._replace(agreed=23, parts="step 0: `pool` cotangent")
+    assert parting([SAME, later, OTHER._replace(agreed=17), later]) == (
+        "step 0: `norm` forward, step 0: `pool` cotangent"
+    )
+
+
+def test_the_whole_job_is_what_the_page_says():
+    settings = Job().settings
+    assert [run.threads for run in settings[THREADS].values()] == [2, 1, 3, 4, 8]
+    assert not any(run.seeded for run in settings[NO_SEED].values())
+    assert [run.devices for run in settings[INVARIANT].values()] == [1, 2, 4, 8]
+    # A run that two settings ask for is run once.
+    assert len(runs.distinct(settings)) < sum(map(len, settings.values()))
+
+
+def test_a_process_finds_only_the_machine_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("PJRT_NPROC", "7")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert not {"PJRT_NPROC", "XLA_FLAGS"} & set(environment(Run(1)))
+    variables = environment(Run(1, threads=3, devices=4))
+    assert variables["PJRT_NPROC"] == "3"
+    assert variables["XLA_FLAGS"] == "--xla_force_host_platform_device_count=4"
+    assert variables["PATH"] == os.environ["PATH"]
+
+
+def test_a_run_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="implementation='none'"):
+        runs.measure({"broken": {"run 1": Run(1, implementation="none")}})
+
+
+def test_versions_are_numbered_as_they_are_met():
+    found = [("a", "x"), ("b", "x"), ("a", "y"), ("c", "x")]
+    assert runs.versions(found) == [(0, 0), (1, 0), (0, 1), (2, 0)]
+
+
+class Tiny(eqx.Module):
+    """Compiles quickly."""
+
+    linear1: eqx.nn.Linear
+    norm: eqx.Module
+    linear2: eqx.nn.Linear
+
+    def __init__(self, make_norm, key):
+        self.linear1 = eqx.nn.Linear(784, 16, key=key)
+        self.norm = make_norm(16)
+        self.linear2 = eqx.nn.Linear(16, 10, key=key)
+
+    def __call__(self, x, state):
+        normed, state = normalised(self.norm, self.linear1(jnp.ravel(x)), state)
+        return jax.nn.log_softmax(self.linear2(jax.nn.relu(normed))), normed, state
+
+
+def test_what_probes_cost_is_counted_exactly(monkeypatch):
+    monkeypatch.setitem(NETWORKS, "tiny", Tiny)
+    measured = overhead.measure(3, "tiny")
+    assert len(measured) == 5
+    for row in measured:
+        # Three layers, forward and backward.
+        assert row.probes == 6
+        assert row.bytes == 8 * 6
+        assert row.callbacks == row.transport.startswith("callbacks")
+        assert row.unchanged
+        assert 0 < row.low <= row.median <= row.high
+        assert row.step > 0
