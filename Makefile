@@ -31,7 +31,7 @@ accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in t
 	$(PEERS)/bin/python -m experiments.accuracy
 
 benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
-	$(PEERS)/bin/python -m experiments.benchmark
+	$(PEERS)/bin/python -m experiments.speed
 
 experiments: $(PEERS)/ready ## replace every committed table and figure (30 minutes)
 	$(PEERS)/bin/python -m experiments.stability --commit
@@ -41,38 +41,34 @@ experiments: $(PEERS)/ready ## replace every committed table and figure (30 minu
 	$(PEERS)/bin/python -m experiments.state_consistency --commit
 	$(PEERS)/bin/python -m experiments.variance_clipping --commit
 	$(PEERS)/bin/python -m experiments.determinism --commit
-	$(PEERS)/bin/python -m experiments.benchmark --commit
-	$(PEERS)/bin/python -m experiments.benchmark --commit --memory kept
+	$(PEERS)/bin/python -m experiments.speed --commit
+	$(PEERS)/bin/python -m experiments.speed --commit --memory kept
 	$(MAKE) --no-print-directory gpu-compile-check COMMIT=--commit
-	$(PEERS)/bin/python -m tests.test_readme
+	$(PEERS)/bin/python -m experiments --write
 
 # Like the newest jax, jax's CUDA plugin needs a newer Python.
 gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (1.3 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
-		$(GPU_COMPILE)/bin/python -m experiments.gpu_compile $(COMMIT) && \
-		$(GPU_COMPILE)/bin/python -m experiments.gpu_kernels $(COMMIT) && \
-		$(GPU_COMPILE)/bin/python -m experiments.determinism_gpu $(COMMIT); \
+		$(GPU_COMPILE)/bin/python -m experiments.compiled $(COMMIT); \
 	else \
 		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
 	fi
 
+# Either exits with 1 where a claim does not hold: the other is to be measured all the same.
 gpu: ## measure on a CUDA GPU: bits, errors, time beside Flax and PyTorch (7 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
-		$(MAKE) --no-print-directory $(GPU)/ready NEWER_PYTHON="$$python" && \
-		$(GPU)/bin/python -m experiments.gpu $(COMMIT); \
+		$(MAKE) --no-print-directory $(GPU)/ready NEWER_PYTHON="$$python" || exit 1; \
+		failed=0; \
+		$(GPU)/bin/python -m experiments.accuracy $(COMMIT) || failed=1; \
+		$(GPU)/bin/python -m experiments.speed --device gpu $(COMMIT) || failed=1; \
+		exit $$failed; \
 	else \
 		echo "gpu: no Python 3.12 or later was found here; nothing measured"; \
 	fi
 
 figures: $(VENV)/ready ## redraw the committed figures from the committed results
-	$(VENV)/bin/python -m experiments.stability_figures
-	$(VENV)/bin/python -m experiments.accuracy_figures
-	$(VENV)/bin/python -m experiments.layer_norm_figure
-	$(VENV)/bin/python -m experiments.variance_clipping_figures
-	$(VENV)/bin/python -m experiments.determinism_figure
-	$(VENV)/bin/python -m experiments.benchmark_figures
-	$(VENV)/bin/python -m experiments.gpu_run_figure
+	$(VENV)/bin/python -m experiments --redraw
 
 test: $(VENV)/ready ## all tests that need no peers; those of the layers again in 64 bits
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)

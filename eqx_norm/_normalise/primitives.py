@@ -67,7 +67,7 @@ def _activation_jvp_elsewhere(
 
     Where nothing but columns is summed, that costs 2.5 times reading x in bfloat16; as a
     product the derivative of a ReLU is computed again. (Between convolutions the product costs
-    more: see experiments/results/gpu_compile.csv.)
+    more: see experiments/results/compiled_programs.csv.)
     """
     if activation is jax.nn.relu and x.shape[-1] == 1:
         return g * jnp.sign(reference.activated(activation, bias, scale, x, *rest))

@@ -90,7 +90,24 @@ def report(files: Files) -> Report:
     text = [_programs(read.programs), _kernels(read.kernels), steps, judged]
     half = [row for row in read.kernels if (row.device, row.dtype) == ("H200", "bfloat16")]
     summary = [judged, _beside(read.programs), _kernels(half), steps]
-    return Report("\n\n".join(text), verdicts, "\n\n".join(summary))
+    return Report(
+        "\n\n".join(text),
+        verdicts,
+        summary="\n\n".join(summary),
+        ours=_units(read.programs, names.OURS_TRITON),
+        peers=_units(read.programs, names.EQUINOX_BATCH),
+    )
+
+
+def _units(programs: Sequence[Program], name: str) -> str:
+    """Returns what batch norm + ReLU moves on dense arrays, with the backward pass."""
+    found = [
+        f"{name}: {row.units:.1f} times the bytes of x"
+        for row in programs
+        if (row.implementation, row.direction, row.dtype) == (name, BOTH, "bfloat16")
+        and row.units is not None
+    ]
+    return found[0] if found else ""
 
 
 def _programs(programs: Sequence[Program]) -> str:
@@ -193,6 +210,7 @@ def _shown(count: int | None) -> str:
 EXPERIMENT = Experiment(
     name="compiled",
     about=__doc__,
+    thread="[a GPU that is not there](docs/gpu.md): what programs move",
     whole=Job(),
     quick=Job(devices=("H200",), quick=True),
     measure=measure,

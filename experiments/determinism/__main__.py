@@ -62,7 +62,14 @@ def report(files: Files) -> Report:
     judged = verdicts_table(verdicts)
     settings, times = _settings(measured.results), _times(measured.overhead)
     text = [_runs(measured.results), settings, times, judged]
-    return Report("\n\n".join(text), verdicts, "\n\n".join([judged, settings, times]))
+    gave = {name: described(found) for name, found in by_setting(measured.results).items()}
+    return Report(
+        "\n\n".join(text),
+        verdicts,
+        summary="\n\n".join([judged, settings, times]),
+        ours=f"the recipe: {gave.get(RECIPE, '-')}",
+        peers=f"no seed: {gave.get(NO_SEED, '-')}",
+    )
 
 
 def _runs(results: Sequence[Result]) -> str:
@@ -111,6 +118,7 @@ def _times(times: Sequence[Overhead]) -> str:
 EXPERIMENT = Experiment(
     name="determinism",
     about=__doc__,
+    thread="Riach, GTC 2019: [the same bits again](docs/determinism.md)",
     whole=Job(),
     quick=QUICK,
     measure=measure,

@@ -198,7 +198,7 @@ def _natural(text: str) -> int:
 EXPERIMENT = Experiment(
     name="speed",
     about=__doc__,
-    thread="the speed of batch norm and layer norm",
+    thread="speed on a CPU, `make benchmark`",
     whole=Job(),
     quick=QUICK,
     measure=measure,

@@ -29,7 +29,8 @@ def test_a_fault_is_found_and_the_rest_is_the_same(monkeypatch, tmp_path):
     assert len(runs.distinct(job.settings)) == 3
     files = Files(tmp_path, "determinism")
     assert EXPERIMENT.measure(job, files)["steps"] == 3
-    text, verdicts, _ = EXPERIMENT.report(files)
+    report = EXPERIMENT.report(files)
+    text, verdicts = report.text, report.verdicts
     held = [v.claim.partition(".")[0] for v in verdicts if v.holds]
     assert held == ["3", "7"]
     assert {v.holds for v in verdicts} == {True, None}

@@ -63,6 +63,9 @@ def test_these_are_the_experiments():
 def test_help_shows_help_and_does_nothing_else(name, capsys, monkeypatch):
     module = ".".join(filter(None, ("experiments", name)))
     monkeypatch.setattr(sys, "argv", ["-m", "--help"])
+    # It is imported anew, as the main module.
+    monkeypatch.delitem(sys.modules, f"{module}.__main__", raising=False)
+    monkeypatch.delitem(sys.modules, module if "." in name else "", raising=False)
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module(module, run_name="__main__", alter_sys=False)
     assert exit_.value.code == 0

@@ -8,7 +8,7 @@ in chunks; a chunk is so many tiles, which are all asked for before the first is
 so 128 slices of 4 blocks.
 
 Nothing here was timed: the reasons are those of the compiled programs
-(experiments/results/gpu_kernels.csv), and of how these GPUs are built.
+(experiments/results/compiled_kernels.csv), and of how these GPUs are built.
 """
 
 import math
@@ -185,7 +185,7 @@ def worthwhile(x: Any) -> bool:
     _, channels, values = x.shape[-3:]
     # Images of float32 lie channel after channel, as convolutions do on an A100: for a kernel
     # that reads columns x would be written out again. In half precision every convolution has
-    # its channels side by side. (experiments/results/gpu_compile.csv)
+    # its channels side by side. (experiments/results/compiled_programs.csv)
     if x.dtype == jnp.float32 and channels > 1 and values > 1:
         return False
     if math.prod(x.shape) * jnp.dtype(x.dtype).itemsize < _WORTHWHILE:

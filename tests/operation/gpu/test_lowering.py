@@ -1,7 +1,7 @@
 """The kernels of both backends are lowered for GPUs that are not there.
 
 What passes Pallas's interpreter may fail in Triton or Mosaic: that it does not is tested here
-as far as it can be without CUDA's compiler. The rest: experiments/gpu_kernels.py.
+as far as it can be without CUDA's compiler. The rest: experiments/compiled.
 """
 
 import warnings

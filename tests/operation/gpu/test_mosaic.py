@@ -1,7 +1,7 @@
 """What is particular to Mosaic's kernels: their ring of copies, activations, and GPUs.
 
 The interpreter also tells where a thread might read what is being written, or the reverse.
-What it cannot tell, experiments/gpu_kernels_mosaic.py reads off the compiled code.
+What it cannot tell, experiments/compiled reads off the compiled code.
 """
 
 import jax
@@ -13,7 +13,7 @@ from eqx_norm._normalise.gpu.activations import restated
 from eqx_norm._normalise.gpu.mosaic import BACKEND, Mosaic
 from eqx_norm._normalise.gpu.mosaic_ring import plgpu
 from eqx_norm._normalise.gpu.tiles import geometry
-from experiments import gpu_kernels_mosaic
+from experiments.compiled.assembly import unfenced
 
 from .backends import (
     ACTIVATIONS,
@@ -129,10 +129,8 @@ LOOP = """
 
 
 def test_copies_before_all_have_read():
-    assert not gpu_kernels_mosaic.unfenced(LOOP * 2)
+    assert not unfenced(LOOP * 2)
     lines = LOOP.splitlines()
-    assert gpu_kernels_mosaic.unfenced(
-        "\n".join(line for line in lines if "bar.sync" not in line)
-    )
-    assert gpu_kernels_mosaic.unfenced("\n".join(line for line in lines if "fence" not in line))
-    assert gpu_kernels_mosaic.unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))
+    assert unfenced("\n".join(line for line in lines if "bar.sync" not in line))
+    assert unfenced("\n".join(line for line in lines if "fence" not in line))
+    assert unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))
