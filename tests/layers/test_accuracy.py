@@ -200,19 +200,6 @@ constants = st.lists(
 KNOWN = [1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0]
 
 
-def check_constants(constants, shape, mask=None, activation=None, dtype: Any = np.float32):
-    weight, bias = (np.linspace(*ends, 8, dtype=np.float32) for ends in ((0.5, 1.5), (-2, 2)))
-    x = np.broadcast_to(by_channel(np.asarray(constants), len(shape)).astype(dtype), shape)
-    counts = True if mask is None else mask.reshape(shape[0], 1, *shape[2:])
-    x = np.where(counts, x, np.asarray(np.nan, dtype))
-    y, variance = of_constant(weight, bias, x, mask, activation)
-    assert bits(variance) == bits(np.zeros_like(variance))
-    right = jnp.asarray(bias)
-    right = (right if activation is None else activation(right)).astype(dtype)
-    right = np.broadcast_to(by_channel(np.asarray(right), len(shape)), shape)
-    assert (np.asarray(y) == np.where(counts, right, 0)).all()
-
-
 @eqx.filter_jit
 def of_constant(weight, bias, x, mask, activation):
     layer, state = make(8, "batch", eps=EPS, approach="batch", activation=activation)
@@ -225,34 +212,31 @@ def of_constant(weight, bias, x, mask, activation):
     return y, after.get(layer.memory_index).variance
 
 
-@pytest.mark.parametrize("activation", [None, jax.nn.relu], ids=["plain", "relu"])
-@pytest.mark.parametrize("n", [7, 9, 121])
+@pytest.mark.parametrize(
+    ("shape", "activation", "third", "dtype"),
+    [
+        *(((n, 8), None, None, np.float32) for n in (2, 7, 9, 121, 1613)),
+        ((7, 8), jax.nn.relu, None, np.float32),
+        *((shape, jax.nn.relu, False, np.float32) for shape in ((121, 8), (8, 8, 5, 5))),
+        *((shape, jax.nn.relu, True, np.float32) for shape in ((7, 8), (121, 8), (8, 8, 5, 5))),
+        *(((7, 8), None, None, half) for half in (jnp.float16, jnp.bfloat16)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @hypothesis.given(constants)
 @hypothesis.example(KNOWN)
-def test_a_constant_channel(n, activation, constants):
+def test_a_constant_channel(shape, activation, third, dtype: Any, constants):
     """1/n, rounded, would give another mean."""
-    check_constants(constants, (n, 8), activation=activation)
-
-
-@hypothesis.given(st.integers(1, 2000), constants)
-@hypothesis.settings(max_examples=10)
-def test_a_constant_channel_of_any_number_of_values(n, constants):
-    check_constants(constants, (n, 8))
-
-
-@pytest.mark.parametrize("shape", [(7, 8), (121, 8), (8, 8, 5, 5)], ids=str)
-@each_mask
-@hypothesis.given(constants)
-@few_examples
-def test_a_constant_channel_under_a_mask(shape, third, constants):
-    check_constants(constants, shape, make_mask(shape, third), jax.nn.relu)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@hypothesis.given(constants)
-@few_examples
-def test_a_constant_channel_in_half_precision(dtype, constants):
-    check_constants(constants, (7, 8), dtype=jnp.dtype(dtype))
+    weight, bias = (np.linspace(*ends, 8, dtype=np.float32) for ends in ((0.5, 1.5), (-2, 2)))
+    mask = None if third is None else make_mask(shape, third)
+    counts = True if mask is None else mask[:, None]
+    x = np.broadcast_to(by_channel(constants, len(shape)).astype(dtype), shape)
+    x = np.where(counts, x, np.asarray(np.nan, dtype))
+    y, variance = of_constant(weight, bias, x, mask, activation)
+    assert bits(variance) == bits(np.zeros_like(variance))
+    right = jnp.asarray(bias) if activation is None else activation(bias)
+    right = by_channel(np.asarray(right.astype(dtype)), len(shape))
+    assert (np.asarray(y) == np.where(counts, np.broadcast_to(right, shape), 0)).all()
 
 
 @pytest.mark.parametrize("n", [7, 9, 121])

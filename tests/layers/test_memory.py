@@ -42,10 +42,9 @@ def batch(step):
     return jnp.asarray(values * STD[:, None] + MEAN[:, None], jnp.float32)
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.99])
 @each_approach
-def test_inference_statistics_from_the_first_step_on(approach, momentum):
-    layer, state = make(4, "batch", approach=approach, momentum=momentum)
+def test_inference_statistics_from_the_first_step_on(approach):
+    layer, state = make(4, "batch", approach=approach)
     for step in range(1, max(STEPS) + 1):
         _, state = quick_call(layer, state, batch(step % 7))
         if step in STEPS:
@@ -65,21 +64,6 @@ def test_before_training_inference_is_the_identity(approach):
     assert (mean == 0).all()
     assert (variance == 1).all()
     np.testing.assert_allclose(quick_call(layer, state, X)[0], X, rtol=1e-5)
-
-
-@each_approach
-def test_ten_layers_after_one_step(approach):
-    def stack():
-        layers = [BatchNorm(4, "batch", approach=approach) for _ in range(10)]
-        return eqx.nn.Sequential(layers)
-
-    model, state = eqx.nn.make_with_state(stack)()
-    x = batch(0)
-    _, state = quick_call(model, state, x)
-    y, _ = quick_call(eqx.nn.inference_mode(model), state, x)
-    # Channels of variance 1e-4 are damped by eps = 1e-5: sqrt(1e-4 / 1.1e-4) = 0.953.
-    assert 0.9 < y.std() < 1.1
-    assert np.all((y.std((0, 2)) > 0.9) & (y.std((0, 2)) < 1.1))
 
 
 @each_approach
@@ -193,29 +177,12 @@ def test_serialisation(approach, tmp_path):
     assert same(call(model, state, X), call(loaded_model, loaded_state, X))
 
 
-def test_sequential():
-    """All approaches in one model."""
-
-    def build(key):
-        keys = jax.random.split(key)
-        return eqx.nn.Sequential(
-            [
-                eqx.nn.Conv2d(1, 3, 3, key=keys[0], dtype=jnp.float32),
-                *(BatchNorm(3, "batch", approach=approach) for approach in APPROACHES),
-                eqx.nn.Lambda(jax.nn.relu),
-                eqx.nn.Conv2d(3, 2, 3, key=keys[1], dtype=jnp.float32),
-                BatchNorm(2, "batch", approach="ema"),
-            ]
-        )
-
-    model, state = filter_jit(eqx.nn.make_with_state(build))(jax.random.key(0))
-    before = copy(state)
-    y, state = quick_call(model, state, normal(0, (4, 1, 7, 7)))
-    assert y.shape == (4, 2, 3, 3)
+def test_all_approaches_in_one_model():
+    layers = [BatchNorm(3, "batch", approach=approach) for approach in APPROACHES]
+    model, state = eqx.nn.make_with_state(lambda: eqx.nn.Sequential(layers))()
+    _, after = quick_call(model, copy(state), X)
     for layer in model.layers:
-        if isinstance(layer, BatchNorm):
-            index = layer.memory_index
-            assert not same(before.get(index), state.get(index))
+        assert not same(state.get(layer.memory_index), after.get(layer.memory_index))
 
 
 def test_counts_stay_at_the_largest_integer():
