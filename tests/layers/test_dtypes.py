@@ -12,6 +12,8 @@ from tests.compiling import filter_jit
 from tests.helpers import APPROACHES, copy, each_approach, make, normal, over_batch, remembered
 from tests.layers.masking import forward
 
+pytestmark = pytest.mark.x32  # has its own dtypes, in 64 bits and with strict promotion
+
 
 def float_dtypes(tree):
     return {leaf.dtype for leaf in jax.tree.leaves(tree) if eqx.is_inexact_array(leaf)}
@@ -48,7 +50,7 @@ CASES = [
 def test_each_dtype_stays_what_it_is(approach, dtype, weights, x64, masked):
     """The output's is that of x, the gradients' that of the weights, the memory's the default;
     and no dtype is promoted that nobody has asked for."""
-    with jax.enable_x64(x64 or jax.config.jax_enable_x64), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         layer, state = make(3, "batch", approach=approach, dtype=weights)
         x = normal(0, (64, 3, 2), 100, 3).astype(dtype)
         mask = np.arange(64) < 40 if masked else None
@@ -89,7 +91,6 @@ def trained():
     return dict(zip(APPROACHES, zip(layers, train(states), strict=True), strict=True))
 
 
-@pytest.mark.x32
 @each_approach
 def test_a_long_training_in_bfloat16(approach, trained):
     """1,500 steps: in bfloat16, of 8 bits, an average of momentum 0.99 would stand still."""
