@@ -1,4 +1,7 @@
-"""Tests every transformation of JAX and Equinox that the layers have to work under."""
+"""Tests every transformation of JAX and Equinox that the layers have to work under.
+
+Derivatives of all orders, and through a scan: tests/operation/test_derivatives.py.
+"""
 
 import functools
 
@@ -8,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from eqx_norm import LayerNorm
 from tests.compiling import XLA_FLAGS, filter_jit, jit
@@ -53,27 +55,6 @@ each_approach_and_masked = pytest.mark.parametrize(
 
 def at(masks, i):
     return None if masks is None else masks[i]
-
-
-@each_approach_and_masked
-def test_scan_equals_a_loop(approach, masks):
-    layer, state = untrained(approach)
-    xs = normal(3, (3, *X.shape), 2, 3)
-
-    @jit
-    def scanned(state, xs, masks):
-        def step(state, x_and_mask):
-            x, mask = x_and_mask
-            y, state = forward(layer, x, mask, state)
-            return state, y
-
-        return lax.scan(step, state, (xs, masks))
-
-    scanned_state, scanned_ys = scanned(copy(state), xs, masks)
-    for i in range(3):
-        y, state = call_masked(layer, state, xs[i], at(masks, i))
-        close(y, scanned_ys[i])
-    all_close(state, scanned_state)
 
 
 @each_approach
