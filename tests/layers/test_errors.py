@@ -25,66 +25,43 @@ def unchecked(monkeypatch):
 
 # --- Of the constructors.
 
-DEFAULTS = {
-    BatchNorm: {"input_size": 3, "axis_name": "batch", "approach": "batch"},
-    LayerNorm: {"shape": 3},
-}
+BATCH_NORM = [
+    ({"approach": "batches"}, "approach='batches' is not known.*'ema', 'batch', 'adam'"),
+    ({"approach": Ema}, "Ema.*with the parentheses"),
+    ({"approach": 3}, "approach=3 is neither a name nor a strategy"),
+    ({"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
+    ({"approach": Ema(), "momentum": 0.9}, "=0.9 was given beside .*Ema.*to the strategy"),
+    ({"approach": VarianceClip(), "momentum": 0.99}, "=0.99 was given beside .*VarianceClip"),
+    ({"mode": "legacy"}, "mode='legacy' is neither 'ema' nor 'batch'.*approach="),
+    ({"mode": "adam", "approach": None}, "mode='adam' is neither.*approach="),
+    ({"mode": "ema"}, "mode='ema' and approach='batch'.*Leave one of them out"),
+    ({"mode": "ema", "approach": Ema(0.9)}, r"approach=Ema\(momentum=0.9\).*Leave one of"),
+    ({"input_size": 0}, "input_size=0.*an int of 1 or more"),
+    ({"input_size": 3.0}, "input_size=3.0: it is the number of channels, an int"),
+    ({"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
+    ({"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
+    ({"eps": 0.0}, "eps=0.0.*greater than 0"),
+    ({"eps": -1e-5}, "eps=-1e-05.*greater than 0"),
+    ({"eps": float("nan")}, "eps=nan.*greater than 0"),
+]
+LAYER_NORM = [
+    ({"eps": 0.0}, "eps=0.0.*greater than 0"),
+    ({"dtype": jnp.int32}, "dtype=int32.*float"),
+    ({"shape": 0}, "shape=0.*1 or more"),
+    ({"shape": (3, -1)}, r"shape=\(3, -1\)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layer", "arguments", "message"),
-    [
-        (
-            BatchNorm,
-            {"approach": "batches"},
-            "approach='batches' is not known.*'ema', 'batch', 'adam'",
-        ),
-        (BatchNorm, {"approach": Ema}, "Ema.*with the parentheses"),
-        (BatchNorm, {"approach": 3}, "approach=3 is neither a name nor a strategy"),
-        (BatchNorm, {"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
-        (
-            BatchNorm,
-            {"approach": Ema(0.9), "momentum": 0.9},
-            r"momentum=0\.9 was given beside approach=Ema.*belongs to the strategy",
-        ),
-        (
-            BatchNorm,
-            {"approach": VarianceClip(), "momentum": 0.99},
-            r"momentum=0\.99 was given beside approach=VarianceClip",
-        ),
-        (
-            BatchNorm,
-            {"mode": "legacy"},
-            "mode='legacy' is neither 'ema' nor 'batch'.*approach=",
-        ),
-        (BatchNorm, {"mode": "adam", "approach": None}, "mode='adam' is neither.*approach="),
-        (BatchNorm, {"mode": "ema"}, "mode='ema' and approach='batch'.*Leave one of them out"),
-        (
-            BatchNorm,
-            {"mode": "ema", "approach": Ema(0.9)},
-            r"mode='ema' and approach=Ema\(momentum=0.9\).*Leave one of them out",
-        ),
-        (BatchNorm, {"input_size": 0}, "input_size=0.*an int of 1 or more"),
-        (
-            BatchNorm,
-            {"input_size": 3.0},
-            "input_size=3.0: it is the number of channels",
-        ),
-        (BatchNorm, {"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
-        (BatchNorm, {"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
-        (BatchNorm, {"eps": 0.0}, "eps=0.0.*greater than 0"),
-        (BatchNorm, {"eps": -1e-5}, "eps=-1e-05.*greater than 0"),
-        (BatchNorm, {"eps": float("nan")}, "eps=nan.*greater than 0"),
-        (LayerNorm, {"eps": 0.0}, "eps=0.0.*greater than 0"),
-        (LayerNorm, {"dtype": jnp.int32}, "dtype=int32.*float"),
-        (LayerNorm, {"shape": 0}, "shape=0.*1 or more"),
-        (LayerNorm, {"shape": (3, -1)}, r"shape=\(3, -1\)"),
-    ],
-    ids=str,
-)
-def test_arguments(layer, arguments, message, unchecked):
+@pytest.mark.parametrize(("arguments", "message"), BATCH_NORM, ids=str)
+def test_arguments_of_batch_norm(arguments, message, unchecked):
     with pytest.raises(ValueError, match=message):
-        layer(**(DEFAULTS[layer] | arguments))
+        BatchNorm(**{"input_size": 3, "axis_name": "batch", "approach": "batch", **arguments})
+
+
+@pytest.mark.parametrize(("arguments", "message"), LAYER_NORM, ids=str)
+def test_arguments_of_layer_norm(arguments, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        LayerNorm(**{"shape": 3, **arguments})
 
 
 def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
