@@ -21,7 +21,6 @@ from tests.helpers import (
     call_and_grad,
     copy,
     each_approach,
-    load,
     make,
     normal,
     over_batch,
@@ -136,13 +135,6 @@ def test_inference_is_by_the_first_batch_right_after_it(approach, unbiased):
     np.testing.assert_allclose(inferred, right, rtol=1e-5, atol=1e-5)
     if approach in ("batch", "variance_clip"):
         np.testing.assert_allclose(y.std((0, 2)), np.ones(3), rtol=1e-5)
-
-
-def test_loaded_statistics_are_used_as_they_are():
-    layer, state = make(3, "batch", approach="batch", inference=True)
-    y, _ = call(layer, load(layer, state, [1, 2, 3], [4, 9, 16]), X)
-    right = (np.asarray(X) - [[1], [2], [3]]) / [[2], [3], [4]]
-    np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
 
 
 @each_approach
