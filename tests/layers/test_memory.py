@@ -105,7 +105,7 @@ def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad)
 
 
 @each_approach
-@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1, 1)], ids=str)
 def test_one_value_per_channel(approach, shape):
     """MXNet #21111: a single value has no variance; that is no reason for NaN."""
     layer, state = make(3, "batch", approach=approach)

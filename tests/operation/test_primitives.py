@@ -173,6 +173,7 @@ def test_eager_and_compiled(f, right, names, masked):
         assert_close(run(*arrays), in_float64(right, arrays))
 
 
+@pytest.mark.x32  # slow
 @each
 @with_and_without_mask
 def test_mapped_over_any_of_its_operands(f, right, names, masked):
@@ -251,6 +252,7 @@ def test_transposes_of_an_ensemble(masked):
     assert_close(to_ab, tuple(map(sum, zip(*rights, strict=True))))
 
 
+@pytest.mark.x32  # in 64 bits anyway
 @each_derivative
 @with_and_without_mask
 def test_derivatives_in_every_operand_alone_and_together(f, right, names, masked):
