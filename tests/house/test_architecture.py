@@ -49,10 +49,12 @@ ARROWS = {
         files(STRATEGIES),
         lambda name: inside(name, *PYTHON, "jax", "jaxtyping", "equinox", "strategies"),
     ),
+    # And how they round a product, which is the same in both.
     "the operation knows of the package only moments": (
         files(OPERATION),
         lambda name: (
             inside(name, "eqx_norm._normalise", "eqx_norm.strategies.Moments")
+            or name == "eqx_norm.strategies._pair.rounded"
             or not inside(name, "eqx_norm")
         ),
     ),

@@ -139,14 +139,7 @@ def as_float(activation):
     return lambda u: activation(u).astype(u.dtype)
 
 
-# A product with a float64 constant is an error under strict promotion.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.x32 if "float64" in name else ())
-        for name in [*COUPLED, *OTHERS]
-    ],
-)
+@pytest.mark.parametrize("name", [*COUPLED, *OTHERS])
 def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
     activation = (COUPLED | OTHERS)[name]
     mask = jnp.asarray(np.arange(X.shape[-1]) < 2)
@@ -191,7 +184,6 @@ def test_numpy_s_functions_are_refused_at_once():
             layer(3, activation=cast(Any, np.tanh))
 
 
-@pytest.mark.x32  # where float64 becomes float32
 def test_one_example_of_numpy_s_float64():
     layer, state = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
     y, _ = layer(X[0], state)

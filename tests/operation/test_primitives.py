@@ -173,7 +173,6 @@ def test_eager_and_compiled(f, right, names, masked):
         assert_close(run(*arrays), in_float64(right, arrays))
 
 
-@pytest.mark.x32  # slow
 @each
 @with_and_without_mask
 def test_mapped_over_any_of_its_operands(f, right, names, masked):
@@ -252,7 +251,6 @@ def test_transposes_of_an_ensemble(masked):
     assert_close(to_ab, tuple(map(sum, zip(*rights, strict=True))))
 
 
-@pytest.mark.x32  # in 64 bits anyway
 @each_derivative
 @with_and_without_mask
 def test_derivatives_in_every_operand_alone_and_together(f, right, names, masked):
@@ -344,7 +342,6 @@ def test_totals(total, shape, axes):
         assert result.dtype == np.float32
 
 
-@pytest.mark.x32  # subtracts float64 from float32, which strict promotion forbids
 @pytest.mark.parametrize("total", [totals.plain, totals.by_tree])
 def test_totals_of_fractions(total):
     values = RANDOM.standard_normal((64, 3, 1024)) + 1
