@@ -89,7 +89,7 @@ def kernels(names):
 
 
 def test_what_is_loaded_when():
-    """Nothing on a CPU of kernels, nor of the probe before it is asked for."""
+    """A CPU needs no kernels, and nobody the probe before asking for it."""
     lines = [line.split() for line in python("-c", PROGRAM).stdout.splitlines()]
     imported, trained, without_kernel, with_kernel, with_probe = lines
     assert [name for name in imported if name.split(".")[0] != "eqx_norm"] == []

@@ -76,7 +76,7 @@ def test_many_values(case, seed):
 @hypothesis.given(seeds, st.data())
 @few_examples
 def test_an_outlier(case, seed, data):
-    """In first place, where a shift by the first value is worst; and elsewhere."""
+    """Puts it first, where a shift by the first value is worst, and elsewhere."""
     random = np.random.default_rng(seed)
     for place in (0, data.draw(st.integers(1, case.values - 1))):
         x = case.draw(random, with_outlier, place)
@@ -94,7 +94,7 @@ def test_the_gradient_of_a_sum_is_nothing(case, seed):
 
 
 def test_the_pair_of_oneflow_6149():
-    """https://github.com/Oneflow-Inc/oneflow/issues/6149"""
+    """Both values come out right, and dx is 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
     pair = [-1.83965693, -1.82964566]
     assert EPS == 1e-5
     x = np.array(pair, np.float32)[:, None]
@@ -120,7 +120,7 @@ def test_the_pair_of_oneflow_6149():
 @hypothesis.given(seeds)
 @few_examples
 def test_half_precision(case, dtype, mean, std, seed):
-    """The same bounds, and half an ulp of the dtype for the rounding of the result."""
+    """The result may be off by half an ulp of its dtype more."""
     random = np.random.default_rng(seed)
     x = (mean + std * random.standard_normal(case.shape)).astype(jnp.dtype(dtype))
     case.check(make_batch(random, x, affine=False))
@@ -130,7 +130,7 @@ def test_half_precision(case, dtype, mean, std, seed):
 @hypothesis.given(seeds)
 @few_examples
 def test_double_precision(case, seed):
-    """29 bits more, and bounds as much smaller."""
+    """float64 has 29 bits more, and the bounds are as much smaller."""
     random = np.random.default_rng(seed)
     batches = [make_batch(random, case.draw(random, far_from_zero, np.float64))]
     for place in (0, case.values - 1):
@@ -181,7 +181,7 @@ each_mask = pytest.mark.parametrize("third", [False, True], ids=["none out", "a 
 @hypothesis.given(seeds)
 @few_examples
 def test_masked(case, third, seed):
-    """With a NaN wherever it does not count."""
+    """A NaN stands wherever a place does not count."""
     random = np.random.default_rng(seed)
     mask = make_mask(case.shape, third)
     batch = make_batch(random, case.draw(random, far_from_zero))

@@ -48,8 +48,8 @@ CASES = [
 @each_approach
 @pytest.mark.parametrize(("dtype", "weights", "x64", "masked"), CASES)
 def test_each_dtype_stays_what_it_is(approach, dtype, weights, x64, masked):
-    """The output's is that of x, the gradients' that of the weights, the memory's the default;
-    and no dtype is promoted that nobody has asked for."""
+    """Outputs have the dtype of x, gradients that of the weights, the memory the default one;
+    and no dtype is promoted without being asked for."""
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         layer, state = make(3, "batch", approach=approach, dtype=weights)
         x = normal(0, (64, 3, 2), 100, 3).astype(dtype)
@@ -93,7 +93,7 @@ def trained():
 
 @each_approach
 def test_a_long_training_in_bfloat16(approach, trained):
-    """1,500 steps: in bfloat16, of 8 bits, an average of momentum 0.99 would stand still."""
+    """An average of momentum 0.99 would stand still in bfloat16, which has 8 bits."""
     mean, variance = remembered(*trained[approach])
     # bfloat16 rounds numbers near 100 to multiples of 0.5, which adds 0.5**2 / 12 to 9: 0.2%.
     # An average over some 200 batches of 1,024 values is off by 0.3% at one sigma.

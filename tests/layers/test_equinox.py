@@ -185,7 +185,7 @@ def test_half_precision(half):
 
 
 def test_plain_jit():
-    """Equinox's axis name is no JAX type (issue 1074)."""
+    """Equinox's layer has its axis name as a leaf (issue 1074)."""
     ours, theirs = pair(channels=3)
     run = jax.jit(lambda layer, state, x: over_batch(layer)(x, state)[0])
     with pytest.raises(TypeError, match="non-array argument|not a valid JAX type"):

@@ -20,7 +20,7 @@ X = normal(0, (6, 3, 2))
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Turns the checks of annotations off, which users do not have, and which speak first."""
+    """Turns the checks of annotations off: users have none, and here they would speak first."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -78,7 +78,7 @@ def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
 
 @pytest.mark.parametrize(("name", "strategy"), [("batch", Batch), ("ema", Ema)])
 def test_equinox_s_mode_is_the_approach_of_that_name(name, strategy):
-    """And is no reason for the warning, which would be an error here."""
+    """It is no reason for the warning, which would be an error here."""
     _approach._warn_of_the_default.cache_clear()
     assert BatchNorm(3, "batch", mode=name).approach == strategy(0.99)
     assert BatchNorm(3, "batch", momentum=0.8, mode=name, approach=name).momentum == 0.8
@@ -277,7 +277,7 @@ def test_unbiased_variance_of_one_value(shape):
     ids=lambda value: str(getattr(value, "shape", value)),
 )
 def test_calls_of_layer_norm(shape, x, error):
-    """Before any computation: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
+    """They fail before any computation: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
     layer = LayerNorm(shape)
 
     def traced(x):

@@ -130,7 +130,7 @@ def of_an_ensemble(f):
     ids=["op by op", "jacfwd", "hessian", "penalty", "remat", "vmap of grad", "linearize"],
 )
 def test_derivatives(transform):
-    """In weight, bias, a parameter of the activation, and x."""
+    """Differentiates in weight, bias, a parameter of the activation, and x."""
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
         given = [jnp.asarray(random.normal(size=n)) for n in (4, 4, (), 4)]

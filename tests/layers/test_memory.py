@@ -55,8 +55,8 @@ def test_inference_never_changes_it(approach):
 
 @each_approach
 def test_with_and_without_a_gradient_it_is_the_same(approach):
-    """MXNet #21111: to the bit. (From the second batch on, a compiled program rounds once where
-    one that is run op by op rounds twice.)"""
+    """MXNet #21111 asks for it; here it is so to the bit. (From the second batch on, a compiled
+    program rounds once where one that is run op by op rounds twice.)"""
     layer, state = make(3, "batch", approach=approach)
     _, without = call(layer, copy(state), X)
     _, with_gradient, _ = call_and_grad(layer, copy(state), X, X)
@@ -124,7 +124,7 @@ def test_one_value_per_channel(approach, shape):
 @each_approach
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_inference_is_by_the_first_batch_right_after_it(approach, unbiased):
-    """With the variance that `unbiased` says: MXNet #21111 asks for a visible choice."""
+    """`unbiased` says which variance is remembered: MXNet #21111 asks for a visible choice."""
     layer, state = make(3, "batch", approach=approach, unbiased=unbiased)
     y, state = quick_call(layer, state, X)
     values = np.asarray(X, np.float64).swapaxes(0, 1).reshape(3, -1)
@@ -189,7 +189,7 @@ def test_steps_and_equal_layers_are_one_program(approach):
 
 @pytest.mark.parametrize("made_with", [False, True], ids=["made in 32 bits", "made in 64 bits"])
 def test_a_state_of_the_other_x64_setting(made_with):
-    """Is an error of the layer, and not one inside `update`, which the user has not written."""
+    """It is an error of the layer, not one inside `update`, which the user has not written."""
     with jax.enable_x64(made_with):
         layer, state = make(3, "batch", approach="ema")
     with jax.enable_x64(not made_with):

@@ -22,7 +22,7 @@ X = normal(0, (6, C, 4), 1, 2)
 
 
 class Renorm(AbstractStrategy[Running]):
-    """Ioffe's Batch Renormalisation: r and d open up linearly from step `warmup` on."""
+    """Is Ioffe's Batch Renormalisation: r and d open up linearly from step `warmup` on."""
 
     momentum: float = eqx.field(default=0.9, static=True)
     warmup: int = eqx.field(default=2, static=True)
@@ -71,7 +71,7 @@ def renormed(history, momentum, warmup, eps):
 
 @pytest.mark.parametrize("ratio", [1, 1e6])
 def test_batch_renormalisation_written_by_a_user(ratio):
-    """The step opens r and d; eps is in both deviations. As exact far from 0 as near it."""
+    """The step opens r and d, eps is in both deviations, and means far from 0 cost nothing."""
     eps = 0.1
     layer, state = make(C, "batch", eps=eps, approach=Renorm())
     history = [

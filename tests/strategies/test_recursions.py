@@ -69,7 +69,7 @@ def test_momentum_outside_0_1_is_an_error(strategy, momentum):
 
 @each_momentum
 def test_thousands_of_steps(momentum):
-    """Both averages of `Running`, by which all strategies normalise."""
+    """Checks both averages of `Running`, by which all strategies normalise."""
     steps = 3000
     random = np.random.RandomState(1)
     mean = (1e4 + random.standard_normal((steps, CHANNELS))).astype(np.float32)
