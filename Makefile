@@ -4,9 +4,11 @@ PYTHON ?= python3
 # Tests are many small compilations, of which those of a file share some: two processes, whatever
 # the number of cores, and each file in one of them.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
-# With float64 as the default, and without implicit promotion, which then is an error.
+# With float64 as the default, and without implicit promotion, which then is an error. What
+# depends on neither, or says so itself, is marked x32: this run takes a minute of one core.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
-X64_TESTS := -m "not peers and not x32" tests/strategies tests/layers
+X64_TESTS := -m "not peers and not x32" tests/strategies tests/layers \
+	$(patsubst %,tests/operation/test_%.py,activations primitives scales)
 VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest

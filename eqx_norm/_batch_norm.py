@@ -1,4 +1,4 @@
-"""`BatchNorm`: gathers moments, asks the approach which to use, normalises by those."""
+"""Defines `BatchNorm`: it gathers moments, asks the approach which to use, and normalises."""
 
 # The inherited fields that a strategy's memory replaces are declared as class variables, which
 # is how a dataclass drops a field; pyright takes it for a mistake. They have no value: whoever

@@ -1,4 +1,4 @@
-"""`LayerNorm`: one example, normalised by its own moments; the operation is `BatchNorm`'s."""
+"""Defines `LayerNorm`, which normalises each example by its own moments."""
 
 from collections.abc import Sequence
 from typing import overload

@@ -1,1 +1,1 @@
-"""The tests of eqx-norm: one file for each promise."""
+"""Tests eqx-norm: each promise is tested in one place."""

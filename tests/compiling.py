@@ -33,12 +33,13 @@ OPTIONS = _known(
         "xla_cpu_use_fusion_emitters": False,  # jax 0.12 has no choice left
     }
 )
-# The same for a process that is started by a test.
+# These options as a variable of a process that is started by a test.
 XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 def filter_jit(function: Any) -> Any:
-    how: Any = {"compiler_options": OPTIONS}  # which Equinox's annotations leave out
-    return eqx.filter_jit(function, **how)
+    """Returns `eqx.filter_jit(function)` with options, which its annotations leave out."""
+    options: Any = {"compiler_options": OPTIONS}
+    return eqx.filter_jit(function, **options)

@@ -1,4 +1,4 @@
-"""Every code block of the documents runs, every link leads somewhere, every command exists."""
+"""Tests that code in the documents runs, links lead somewhere, and commands exist."""
 
 import re
 from pathlib import Path

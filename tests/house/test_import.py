@@ -84,40 +84,22 @@ loaded()
 """
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """Returns what is loaded after importing, training, lowering for CUDA, and the probe."""
-    return [line.split() for line in python("-c", PROGRAM).stdout.splitlines()]
-
-
 def kernels(names):
     return [name for name in names if any(k in name for k in ("pallas", "mosaic", "triton"))]
 
 
-def test_importing_loads_this_package_without_kernels_and_probe(loaded):
-    imported, *_ = loaded
+def test_what_is_loaded_when():
+    """A CPU needs no kernels, and nobody the probe before asking for it."""
+    lines = [line.split() for line in python("-c", PROGRAM).stdout.splitlines()]
+    imported, trained, without_kernel, with_kernel, with_probe = lines
     assert [name for name in imported if name.split(".")[0] != "eqx_norm"] == []
-    assert [name for name in imported if "determinism" in name] == []
-    assert kernels(imported) == []
     # 28 when this was written, of half a millisecond each. The kernels would be 100 more.
     assert len(imported) <= 40
-
-
-def test_training_on_a_cpu_loads_no_kernels(loaded):
-    _, trained, *_ = loaded
-    assert kernels(trained) == []
-    assert [name for name in trained if "eqx_norm.determinism" in name] == []
-
-
-def test_kernels_are_loaded_where_a_program_takes_one(loaded):
-    *_, without, with_one, _ = loaded
-    assert kernels(without) == []
-    ours = [name for name in with_one if name.startswith("eqx_norm._normalise")]
+    for names in (imported, trained, without_kernel):
+        assert kernels(names) == []
+        assert "eqx_norm.determinism" not in names
+    ours = [name for name in with_kernel if name.startswith("eqx_norm._normalise")]
     assert any("triton" in name for name in ours)
     assert not any("mosaic" in name for name in ours)
-
-
-def test_the_probe_is_loaded_where_it_is_asked_for(loaded):
-    *_, before, after = loaded
-    assert "eqx_norm.determinism" not in before
-    assert "eqx_norm.determinism" in after
+    assert "eqx_norm.determinism" not in with_kernel
+    assert "eqx_norm.determinism" in with_probe

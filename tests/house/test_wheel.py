@@ -86,7 +86,7 @@ def test_without_strategies_there_is_none(checkout, tmp_path, target):
 
 
 def test_an_editable_one_needs_the_link(checkout, tmp_path):
-    """That it works where the link is: this is tested from an editable one."""
+    """Where the link is, it works: these tests run from an editable one."""
     program = "import sys; from hatchling.build import build_editable as b; b(sys.argv[1])"
     built = python("-c", program, tmp_path, cwd=checkout, fails=True)
     assert built.returncode == 1

@@ -29,7 +29,7 @@ all_close = functools.partial(chex.assert_trees_all_close, rtol=1e-6, atol=1e-6)
 
 
 def activation(u):
-    """Is neither 0 nor flat at 0, which is what a masked place is before it."""
+    """Returns what is neither 0 nor flat where u is 0, as it is in a masked place."""
     return jax.nn.softplus(u + 0.5)
 
 

@@ -59,8 +59,12 @@ def each(*cases):
 @hypothesis.given(seeds)
 @few_examples
 def test_means_far_from_zero(case, seed):
+    """The sum of y does not depend on x: its gradient is rounding, and held as any dx."""
     random = np.random.default_rng(seed)
-    case.check(make_batch(random, case.draw(random, far_from_zero)))
+    for sum_of_y in (False, True):
+        x = case.draw(random, far_from_zero)
+        affine = case.layer == "BatchNorm" or not sum_of_y
+        case.check(make_batch(random, x, affine=affine, sum_of_y=sum_of_y))
 
 
 @each(*LARGE, *rows((2, 1_000_000)))
@@ -76,25 +80,15 @@ def test_many_values(case, seed):
 @hypothesis.given(seeds, st.data())
 @few_examples
 def test_an_outlier(case, seed, data):
-    """In first place, where a shift by the first value is worst; and elsewhere."""
+    """Puts it first, where a shift by the first value is worst, and elsewhere."""
     random = np.random.default_rng(seed)
     for place in (0, data.draw(st.integers(1, case.values - 1))):
         x = case.draw(random, with_outlier, place)
         case.check(make_batch(random, x, affine=False))
 
 
-@each(*ONE, *PLAIN, *SPATIAL, *ROWS)
-@hypothesis.given(seeds)
-@few_examples
-def test_the_gradient_of_a_sum_is_nothing(case, seed):
-    """The sum of y does not depend on x: what is left is rounding, and held as any dx."""
-    random = np.random.default_rng(seed)
-    x = case.draw(random, far_from_zero)
-    case.check(make_batch(random, x, sum_of_y=True, affine=case.layer == "BatchNorm"))
-
-
 def test_the_pair_of_oneflow_6149():
-    """https://github.com/Oneflow-Inc/oneflow/issues/6149"""
+    """Both values come out right, and dx is 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
     pair = [-1.83965693, -1.82964566]
     assert EPS == 1e-5
     x = np.array(pair, np.float32)[:, None]
@@ -120,7 +114,7 @@ def test_the_pair_of_oneflow_6149():
 @hypothesis.given(seeds)
 @few_examples
 def test_half_precision(case, dtype, mean, std, seed):
-    """The same bounds, and half an ulp of the dtype for the rounding of the result."""
+    """The result may be off by half an ulp of its dtype more."""
     random = np.random.default_rng(seed)
     x = (mean + std * random.standard_normal(case.shape)).astype(jnp.dtype(dtype))
     case.check(make_batch(random, x, affine=False))
@@ -130,7 +124,7 @@ def test_half_precision(case, dtype, mean, std, seed):
 @hypothesis.given(seeds)
 @few_examples
 def test_double_precision(case, seed):
-    """29 bits more, and bounds as much smaller."""
+    """float64 has 29 bits more, and the bounds are as much smaller."""
     random = np.random.default_rng(seed)
     batches = [make_batch(random, case.draw(random, far_from_zero, np.float64))]
     for place in (0, case.values - 1):
@@ -181,7 +175,7 @@ each_mask = pytest.mark.parametrize("third", [False, True], ids=["none out", "a 
 @hypothesis.given(seeds)
 @few_examples
 def test_masked(case, third, seed):
-    """With a NaN wherever it does not count."""
+    """A NaN stands wherever a place does not count."""
     random = np.random.default_rng(seed)
     mask = make_mask(case.shape, third)
     batch = make_batch(random, case.draw(random, far_from_zero))
@@ -200,19 +194,6 @@ constants = st.lists(
 KNOWN = [1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0]
 
 
-def check_constants(constants, shape, mask=None, activation=None, dtype: Any = np.float32):
-    weight, bias = (np.linspace(*ends, 8, dtype=np.float32) for ends in ((0.5, 1.5), (-2, 2)))
-    x = np.broadcast_to(by_channel(np.asarray(constants), len(shape)).astype(dtype), shape)
-    counts = True if mask is None else mask.reshape(shape[0], 1, *shape[2:])
-    x = np.where(counts, x, np.asarray(np.nan, dtype))
-    y, variance = of_constant(weight, bias, x, mask, activation)
-    assert bits(variance) == bits(np.zeros_like(variance))
-    right = jnp.asarray(bias)
-    right = (right if activation is None else activation(right)).astype(dtype)
-    right = np.broadcast_to(by_channel(np.asarray(right), len(shape)), shape)
-    assert (np.asarray(y) == np.where(counts, right, 0)).all()
-
-
 @eqx.filter_jit
 def of_constant(weight, bias, x, mask, activation):
     layer, state = make(8, "batch", eps=EPS, approach="batch", activation=activation)
@@ -225,34 +206,31 @@ def of_constant(weight, bias, x, mask, activation):
     return y, after.get(layer.memory_index).variance
 
 
-@pytest.mark.parametrize("activation", [None, jax.nn.relu], ids=["plain", "relu"])
-@pytest.mark.parametrize("n", [7, 9, 121])
+@pytest.mark.parametrize(
+    ("shape", "activation", "third", "dtype"),
+    [
+        *(((n, 8), None, None, np.float32) for n in (2, 7, 9, 121, 1613)),
+        ((7, 8), jax.nn.relu, None, np.float32),
+        *((shape, jax.nn.relu, False, np.float32) for shape in ((121, 8), (8, 8, 5, 5))),
+        *((shape, jax.nn.relu, True, np.float32) for shape in ((7, 8), (121, 8), (8, 8, 5, 5))),
+        *(((7, 8), None, None, half) for half in (jnp.float16, jnp.bfloat16)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @hypothesis.given(constants)
 @hypothesis.example(KNOWN)
-def test_a_constant_channel(n, activation, constants):
+def test_a_constant_channel(shape, activation, third, dtype: Any, constants):
     """1/n, rounded, would give another mean."""
-    check_constants(constants, (n, 8), activation=activation)
-
-
-@hypothesis.given(st.integers(1, 2000), constants)
-@hypothesis.settings(max_examples=10)
-def test_a_constant_channel_of_any_number_of_values(n, constants):
-    check_constants(constants, (n, 8))
-
-
-@pytest.mark.parametrize("shape", [(7, 8), (121, 8), (8, 8, 5, 5)], ids=str)
-@each_mask
-@hypothesis.given(constants)
-@few_examples
-def test_a_constant_channel_under_a_mask(shape, third, constants):
-    check_constants(constants, shape, make_mask(shape, third), jax.nn.relu)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@hypothesis.given(constants)
-@few_examples
-def test_a_constant_channel_in_half_precision(dtype, constants):
-    check_constants(constants, (7, 8), dtype=jnp.dtype(dtype))
+    weight, bias = (np.linspace(*ends, 8, dtype=np.float32) for ends in ((0.5, 1.5), (-2, 2)))
+    mask = None if third is None else make_mask(shape, third)
+    counts = True if mask is None else mask[:, None]
+    x = np.broadcast_to(by_channel(constants, len(shape)).astype(dtype), shape)
+    x = np.where(counts, x, np.asarray(np.nan, dtype))
+    y, variance = of_constant(weight, bias, x, mask, activation)
+    assert bits(variance) == bits(np.zeros_like(variance))
+    right = jnp.asarray(bias) if activation is None else activation(bias)
+    right = by_channel(np.asarray(right.astype(dtype)), len(shape))
+    assert (np.asarray(y) == np.where(counts, np.broadcast_to(right, shape), 0)).all()
 
 
 @pytest.mark.parametrize("n", [7, 9, 121])

@@ -16,7 +16,7 @@ import pytest
 
 from eqx_norm import BatchNorm
 from tests.helpers import call as precise_call
-from tests.helpers import each_approach, load, make, normal, over_batch
+from tests.helpers import load, make, normal, over_batch
 from tests.helpers import quick_call as call
 from tests.helpers import quick_call_and_grad as call_and_grad
 
@@ -37,11 +37,10 @@ def with_random_affine(layer):
     )
 
 
-@pytest.mark.parametrize("momentum", [0.5, 0.99])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_training(mode, shape, momentum):
-    (ours, our_state), (theirs, their_state) = pair(mode, momentum=momentum)
+def test_training(mode, shape):
+    (ours, our_state), (theirs, their_state) = pair(mode, momentum=0.7)
     ours, theirs = with_random_affine(ours), with_random_affine(theirs)
     for step in range(3):
         x, dy = normal(10 + step, shape, step, 2), normal(20 + step, shape)
@@ -56,15 +55,6 @@ def test_training(mode, shape, momentum):
         if mode == "ema":
             inference = eqx.nn.inference_mode((ours, theirs))
             close(call(inference[0], our_state, x)[0], call(inference[1], their_state, x)[0])
-
-
-def test_normalises():
-    layer, state = make(5, "batch", approach="batch")
-    for shape in SHAPES:
-        y, _ = call(layer, state, normal(0, shape, 3, 2))
-        axes = (0, *range(2, len(shape)))
-        close(y.mean(axes), np.zeros(5))
-        close(y.std(axes), np.ones(5))
 
 
 def test_without_affine():
@@ -111,42 +101,10 @@ def test_the_first_eight_arguments_are_equinox_s():
     ]
 
 
-class Issue659(eqx.Module):
-    """Asks for the layer's type in the forward pass, as the script in the issue does."""
-
-    layers: list
-
-    def __init__(self, norm, key):
-        keys = jax.random.split(key, 2)
-        self.layers = [
-            eqx.nn.Linear(4, 6, key=keys[0], dtype=jnp.float32),
-            norm,
-            jax.nn.relu,
-            eqx.nn.Linear(6, 2, key=keys[1], dtype=jnp.float32),
-        ]
-
-    def __call__(self, x, state):
-        for layer in self.layers:
-            if isinstance(layer, eqx.nn.BatchNorm):
-                x, state = layer(x, state)
-            else:
-                x = layer(x)
-        return x, state
-
-
-@each_approach
-def test_a_model_that_asks_isinstance_needs_no_change(approach):
-    def build():
-        return Issue659(BatchNorm(6, "batch", approach=approach), jax.random.key(0))
-
-    model, state = eqx.nn.make_with_state(build)()
-    y, _ = call(model, state, normal(0, (8, 4)))
-    assert y.shape == (8, 2)
-
-
-def test_nothing_of_the_parent_s_memory_is_left():
-    """The subclass drops the fields it replaces: no dead leaf, no dead field in the repr."""
+def test_it_is_equinox_s_without_its_memory():
+    """Models ask `isinstance`; but no dead leaf is left, nor a dead field in the repr."""
     layer, state = make(3, "batch", approach="batch")
+    assert isinstance(layer, eqx.nn.BatchNorm)
     assert [type(leaf) for leaf in jax.tree.leaves(layer)][2:] == [bool]
     assert "ema" not in str(layer)
     assert "counter" not in str(layer)
@@ -227,7 +185,7 @@ def test_half_precision(half):
 
 
 def test_plain_jit():
-    """Equinox's axis name is no JAX type (issue 1074)."""
+    """Equinox's layer has its axis name as a leaf (issue 1074)."""
     ours, theirs = pair(channels=3)
     run = jax.jit(lambda layer, state, x: over_batch(layer)(x, state)[0])
     with pytest.raises(TypeError, match="non-array argument|not a valid JAX type"):

@@ -1,53 +1,68 @@
 """Tests that errors quote what was written, what it breaks and the fix, and keep the state."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, _approach
+from eqx_norm import BatchNorm, LayerNorm, _approach
 from eqx_norm.strategies import NAMED, Batch, Ema, VarianceClip
-from tests.helpers import Cumulative, call, copy, make, normal, over_batch
-from tests.layers.masking import masked
+from tests.helpers import Cumulative, copy, make, normal, over_batch
+from tests.helpers import quick_call as call
 from tests.processes import ROOT, python
 
 X = normal(0, (6, 3, 2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"approach": "batches"}, "approach='batches' is not known.*'ema', 'batch', 'adam'"),
-        ({"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
-        ({"momentum": 0.0}, "momentum=0.0.*strictly between 0 and 1"),
-        ({"momentum": -0.1}, "momentum=-0.1.*strictly between 0 and 1"),
-        ({"eps": 0.0}, "eps=0.0.*greater than 0"),
-        ({"eps": -1e-5}, "eps=-1e-05.*greater than 0"),
-        ({"eps": float("nan")}, "eps=nan.*greater than 0"),
-        ({"input_size": 0}, "input_size=0.*an int of 1 or more"),
-        ({"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
-        (
-            {"approach": Ema(0.9), "momentum": 0.9},
-            r"momentum=0\.9 was given beside approach=Ema.*belongs to the strategy",
-        ),
-        (
-            {"approach": VarianceClip(), "momentum": 0.99},
-            r"momentum=0\.99 was given beside approach=VarianceClip",
-        ),
-        ({"mode": "legacy"}, "mode='legacy' is neither 'ema' nor 'batch'.*approach="),
-        ({"mode": "adam", "approach": None}, "mode='adam' is neither.*approach="),
-        ({"mode": "ema"}, "mode='ema' and approach='batch'.*Leave one of them out"),
-        (
-            {"mode": "ema", "approach": Ema(0.9)},
-            r"mode='ema' and approach=Ema\(momentum=0.9\).*Leave one of them out",
-        ),
-    ],
-    ids=str,
-)
-def test_arguments(arguments, message):
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Turns the checks of annotations off: users have none, and here they would speak first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+# --- Of the constructors.
+
+BATCH_NORM = [
+    ({"approach": "batches"}, "approach='batches' is not known.*'ema', 'batch', 'adam'"),
+    ({"approach": Ema}, "Ema.*with the parentheses"),
+    ({"approach": 3}, "approach=3 is neither a name nor a strategy"),
+    ({"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
+    ({"approach": Ema(), "momentum": 0.9}, "=0.9 was given beside .*Ema.*to the strategy"),
+    ({"approach": VarianceClip(), "momentum": 0.99}, "=0.99 was given beside .*VarianceClip"),
+    ({"mode": "legacy"}, "mode='legacy' is neither 'ema' nor 'batch'.*approach="),
+    ({"mode": "adam", "approach": None}, "mode='adam' is neither.*approach="),
+    ({"mode": "ema"}, "mode='ema' and approach='batch'.*Leave one of them out"),
+    ({"mode": "ema", "approach": Ema(0.9)}, r"approach=Ema\(momentum=0.9\).*Leave one of"),
+    ({"input_size": 0}, "input_size=0.*an int of 1 or more"),
+    ({"input_size": 3.0}, "input_size=3.0: it is the number of channels, an int"),
+    ({"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
+    ({"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
+    ({"eps": 0.0}, "eps=0.0.*greater than 0"),
+    ({"eps": -1e-5}, "eps=-1e-05.*greater than 0"),
+    ({"eps": float("nan")}, "eps=nan.*greater than 0"),
+]
+LAYER_NORM = [
+    ({"eps": 0.0}, "eps=0.0.*greater than 0"),
+    ({"dtype": jnp.int32}, "dtype=int32.*float"),
+    ({"shape": 0}, "shape=0.*1 or more"),
+    ({"shape": (3, -1)}, r"shape=\(3, -1\)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BATCH_NORM, ids=str)
+def test_arguments_of_batch_norm(arguments, message, unchecked):
     with pytest.raises(ValueError, match=message):
         BatchNorm(**{"input_size": 3, "axis_name": "batch", "approach": "batch", **arguments})
+
+
+@pytest.mark.parametrize(("arguments", "message"), LAYER_NORM, ids=str)
+def test_arguments_of_layer_norm(arguments, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        LayerNorm(**{"shape": 3, **arguments})
 
 
 def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
@@ -63,7 +78,7 @@ def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
 
 @pytest.mark.parametrize(("name", "strategy"), [("batch", Batch), ("ema", Ema)])
 def test_equinox_s_mode_is_the_approach_of_that_name(name, strategy):
-    """And is no reason for the warning, which would be an error here."""
+    """It is no reason for the warning, which would be an error here."""
     _approach._warn_of_the_default.cache_clear()
     assert BatchNorm(3, "batch", mode=name).approach == strategy(0.99)
     assert BatchNorm(3, "batch", momentum=0.8, mode=name, approach=name).momentum == 0.8
@@ -80,7 +95,8 @@ def test_without_an_approach_it_warns_once_and_takes_batch():
     BatchNorm(3, "batch")  # a second warning would be an error here
 
 
-# In a process of its own: where annotations are checked, there are frames in between.
+# In a process of its own: where annotations are checked, there are frames in between. A comment
+# marks each line that a warning has to point to.
 WARNED = """
 import functools, warnings
 import equinox as eqx, jax
@@ -117,7 +133,7 @@ for make in (
 """
 
 
-@pytest.mark.x32
+@pytest.mark.x32  # a process, which has no dtypes to look at
 def test_the_warning_points_to_the_user_s_line(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(WARNED)
@@ -125,190 +141,155 @@ def test_the_warning_points_to_the_user_s_line(tmp_path):
     lines = dict(enumerate(WARNED.splitlines(), 1))
     found = [place.rpartition(":") for place in run.stdout.splitlines()]
     assert {file for file, *_ in found} == {str(path)}
-    assert [lines[int(line)].partition("# ")[2] for *_, line in found] == [
-        "the layer",
-        "make_with_state",
-        "Sub",
-        "Model",
-        "build",
-        "build",
-        "tree.map",
-        "eval_shape",
-    ]
+    places = "the layer, make_with_state, Sub, Model, build, build, tree.map, eval_shape"
+    assert [lines[int(line)].partition("# ")[2] for *_, line in found] == places.split(", ")
 
 
-def assert_usable(layer, state):
-    y, _ = over_batch(layer)(X, state)
-    assert np.isfinite(y).all()
+# --- Of calls. The state was not touched, so that the right call after it succeeds.
 
 
-COMPLEX = {"dtype": jnp.complex64}
-# What the layer is made with, what is done to x, and the error.
+def of_x(change):
+    return lambda layer, x, state: layer(change(x), state)
+
+
+def with_mask(mask):
+    return lambda layer, x, state: layer(x, state, mask=mask)
+
+
+def with_state(make_other):
+    return lambda layer, x, state: layer(x, make_other()[1])
+
+
+def twice(layer, x, state):
+    state = copy(state)
+    layer(x, state)
+    return layer(x, state)
+
+
+single = functools.partial(make, axis_name="batch", approach="batch")
+in_a_model = eqx.nn.make_with_state(
+    lambda: eqx.nn.Sequential([BatchNorm(3, "batch", approach="batch")])
+)
+FITS = r"\(3, 2\).*shape \(\),.*shape \(2,\).*the channels share it"
+ANOTHER = "belongs to another layer.*input_size=3"
+# What is called instead of `layer(x, state)`, and the error, with words of it.
 CALLS = {
     "channels": (
-        {},
-        lambda x: jnp.ones((4, 2)),
-        r"x has shape \(4, 2\).*input_size=3.*the number of channels of its input",
+        of_x(lambda x: jnp.ones((4, 2))),
+        ValueError(r"shape \(4, 2\).*input_size=3.*the number of channels of its input"),
     ),
     "a batch": (
-        {},
-        lambda x: jnp.ones((4, 3)),
-        r"x has shape \(4, 3\).*This looks like a batch.*jax.vmap",
+        of_x(lambda x: jnp.ones((4, 3))),
+        ValueError(r"x has shape \(4, 3\).*This looks like a batch.*jax.vmap"),
     ),
-    "no channels": ({}, lambda x: x[0, 0], r"x has shape \(\).*input_size=3"),
-    "int": ({}, lambda x: x.astype(jnp.int32), r"dtype int32.*x.astype\(jnp.float32\)"),
-    "uint": ({}, lambda x: x.astype(jnp.uint8), r"dtype uint8.*x.astype\(jnp.float32\)"),
-    "bool": ({}, lambda x: x.astype(bool), r"dtype bool.*x.astype\(jnp.float32\)"),
+    "no channels": (of_x(lambda x: x[0, 0]), ValueError(r"x has shape \(\).*input_size=3")),
+    "int": (
+        of_x(lambda x: x.astype(jnp.int32)),
+        TypeError(r"dtype int32.*x.astype\(jnp.float32\)"),
+    ),
+    "bool": (of_x(lambda x: x > 0), TypeError(r"dtype bool.*x.astype\(jnp.float32\)")),
     "complex": (
-        {},
-        lambda x: x.astype(jnp.complex64),
-        r"made for real input.*dtype=jnp.complex64",
+        of_x(lambda x: x.astype(jnp.complex64)),
+        TypeError(r"made for real input.*dtype=jnp.complex64"),
     ),
-    "real": (COMPLEX, lambda x: x, r"made for complex input.*x.astype\(jnp.complex64\)"),
-    "no values": ({}, lambda x: x[:, :0], "hold 0 examples: 0 values per channel"),
+    "mask of channels": (with_mask(np.ones(3, bool)), ValueError(rf"shape \(3,\).*{FITS}")),
+    "mask of all": (
+        with_mask(np.ones((3, 2), bool)),
+        ValueError(rf"mask has shape \(3, 2\).*{FITS}"),
+    ),
+    "mask of one channel": (
+        with_mask(np.ones((1, 2), bool)),
+        ValueError(rf"mask has shape \(1, 2\).*{FITS}"),
+    ),
+    "float mask": (
+        with_mask(np.ones(2, np.float32)),
+        TypeError("mask has dtype float32.*give booleans, for example mask > 0"),
+    ),
+    "int mask": (with_mask(np.ones(2, np.int32)), TypeError("mask has dtype int32")),
+    "another model": (
+        with_state(in_a_model),
+        ValueError("made for another model.*make_with_state"),
+    ),
+    # `make_with_state` gives both states the same key, so their form has to be looked at.
+    "other channels": (with_state(lambda: single(4)), ValueError(ANOTHER)),
+    "another approach": (
+        with_state(lambda: make(3, "batch", approach=Cumulative())),
+        ValueError(ANOTHER),
+    ),
+    # In training only.
+    "no values": (
+        of_x(lambda x: x[:, :0]),
+        ValueError("hold 0 examples: 0 values per channel"),
+    ),
+    "axis name": (
+        lambda _, x, state: make(3, "another", approach="batch")[0](x, state),
+        NameError("axis name 'another' is not bound.*jax.vmap.*axis_name='another'"),
+    ),
+    "used up": (twice, ValueError("Attempted to use old state")),  # Equinox's
 }
+in_training = [(name, False) for name in CALLS]
+in_inference = [(name, True) for name in list(CALLS)[: list(CALLS).index("no values")]]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_x(name):
-    arguments, spoil, message = CALLS[name]
-    layer, state = make(3, "batch", approach="batch", **arguments)
-    right = X.astype(jnp.complex64) if arguments else X
+@pytest.mark.parametrize(("name", "inference"), in_training + in_inference)
+def test_calls(name, inference, unchecked):
+    wrong, error = CALLS[name]
+    layer, state = single(3, inference=inference)
 
     def fail_then_succeed(x, state):
         # Caught inside the vmap, so that vmap has made no copy of the state.
-        with pytest.raises((ValueError, TypeError), match=message):
-            layer(spoil(x.real if arguments else x), state)
+        with pytest.raises(type(error), match=f"(?s){error}"):
+            wrong(layer, x, state)
         return layer(x, state)
 
-    y, after = over_batch(fail_then_succeed)(right, copy(state))
-    expected, _ = call(layer, state, right)
-    np.testing.assert_allclose(y, expected, atol=1e-6)
-    assert after.get(layer.accepted_index) == 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((6, 3), r"mask has shape \(3,\).*\(3, 2\).*shape \(\),.*shape \(2,\)"),
-        ((6, 1, 2), r"mask has shape \(1, 2\).*\(3, 2\).*shape \(\),.*shape \(2,\)"),
-        ((6, 3, 2), r"mask has shape \(3, 2\).*\(3, 2\).*the channels share it"),
-    ],
-    ids=["length", "axes", "channels"],
-)
-@pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
-def test_a_wrong_mask(shape, message, inference):
-    layer, state = make(3, "batch", approach="batch", inference=inference)
-
-    def fail_then_succeed(x, state, mask):
-        with pytest.raises(ValueError, match=message):
-            layer(x, state, mask=mask)
-        return layer(x, state)
-
-    y, _ = masked(fail_then_succeed)(X, np.ones(shape, bool), copy(state))
+    y, after = over_batch(fail_then_succeed)(X, copy(state))
     np.testing.assert_allclose(y, call(layer, state, X)[0], atol=1e-6)
+    assert after.get(layer.accepted_index) == int(not inference)
 
 
-def test_unbound_axis_name():
-    layer, state = make(3, "batch", approach="batch")
-    message = "The axis name 'batch' is not bound.*\n.*jax.vmap.*axis_name='batch'"
-    with pytest.raises(NameError, match=message):
-        layer(X[0], state)
-    with pytest.raises(NameError, match=message):
-        jax.vmap(layer, in_axes=(0, None), out_axes=(0, None))(X, state)
-    with pytest.raises(NameError, match=message):
-        over_batch(layer, "another")(X, state)
-    assert_usable(layer, state)
-
-
-def test_a_state_that_belongs_to_another_model():
-    layer, state = make(3, "batch", approach="batch")
-    other, other_state = eqx.nn.make_with_state(
-        lambda: eqx.nn.Sequential([BatchNorm(3, "batch", approach="batch")])
-    )()
-    with pytest.raises(ValueError, match="made for another model.*make_with_state"):
-        over_batch(layer)(X, other_state)
-    assert_usable(layer, state)
-    assert_usable(other, other_state)
-
-
-@pytest.mark.parametrize(
-    "other", [{"input_size": 4}, {"approach": Cumulative()}], ids=["channels", "approach"]
-)
-def test_a_state_that_belongs_to_another_layer(other):
-    """`make_with_state` gives both states the same key, so their form has to be looked at."""
-    layer, state = make(3, "batch", approach="batch")
-    _, other_state = make(
-        **{"input_size": 3, "axis_name": "batch", "approach": "batch", **other}
-    )
-    for mode in (layer, eqx.nn.inference_mode(layer)):
-        with pytest.raises(ValueError, match="belongs to another layer.*input_size=3"):
-            over_batch(mode)(X, other_state)
-    assert_usable(layer, state)
-
-
-def test_a_used_up_state_is_equinox_s_error():
-    layer, state = make(3, "batch", approach="batch")
-
-    def twice(x, state):
-        _, new = layer(x, state)
-        return layer(x, state)[0], new
-
-    with pytest.raises(ValueError, match="Attempted to use old state"):
-        over_batch(twice)(X, state)
-    assert_usable(layer, state)
+def test_real_input_of_a_complex_layer():
+    layer, state = single(3, dtype=jnp.complex64)
+    message = r"made for complex input.*x.astype\(jnp.complex64\)"
+    with pytest.raises(TypeError, match=message):
+        over_batch(layer)(X, state)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1)], ids=str)
 def test_unbiased_variance_of_one_value(shape):
-    layer, state = make(3, "batch", approach="batch", unbiased=True)
+    layer, state = single(3, unbiased=True)
     message = r"x has shape \(3,.*1 values per channel.*n = 1.*unbiased=False"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(over_batch(layer), jnp.ones(shape), copy(state))  # at trace time
-    assert_usable(layer, state)
+    call(layer, state, X)
 
 
-# In the tests the annotations are checked and speak first, so look at what a user sees, in a
-# process of its own.
-WRONG_TYPES = """
-import equinox as eqx, jax, numpy as np
-from eqx_norm import BatchNorm, strategies
+@pytest.mark.parametrize(
+    ("shape", "x", "error"),
+    [
+        ((4,), jnp.ones(5), ValueError(r"\(5,\).*shape=\(4,\).*Make the layer with the shape")),
+        ((3, 4), jnp.ones((4, 3)), ValueError(r"x has shape \(4, 3\).*shape=\(3, 4\)")),
+        ((3, 4), jnp.ones(4), ValueError(r"x has shape \(4,\).*shape=\(3, 4\)")),
+        ((3, 4), jnp.ones((2, 3, 4)), ValueError(r"\(2, 3, 4\).* jax.vmap\(layer\)\(x\)")),
+        ((4,), jnp.ones((5, 3, 4)), ValueError(r"jax.vmap\(jax.vmap\(layer\)\)\(x\)")),
+        ((), jnp.ones(3), ValueError(r"\(3,\).*shape=\(\).*jax.vmap\(layer\)\(x\)")),
+        ((3,), jnp.arange(3), TypeError(r"x has dtype int\d\d.*x.astype")),
+    ],
+    ids=lambda value: str(getattr(value, "shape", value)),
+)
+def test_calls_of_layer_norm(shape, x, error):
+    """They fail before any computation: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
+    layer = LayerNorm(shape)
 
-for arguments in (
-    dict(approach=strategies.Ema), dict(approach=3), dict(input_size=3.0),
-    dict(implementation="cuda"),
-):
-    try:
-        BatchNorm(**{"input_size": 3, "axis_name": "b", "approach": "batch", **arguments})
-    except ValueError as error:
-        print(error)
+    def traced(x):
+        with pytest.raises(type(error), match=str(error)):
+            layer(x)
+        return x
 
-layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
-
-def fail_then_succeed(x, mask, state):
-    try:
-        layer(x, state, mask=mask)
-    except TypeError as error:
-        print(error)
-    return layer(x, state)
-
-axes = dict(in_axes=(0, 0, None), out_axes=(0, None))
-for dtype in (np.float32, np.int32):
-    mask = np.ones((6, 5), dtype)
-    _, state = jax.vmap(fail_then_succeed, axis_name="batch", **axes)(
-        np.ones((6, 3, 5), np.float32), mask, state
-    )
-"""
+    assert not jax.make_jaxpr(traced)(x).eqns
 
 
-@pytest.mark.x32
-def test_arguments_of_a_wrong_type():
-    one, two, three, four, *masks = python("-c", WRONG_TYPES).stdout.splitlines()
-    assert "Ema" in one
-    assert "with the parentheses" in one
-    assert "approach=3 is neither a name nor a strategy" in two
-    assert "input_size=3.0: it is the number of channels, an int" in three
-    assert "implementation='cuda' is not available. Available are 'auto', 'xla'" in four
-    for line, dtype in zip(masks, ("float32", "int32"), strict=True):
-        assert line.startswith(f"mask has dtype {dtype}")
-        assert "give booleans, for example mask > 0" in line
+def test_an_activation_that_is_not_elementwise():
+    activation = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+    message = r"(?s)activation=.*must be elementwise: given an array of shape \(3, 4\)"
+    with pytest.raises(ValueError, match=message):
+        LayerNorm((3, 4), activation=activation)(jnp.ones((3, 4)))

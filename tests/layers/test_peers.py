@@ -7,60 +7,34 @@ and flax are installed, with the peers themselves, and those with the golden fil
 
 import functools
 import importlib
-from typing import Any
 
-import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lab import answers
+from experiments.lab import answers, peers
 from experiments.lab.exact import Batch
-from experiments.lab.peers.names import OURS, TORCH
+from experiments.lab.peers.names import OURS, OURS_UNBIASED, TORCH
 from tests.golden import cases
-from tests.helpers import load, make, remembered
-from tests.helpers import quick_call as call
-from tests.helpers import quick_call_and_grad as call_and_grad
 
 TORCH_CASES = tuple(case for case in cases.CASES if case.peer == "torch")
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
 
 
 def ours(case: cases.Case, *, unbiased: bool) -> cases.Arrays:
-    layer, state = make(
+    layer = peers.batch_norm(
+        OURS_UNBIASED if unbiased else OURS,
         case.channels,
-        "batch",
-        eps=cases.EPS,
-        channelwise_affine=case.affine,
         momentum=1 - case.momentum if case.peer == "torch" else case.momentum,
-        approach="batch",
-        unbiased=unbiased,
+        eps=cases.EPS,
+        affine=case.affine,
     )
     # The peers start from a mean of 0 and a variance of 1, which count like any other.
-    state = load(layer, state, np.zeros(case.channels), np.ones(case.channels))
-
-    def step(
-        affine: cases.Arrays, x: np.ndarray, dy: np.ndarray, probe: np.ndarray
-    ) -> dict[str, Any]:
-        nonlocal layer, state
-        if affine:
-            new = [jnp.asarray(affine[name]) for name in ("weight", "bias")]
-            layer = eqx.tree_at(lambda layer: [layer.weight, layer.bias], layer, new)
-        y, state, (gradients, dx) = call_and_grad(layer, state, jnp.asarray(x), jnp.asarray(dy))
-        inference, _ = call(eqx.nn.inference_mode(layer), state, jnp.asarray(probe))
-        mean, variance = remembered(layer, state)
-        return {
-            "y": y,
-            "inference": inference,
-            "dx": dx,
-            **{f"d{name}": getattr(gradients, name) for name in affine},
-            "running_mean": mean,
-            "running_var": variance,
-        }
-
-    return cases.record(case, step)
+    mean, variance, weight, *others = layer.memory
+    memory = mean, jnp.ones_like(variance), jnp.ones_like(weight), *others
+    return cases.run(case, layer, memory)
 
 
 @functools.cache

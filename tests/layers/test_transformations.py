@@ -1,4 +1,7 @@
-"""Tests every transformation of JAX and Equinox that the layers have to work under."""
+"""Tests every transformation of JAX and Equinox that the layers have to work under.
+
+Derivatives of all orders, and through a scan: tests/operation/test_derivatives.py.
+"""
 
 import functools
 
@@ -8,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from eqx_norm import LayerNorm
 from tests.compiling import XLA_FLAGS, filter_jit, jit
@@ -42,73 +44,9 @@ from tests.layers.masking import (
 from tests.processes import on_devices
 
 DX = normal(1, X.shape)
-SMALL, D_SMALL = X[..., :2], DX[..., :2]
-MASKED = jnp.stack([LENGTHS, np.zeros_like(LENGTHS), NOT_THE_FIRST])
-# The second is None where no mask is given.
-each_approach_and_masked = pytest.mark.parametrize(
-    ("approach", "masks"),
-    [*((approach, None) for approach in APPROACHES), ("smooth_start", MASKED)],
-    ids=[*APPROACHES, "smooth_start, masked"],
-)
 
 
-def at(masks, i):
-    return None if masks is None else masks[i]
-
-
-@each_approach
-def test_derivatives_agree_with_finite_differences(approach):
-    layer, state = trained(approach, None)
-    h = 1e-5
-
-    @filter_jit
-    def derive(layer, state, x, dx):
-        def f(x):
-            return jnp.sum(jnp.sin(over_batch(layer)(x, copy(state))[0]))
-
-        values = jnp.stack([f(x + h * dx), f(x - h * dx)])
-        gradients = jnp.stack([jax.grad(f)(at) for at in (x, x + h * dx, x - h * dx)])
-        return values, jax.jvp(f, (x,), (dx,)), gradients, jax.hessian(f)(x)
-
-    # In float64, so that the error of a central difference is h^2 and not rounding.
-    with jax.enable_x64(True):
-        layer, state, x, dx = jax.tree.map(
-            lambda a: jnp.asarray(np.float64(a)) if eqx.is_inexact_array(a) else a,
-            (layer, state, SMALL, D_SMALL),
-        )
-        values, (value, derivative), gradients, hessian = derive(layer, state, x, dx)
-    assert value.dtype == jnp.float64
-    values, gradients, hessian, dx = map(np.asarray, (values, gradients, hessian, dx))
-    np.testing.assert_allclose(derivative, (values[0] - values[1]) / (2 * h), rtol=1e-8)
-    np.testing.assert_allclose(np.vdot(gradients[0], dx), derivative, rtol=1e-12)
-
-    # Second order: the Hessian along dx is the difference of two gradients.
-    along = (gradients[1] - gradients[2]) / (2 * h)
-    hessian = hessian.reshape(dx.size, dx.size)
-    np.testing.assert_allclose(hessian @ dx.ravel(), along.ravel(), rtol=1e-6, atol=1e-8)
-
-
-@each_approach_and_masked
-def test_scan_equals_a_loop(approach, masks):
-    layer, state = untrained(approach)
-    xs = normal(3, (3, *X.shape), 2, 3)
-
-    @jit
-    def scanned(state, xs, masks):
-        def step(state, x_and_mask):
-            x, mask = x_and_mask
-            y, state = forward(layer, x, mask, state)
-            return state, y
-
-        return lax.scan(step, state, (xs, masks))
-
-    scanned_state, scanned_ys = scanned(copy(state), xs, masks)
-    for i in range(3):
-        y, state = call_masked(layer, state, xs[i], at(masks, i))
-        close(y, scanned_ys[i])
-    all_close(state, scanned_state)
-
-
+@pytest.mark.x32  # slow
 @each_approach
 def test_checkpoint_changes_nothing(approach):
     layer, state = trained(approach)
@@ -118,8 +56,10 @@ def test_checkpoint_changes_nothing(approach):
     all_close((y, dx, new_state), (remat_y, remat_dx, remat_state))
 
 
-@each_approach_and_masked
-def test_ensemble_is_each_member_alone(approach, masks):
+@each_approach
+def test_ensemble_is_each_member_alone(approach):
+    masks = jnp.stack([LENGTHS, np.zeros_like(LENGTHS), NOT_THE_FIRST])
+
     @eqx.filter_vmap
     def members(key):
         layer, state = untrained(approach)
@@ -129,35 +69,38 @@ def test_ensemble_is_each_member_alone(approach, masks):
     layers, states = members(jax.random.split(jax.random.key(0), 3))
     x = normal(4, (3, *X.shape), 1, 2)
     _, states = filter_jit(eqx.filter_vmap(forward))(layers, x, None, states)
-    ys, after = filter_jit(eqx.filter_vmap(forward))(layers, x, masks, copy(states))
-    for i in range(3):
-        y, state = call_masked(member(layers, i), member(states, i), x[i], at(masks, i))
-        close(y, ys[i])
-        all_close(state, member(after, i))
+    for given in (None, masks):
+        ys, after = filter_jit(eqx.filter_vmap(forward))(layers, x, given, copy(states))
+        for i in range(3):
+            mask = None if given is None else given[i]
+            alone = call_masked(member(layers, i), copy(member(states, i)), x[i], mask)
+            all_close(alone, (ys[i], member(after, i)))
 
 
-@pytest.mark.parametrize("outer", [True, False], ids=["unnamed outside", "unnamed inside"])
-def test_nested_vmaps_without_a_name(outer):
-    layer, state = untrained("batch")
-    x = normal(0, (4, 6, 3, 2))
-    if outer:
-        nested = jax.vmap(over_batch(layer), in_axes=(0, None))
-    else:
-        inside = jax.vmap(layer, in_axes=(0, None))
-        nested = jax.vmap(inside, axis_name="batch", in_axes=(1, None), out_axes=(1, None))
-    y, states = jit(nested)(x, copy(state))
-    for i in range(4):
-        right, right_state = call(layer, copy(state), x[i])
-        close(y[i], right)
-        all_close(right_state, member(states, i))
+def of_ensemble(layer):
+    """Returns a call for several batches, which share layer, state and mask."""
+    return jax.vmap(masked(layer), in_axes=(0, None, None))
 
 
-def test_an_ensemble_of_one_layer_with_one_mask():
+def inside_out(layer):
+    """Names the outer axis, so that the several batches are the inner one."""
+
+    def one(x, mask, state):
+        return layer(x, state, mask=mask)
+
+    inside = jax.vmap(one, in_axes=(0, None, None))
+    axes = {"in_axes": (1, 0, None), "out_axes": (1, None)}
+    return jax.vmap(inside, axis_name="batch", **axes)
+
+
+@pytest.mark.parametrize("nested", [of_ensemble, inside_out])
+@pytest.mark.parametrize("mask", [None, LENGTHS], ids=["whole", "masked"])
+def test_nested_vmaps(mask, nested):
     layer, state = trained("batch")
     xs = normal(6, (2, *X.shape))
-    ys, states = jit(jax.vmap(masked(layer), in_axes=(0, None, None)))(xs, LENGTHS, copy(state))
+    ys, states = jit(nested(layer))(xs, mask, copy(state))
     for i in range(2):
-        y, new = call_masked(layer, copy(state), xs[i], LENGTHS)
+        y, new = call_masked(layer, copy(state), xs[i], mask)
         close(y, ys[i])
         all_close(new, member(states, i))
 
@@ -224,6 +167,7 @@ def test_one_program_serves_all_masks_and_both_modes(unbiased):
     assert traces == 1
 
 
+@pytest.mark.x32  # slow
 @pytest.mark.parametrize("how", ["relu", "mask", "device_invariant", "LayerNorm, silu"])
 def test_without_jit(how):
     """A primitive that is evaluated by a compiled program must not call itself for ever."""
@@ -252,14 +196,10 @@ def test_without_jit(how):
 
 # In a process of its own, because the number of CPU devices is fixed when JAX starts.
 SHARDED = """
-import jax, equinox as eqx, numpy as np
+import jax, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from eqx_norm import BatchNorm
-
-def over_batch(layer):
-    def one(x, mask, state):
-        return layer(x, state, mask=mask)
-    return jax.vmap(one, axis_name="batch", in_axes=(0, 0, None), out_axes=(0, None))
+from tests.helpers import make
+from tests.layers.masking import masked
 
 def value_and_gradient(f, x, mask, state):
     def loss(x):
@@ -269,16 +209,15 @@ def value_and_gradient(f, x, mask, state):
 
 mesh = Mesh(np.array(jax.devices()), ("devices",))
 assert len(jax.devices()) == 2
-make = eqx.nn.make_with_state(BatchNorm)
 x = 5 + 2 * jax.random.normal(jax.random.key(0), (8, 3, 5))
 specs = dict(in_specs=(P("devices"), P("devices"), P()), out_specs=(P("devices"), P()))
 
 def check(names, approach):
     one, state = make(3, "batch", approach=approach)
     layer, _ = make(3, names, approach=approach)
-    sharded = jax.shard_map(over_batch(layer), mesh=mesh, check_vma=False, **specs)
+    sharded = jax.shard_map(masked(layer), mesh=mesh, check_vma=False, **specs)
     ours = jax.jit(lambda *arrays: value_and_gradient(sharded, *arrays))
-    right = jax.jit(lambda *arrays: value_and_gradient(over_batch(one), *arrays))
+    right = jax.jit(lambda *arrays: value_and_gradient(masked(one), *arrays))
     for left in (1, 0):
         mask = np.ones((8, 5), bool)
         mask[:4] = False

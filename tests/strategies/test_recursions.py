@@ -10,6 +10,7 @@ from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart
 from tests.helpers import at_step, f32
 from tests.strategies.recursions import CASES, IDS, of_smooth_start
 
+pytestmark = pytest.mark.x32  # its averages are float32 whatever the default
 CHANNELS = 3
 ULP = float(np.finfo(np.float32).eps)
 MOMENTA = (1e-6, 0.5, 0.99, 0.9999, 0.999999)
@@ -68,7 +69,7 @@ def test_momentum_outside_0_1_is_an_error(strategy, momentum):
 
 @each_momentum
 def test_thousands_of_steps(momentum):
-    """Both averages of `Running`, by which all strategies normalise."""
+    """Checks both averages of `Running`, by which all strategies normalise."""
     steps = 3000
     random = np.random.RandomState(1)
     mean = (1e4 + random.standard_normal((steps, CHANNELS))).astype(np.float32)
