@@ -178,6 +178,17 @@ def test_without_results_there_is_nothing_to_show(tmp_path, capsys):
         assert "there are no results of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["accuracy", "layer_norm", "stability"])
+def test_quick_holds_every_claim(name, tmp_path, capsys):
+    """That of the others is in their own tests, which look into its results."""
+    assert BY_NAME[name].main(["--quick", "--out", str(tmp_path)]) == 0
+    claims = json.loads((tmp_path / "results" / f"{name}.json").read_text())["claims"]
+    assert all(claim["holds"] for claim in claims)
+    assert capsys.readouterr().out.count("| holds") == len(claims)
+    for figure in (tmp_path / "figures").iterdir():
+        assert figure.stat().st_size > 10_000
+
+
 # --- The steps of a run, with an experiment that measures nothing.
 
 
