@@ -29,10 +29,10 @@ def committed():
     return {path: path.stat().st_mtime_ns for path in files}
 
 
-def results(experiment, out):
+def results(name, out):
     """Copies the committed results of an experiment; they say all that it reports."""
     (out / "results").mkdir(parents=True, exist_ok=True)
-    for path in (COMMITTED / "results").glob(f"{experiment.name}*"):
+    for path in (COMMITTED / "results").glob(f"{name}*"):
         shutil.copy(path, out / "results")
 
 
@@ -70,6 +70,34 @@ def test_help_shows_help_and_does_nothing_else(name, capsys, monkeypatch):
         runpy.run_module(module, run_name="__main__", alter_sys=False)
     assert exit_.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: python -m {module} ")
+
+
+WRONG = [
+    ("stability --data nowhere", "nowhere.*no such folder.*--data download"),
+    ("stability --momentum 1", "--momentum: 1: must be between 0 and 1"),
+    ("stability --steps 0", "--steps: 0: must be 1 or more"),
+    ("stability --seeds -1", "--seeds: -1: must be 0 or more"),
+    ("stability --seeds one", "--seeds: invalid number value: 'one'"),
+    ("stability --approach group", "--approach: invalid choice: 'group'.*smooth_start"),
+    ("speed --shapes 64", "--shapes: '64': must be N,C,.*for example 64,64,32,32"),
+    ("speed --shapes 8,0", "--shapes: '8,0': must be N,C"),
+    ("speed --shapes big", "--shapes: 'big': must be N,C"),
+    ("speed --rounds 0", "--rounds: 0: must be 1 or more"),
+    ("speed --dtype f64", "--dtype: invalid choice: 'f64'"),
+    ("speed --peers keras", "--contestants: invalid choice: 'keras'.*Flax linen"),
+    ("speed --device tpu", "--device: invalid choice: 'tpu'"),
+    ("speed --only speed", "--only: invalid choice: 'speed'"),
+]
+
+
+@pytest.mark.parametrize(("command", "says"), WRONG, ids=[command for command, _ in WRONG])
+def test_bad_arguments_end_with_a_sentence(command, says, capsys, tmp_path):
+    name, *arguments = command.split()
+    with pytest.raises(SystemExit) as exit_:
+        BY_NAME[name].main(arguments)
+    assert exit_.value.code == 2
+    assert re.search(says, capsys.readouterr().err.replace("\n", " "))
+    assert not list(tmp_path.rglob("*.csv"))
 
 
 class AskedError(Exception):
@@ -134,10 +162,9 @@ def test_without_its_peers_an_experiment_replaces_nothing(name, capsys, monkeypa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_reports_what_it_has_written(name, tmp_path, capsys):
-    experiment = BY_NAME[name]
     run = dataclasses.replace(
-        experiment,
-        measure=lambda job, files: results(experiment, files.out) or {"noted": 3},
+        BY_NAME[name],
+        measure=lambda job, files: results(name, files.out) or {"noted": 3},
         present=lambda job: (job, {"a peer": "not here"}),
     )
     assert run.main([]) == 0
@@ -148,26 +175,23 @@ def test_a_run_reports_what_it_has_written(name, tmp_path, capsys):
         assert Path(figure).is_relative_to(f"build/{name}/figures")
         assert Path(figure).stat().st_size > 10_000
     about = json.loads(Path(f"build/{name}/results/{name}.json").read_text())
-    assert about["noted"] == 3
-    assert about["left out"] == {"a peer": "not here"}
+    assert (about["noted"], about["left out"]) == (3, {"a peer": "not here"})
     assert about["seconds"] >= 0
     assert about["claims"]
-    assert {"processor", "instruction set", "python", "jax", "equinox"} <= set(
-        about["environment"]
-    )
+    noted = {"processor", "instruction set", "python", "jax", "equinox"}
+    assert noted <= set(about["environment"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_results_are_shown_again(name, tmp_path, capsys):
     experiment = BY_NAME[name]
-    results(experiment, tmp_path)
+    results(name, tmp_path)
     assert experiment.main(["--redraw", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     for stem in experiment.stems(tmp_path):
         report = experiment.report(lab.Files(tmp_path, stem))
         assert report.text in said
-        for verdict in report.verdicts:
-            assert verdict.claim in said
+        assert all(verdict.claim in said for verdict in report.verdicts)
 
 
 def test_without_results_there_is_nothing_to_show(tmp_path, capsys):

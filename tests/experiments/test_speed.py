@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import re
 
 import pytest
 
@@ -39,14 +38,12 @@ def test_quick_holds_what_does_not_depend_on_the_machine(tmp_path):
     arguments = ["--quick", "--shapes", "16,64,32,32", "--out", str(tmp_path)]
     assert EXPERIMENT.main(arguments) == 0
     measured = rows.load(tmp_path / "results" / "speed.csv", Row)
-    timed = {row.peer for row in measured if row.part == "time"}
-    assert timed == {names.OURS, *EQUINOX, PARTS, MEMORY_COPY}
     assert {row.part for row in measured} == set(QUICK.parts)
-    for row in (row for row in measured if row.part == "time"):
-        assert 0 < row.low <= row.median <= row.high
+    timed = [row for row in measured if row.part == "time"]
+    assert {row.peer for row in timed} == {names.OURS, *EQUINOX, PARTS, MEMORY_COPY}
+    assert all(0 < row.low <= row.median <= row.high for row in timed)
     written = json.loads((tmp_path / "results" / "speed.json").read_text())
     assert written["settings"]["rounds"] == QUICK.rounds
-    assert {"device", "cores", "python", "jax", "equinox"} <= set(written["environment"])
 
 
 def test_a_rehearsal_measures_every_part_and_can_be_added_to(tmp_path):
@@ -62,11 +59,8 @@ def test_a_rehearsal_measures_every_part_and_can_be_added_to(tmp_path):
     every = {("time", FIRST), ("time", LAST), ("layer_norm", ROWS)}
     for peer in (names.OURS, names.OURS_XLA):
         assert {(row.part, row.layout) for row in timed if row.peer == peer} == every
-    for row in timed:
-        assert not row.note
-        assert row.share > 0
-        assert row.host > 0
-        assert row.instances == 2
+    assert not [row.note for row in timed if row.note]
+    assert all(row.share > 0 and row.host > 0 and row.instances == 2 for row in timed)
     assert NO_NORM in {row.peer for row in measured if row.part == "training"}
     assert files.figure().stat().st_size > 10_000
 
@@ -146,27 +140,6 @@ def test_what_is_not_there_is_left_out_and_said(monkeypatch, tmp_path):
     nobody, _ = speed.present(dataclasses.replace(Job(), peers=IN_TORCH))
     with pytest.raises(UserError, match="none of them can run here"):
         measure.measure(nobody, Files(tmp_path, "speed"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shapes", "64"], "--shapes: '64': must be N,C,.*for example 64,64,32,32"),
-        (["--shapes", "8,0"], "--shapes: '8,0': must be N,C"),
-        (["--shapes", "big"], "--shapes: 'big': must be N,C"),
-        (["--rounds", "0"], "--rounds: 0: must be 1 or more"),
-        (["--dtype", "f64"], "--dtype: invalid choice: 'f64'"),
-        (["--peers", "keras"], "--contestants: invalid choice: 'keras'.*Flax linen"),
-        (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
-        (["--only", "speed"], "--only: invalid choice: 'speed'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_arguments_end_with_a_sentence(arguments, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        EXPERIMENT.main(["--quick", *arguments])
-    assert exit_.value.code == 2
-    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
 
 
 # Rows.
