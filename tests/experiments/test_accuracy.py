@@ -7,7 +7,7 @@ import pytest
 
 from experiments.accuracy import __main__ as accuracy
 from experiments.accuracy import approaches, cases, claims
-from experiments.accuracy.cases import CHANNELS, CONSTANT
+from experiments.accuracy.cases import CHANNELS
 from experiments.accuracy.layouts import FIRST, LAST, LAYOUTS, ROWS
 from experiments.accuracy.rows import NOT_SERVED, Row
 from experiments.lab import claims as lab
@@ -97,17 +97,6 @@ def test_the_reference_rounded_to_the_dtype_holds_every_bound(name):
     found = exact.errors(batch, right, rounded)
     row = Row(name, FIRST, names.OURS, *found)
     assert not [v for v in lab.judge(claims.CLAIMS, [row]) if v.holds is False]
-
-
-def test_constants_are_those_of_caffe_3963():
-    """https://github.com/BVLC/caffe/issues/3963"""
-    seen = set()
-    for case in CASES.values():
-        if case.group == CONSTANT:
-            x = case.batch().x
-            assert (x == x[0]).all()
-            seen |= set(x[0])
-    assert {np.float32(v) for v in (1e-3, 0.1, 3.3, 1000.1, 65504)} <= seen
 
 
 def test_the_committed_results_are_of_every_case_and_layer():

@@ -12,7 +12,6 @@ from experiments.compiled.claims import CLAIMS, Measured
 from experiments.compiled.measured import measure
 from experiments.compiled.recipe import ATOMIC, OURS, Step
 from experiments.lab import claims
-from experiments.lab.errors import UserError
 
 # x and y have 4,096 bytes (2,048 as bf16). The GPU backend writes programs like this one.
 PROGRAM = """\
@@ -190,17 +189,12 @@ def test_how_a_program_adds():
 
 
 def test_other_gpus_differ_in_what_is_said_of_them():
-    assert [compiler.shared_memory(device) for device in compiler.DEVICES] == [
-        164 * 1024,
-        228 * 1024,
-        228 * 1024,
-    ]
+    memory = [compiler.shared_memory(device) / 1024 for device in compiler.DEVICES]
+    assert memory == [164, 228, 228]
 
 
 def test_without_the_plugin_it_says_what_to_do(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="make gpu-compile-check"):
-        compiler.require_plugin()
     with pytest.raises(SystemExit) as exit_:
         EXPERIMENT.main(["--out", str(tmp_path)])
     assert exit_.value.code == 2
