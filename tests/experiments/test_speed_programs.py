@@ -12,38 +12,50 @@ import pytest
 from experiments.lab import timer
 from experiments.lab.peers import names
 from experiments.lab.timer import Program
-from experiments.speed import agreement, cases, parts, programs, training
+from experiments.speed import agreement, parts, programs, training
+from experiments.speed.cases import (
+    BOTH,
+    DTYPES,
+    EQUINOX,
+    FIRST,
+    FLAX,
+    FORWARD,
+    GPU,
+    IN_TORCH,
+    LAST,
+    OWN,
+    ROWS,
+    Problem,
+)
 from experiments.speed.programs import How
 
 IMAGES, TABLE = (6, 5, 4, 3), (16, 5)
-OURS = cases.Problem(IMAGES, "f32", cases.OWN)
+OURS = Problem(IMAGES, "f32", OWN)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [IMAGES, TABLE], ids=str)
 def test_peers_of_jax_agree(shape, dtype):
-    batch_norms = [names.OURS, names.OURS_INVARIANT, *cases.EQUINOX]
-    assert_agreement(batch_norms, cases.Problem(shape, dtype, cases.OWN))
+    batch_norms = [names.OURS, names.OURS_INVARIANT, *EQUINOX]
+    assert_agreement(batch_norms, Problem(shape, dtype, OWN))
     if shape == IMAGES:  # as on a GPU
-        assert_agreement(
-            (names.OURS, names.EQUINOX_BATCH), cases.Problem(shape, dtype, cases.LAST)
-        )
+        assert_agreement((names.OURS, names.EQUINOX_BATCH), Problem(shape, dtype, LAST))
     else:
-        assert_agreement((names.OURS, names.EQUINOX), cases.Problem(shape, dtype, cases.ROWS))
+        assert_agreement((names.OURS, names.EQUINOX), Problem(shape, dtype, ROWS))
 
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")  # the peers' own, of what they import
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("layout", [cases.OWN, cases.FIRST, cases.LAST, cases.ROWS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [OWN, FIRST, LAST, ROWS])
 def test_other_peers_agree(layout, dtype):
     from experiments.speed import in_torch
 
-    problem = cases.Problem(TABLE if layout == cases.ROWS else IMAGES, dtype, layout)
-    assert_agreement(cases.FLAX if layout != cases.ROWS else (names.LINEN,), problem)
+    problem = Problem(TABLE if layout == ROWS else IMAGES, dtype, layout)
+    assert_agreement(FLAX if layout != ROWS else (names.LINEN,), problem)
     given = agreement.numbers(problem.shape)
     exact = agreement.Agreement(given, problem)
-    made = in_torch.program(names.TORCH, problem, cases.BOTH, 2, "cpu", given)
+    made = in_torch.program(names.TORCH, problem, BOTH, 2, "cpu", given)
     results = made.wait(made.call())
     assert (made.instances, len(results)) == (2, 2)
     assert exact.deviation(in_torch.outputs(results)) <= exact.tolerance
@@ -58,7 +70,7 @@ def assert_agreement(entered, problem):
         found = parts.outputs(name, problem, given, How())
         assert exact.deviation(found) <= exact.tolerance, name
         # What is timed as forward is the same y.
-        forward = programs.built(name, problem, cases.FORWARD, How())
+        forward = programs.built(name, problem, FORWARD, How())
         affine = jnp.asarray(given.weight), jnp.asarray(given.bias)
         x = programs.placed(name, problem, given.x)
         ((y, _),) = forward.call(affine, forward.memory, [(x,)], None)
@@ -66,9 +78,9 @@ def assert_agreement(entered, problem):
         np.testing.assert_allclose(y, found.y, atol=exact.tolerance)
 
 
-@pytest.mark.parametrize("layout", [cases.OWN, cases.ROWS])
+@pytest.mark.parametrize("layout", [OWN, ROWS])
 def test_disagreement_is_seen(layout):
-    problem = cases.Problem(TABLE, "f32", layout)
+    problem = Problem(TABLE, "f32", layout)
     given = agreement.numbers(problem.shape)
     exact = agreement.Agreement(given, problem)
     right = parts.outputs(names.OURS, problem, given, How())
@@ -95,10 +107,10 @@ def test_a_stack_is_one_layer_after_the_other():
 @pytest.mark.parametrize("how", [How(in_place=True), How(2, True, True)], ids=str)
 def test_results_written_over_those_of_the_call_before_are_the_same(how):
     """The same arithmetic, in memory that does not move: nothing is left to the allocator."""
-    call, memory, affine, _, _ = programs.built(names.OURS, OURS, cases.BOTH, How())
+    call, memory, affine, _, _ = programs.built(names.OURS, OURS, BOTH, How())
     given = programs.drawn(IMAGES, "f32", how.instances)
     right = [call(affine, memory, [arrays], None)[0] for arrays in given]
-    program = programs.program(names.OURS, OURS, cases.BOTH, how)
+    program = programs.program(names.OURS, OURS, BOTH, how)
     assert program.instances == how.instances
     places = set()
     for _ in range(3):
@@ -131,7 +143,7 @@ def test_a_bit_that_differs_is_counted():
 
 
 def test_the_network_has_the_arrays_of_a_resnet():
-    linear = eqx.filter_eval_shape(training.initial, cases.GPU.network, jnp.bfloat16)
+    linear = eqx.filter_eval_shape(training.initial, GPU.network, jnp.bfloat16)
     found = []
 
     def spied(layer, conv, i):
@@ -143,7 +155,7 @@ def test_the_network_has_the_arrays_of_a_resnet():
 
     made = training.norms(names.OURS, linear)
     layers = [spied(*each) for each in zip(made, linear.convolutions, range(99), strict=False)]
-    size = cases.GPU.network.image
+    size = GPU.network.image
     images = jax.ShapeDtypeStruct((2, 3, size, size), jnp.bfloat16)
     affines = [(jnp.ones(c.out_channels),) * 2 for c in linear.convolutions]
     memories = [layer.memory for layer in layers]
@@ -154,7 +166,7 @@ def test_the_network_has_the_arrays_of_a_resnet():
 
 
 def test_a_block_has_no_relu_before_and_beside_its_sum():
-    linear = eqx.filter_eval_shape(training.initial, cases.GPU.network, jnp.float32)
+    linear = eqx.filter_eval_shape(training.initial, GPU.network, jnp.float32)
     below = []
     layers = training.norms(names.OURS, linear)[:5]
     for layer, conv in zip(layers, linear.convolutions, strict=False):
@@ -211,9 +223,9 @@ def test_what_raises_stops_no_other_where_somebody_is_told():
 
 
 def test_programs_outlast_the_cache_and_the_launch():
-    whole = [*cases.GPU.batch_norms(cases.GPU.shapes), *cases.GPU.layer_norms(cases.GPU.rows)]
+    whole = [*GPU.batch_norms(GPU.shapes), *GPU.layer_norms(GPU.rows)]
     assert len(whole) == 18 * 2 * 2 + 6 * 2
-    work = parts.Parts(cases.GPU, None)  # pyright: ignore[reportArgumentType]
+    work = parts.Parts(GPU, None)  # pyright: ignore[reportArgumentType]
     for problem in whole:
         instances = work._how(problem).instances
         # x, dy, y and dx, beside the 60 MB of an H200's L2.
@@ -223,10 +235,9 @@ def test_programs_outlast_the_cache_and_the_launch():
 
 
 def test_what_takes_long_to_compile_is_there_where_it_matters():
-    shapes = (32, 512, 7, 7), (256, 64, 112, 112)
-    small, large = (cases.Problem(shape, "f32", cases.LAST) for shape in shapes)
-    ours, peers = [names.OURS, names.OURS_XLA], [names.EQUINOX_BATCH, names.LINEN]
+    small, large = (Problem(s, "f32", LAST) for s in ((32, 512, 7, 7), (256, 64, 112, 112)))
     kernels = [names.OURS_TRITON, names.OURS_MOSAIC]
-    assert cases.GPU.entered(small, cases.FORWARD) == [*ours, *peers, names.TORCH]
-    assert cases.GPU.entered(small) == [*ours, *kernels, *peers, names.TORCH]
-    assert cases.GPU.entered(large) == [*ours, *kernels, *peers, *cases.IN_TORCH]
+    ours, peers = [names.OURS, names.OURS_XLA], [names.EQUINOX_BATCH, names.LINEN]
+    assert GPU.entered(small, FORWARD) == [*ours, *peers, names.TORCH]
+    assert GPU.entered(small) == [*ours, *kernels, *peers, names.TORCH]
+    assert GPU.entered(large) == [*ours, *kernels, *peers, *IN_TORCH]
