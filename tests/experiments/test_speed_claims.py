@@ -109,7 +109,8 @@ def test_in_a_rehearsal_speed_is_not_judged(files):
 
 
 def test_what_quick_fails_of_does_not_depend_on_the_machine():
-    assert [i for i, claim in enumerate(ON_A_CPU, 1) if claim.quick] == [1, 8, 15]
+    verdicts = claims.verdicts([Row("cpu", "copy")])
+    assert [i for i, verdict in enumerate(verdicts, 1) if verdict.quick] == [1, 8, 15]
 
 
 @pytest.mark.parametrize(("device", "every"), [("cpu", ON_A_CPU), ("gpu", ON_A_GPU)])
