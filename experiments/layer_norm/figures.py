@@ -43,12 +43,12 @@ def draw(files: Files) -> list[Path]:
 
 
 def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
+    of_layers = rows.by(found, lambda row: row.layer)
     for layer, style in STYLE.items():
-        mine = [row for row in found if row.layer == layer]
-        if mine:
-            values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
-            look = {"label": layer, "color": PEERS[layer], **style}
-            axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
+        mine = of_layers.get(layer, [])
+        values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
+        look = {"label": layer, "color": PEERS[layer], **style}
+        axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
     axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
     axes.annotate(
         "the pair of the issue",
@@ -62,7 +62,7 @@ def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("distance of the pair from zero")
-    labels = {ZERO: "0"}
-    ticks = [ZERO, *(10.0**k for k in range(-7, 5, 2))]
-    axes.set_yticks(ticks, [labels.get(t, f"$10^{{{round(np.log10(t))}}}$") for t in ticks])
+    exponents = range(-7, 5, 2)
+    ticks = {ZERO: "0", **{10.0**k: f"$10^{{{k}}}$" for k in exponents}}
+    axes.set_yticks([*ticks], [*ticks.values()])
     axes.minorticks_off()
