@@ -44,10 +44,10 @@ def draw(files: Files) -> list[Path]:
 
 def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
     of_layers = rows.by(found, lambda row: row.layer)
-    for layer, style in STYLE.items():
-        mine = of_layers.get(layer, [])
+    for layer in filter(of_layers.__contains__, STYLE):
+        mine = of_layers[layer]
         values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
-        look = {"label": layer, "color": PEERS[layer], **style}
+        look = {"label": layer, "color": PEERS[layer], **STYLE[layer]}
         axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
     axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
     axes.annotate(
