@@ -4,6 +4,7 @@ Trained numbers differ by processor in their digits, so the files beside the res
 Nothing here identifies a machine.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -35,8 +36,10 @@ def environment(*packages: str) -> dict[str, Any]:
         "instruction set": instruction_set(),
         "cores": cores(),
         "python": platform.python_version(),
-        **{name: found for name in used if (found := _version(name))},
     }
+    for name in used:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
     if device.platform != "cpu":
         found["platform"] = " ".join(device.client.platform_version.split())
         if _DRIVER.exists():
@@ -81,10 +84,3 @@ def _about() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

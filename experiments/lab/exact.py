@@ -74,42 +74,45 @@ class Exact(NamedTuple):
 def batch_norm(batch: Batch) -> Exact:
     """Returns what a batch norm gives in training."""
     others = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    return _exact(batch, statistics=others, parameters=others)
+    return _exact(batch, others, others)
 
 
 def layer_norm(batch: Batch) -> Exact:
     """Returns what a layer norm gives."""
-    return _exact(batch, statistics=tuple(range(1, batch.x.ndim)), parameters=(0,))
+    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,))
 
 
-def _exact(batch: Batch, *, statistics: tuple[int, ...], parameters: tuple[int, ...]) -> Exact:
+def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...]) -> Exact:
     """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
-    x, dy = (values.astype(np.longdouble) for values in (batch.x, batch.dy))
-    weight, bias = (
-        default if v is None else np.expand_dims(v.astype(np.longdouble), parameters)
-        for v, default in ((batch.weight, 1), (batch.bias, 0))
-    )
 
     def mean(values: NDArray) -> NDArray:
         return values.mean(statistics, keepdims=True)
 
+    def wide(values: Any, default: float) -> Any:
+        if values is None:
+            return default
+        return np.expand_dims(values.astype(np.longdouble), parameters)
+
+    x, dy = (values.astype(np.longdouble) for values in (batch.x, batch.dy))
+    weight, bias = wide(batch.weight, 1), wide(batch.bias, 0)
     deviation = x - mean(x)
     variance = mean(deviation**2)
     rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
     xhat, g, product = deviation * rstd, dy * weight, dy * (deviation * rstd)
+    variance = variance.squeeze(statistics)
+    sum_dy = np.abs(dy).sum(parameters)
+    both = tuple(set(statistics) & set(parameters))  # summed by one rstd
+    of_each_rstd = np.abs(product.sum(both, keepdims=True))
     answer = Answer(
         y=xhat * weight + bias,
-        variance=variance.squeeze(statistics),
+        variance=variance,
         dx=rstd * (g - mean(g) - xhat * mean(g * xhat)),
         dweight=product.sum(parameters),
         dbias=dy.sum(parameters),
     )
-    sum_dy = np.abs(dy).sum(parameters)
-    both = tuple(set(statistics) & set(parameters))  # summed by one rstd
-    of_each_rstd = np.abs(product.sum(both, keepdims=True))
     units = Answer(
         y=np.maximum(1, np.abs(xhat)),
-        variance=variance.squeeze(statistics) + EPS,
+        variance=variance + EPS,
         dx=np.abs(g).max(statistics, keepdims=True) * rstd,
         dweight=sum_dy + RSTD_UNIT * of_each_rstd.sum(parameters),
         dbias=sum_dy,
