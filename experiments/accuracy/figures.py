@@ -96,7 +96,7 @@ def _constants(axes: Axes, measured: Measured) -> None:
     shown = [case for case in shown if case.group == CONSTANT and not case.affine]
     of_ranges = rows.by(shown, lambda case: case.at)
     for marker, (up_to, of_range) in zip("o^s", of_ranges.items(), strict=True):
-        style = {"marker": marker, "linestyle": "", "markerfacecolor": "none"}
+        style: Any = {"marker": marker, "linestyle": "", "markerfacecolor": "none"}
         for case in of_range:
             for row, layer in enumerate(layers):
                 axes.plot(measured[case.name][layer], row, color=PEERS[layer], **style)

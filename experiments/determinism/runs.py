@@ -82,8 +82,16 @@ def _compared(
     for run, outcome, verdict, by_step, by_probe in zip(
         setting, outcomes, verdicts, *columns, strict=True
     ):
-        parts = "" if verdict.same else verdict.text.splitlines()[0]
-        yield Result(name, run, *outcome, parts, verdict.agreed, by_step, step, by_probe)
+        yield Result(
+            name,
+            run,
+            *outcome,
+            parts="" if verdict.same else verdict.text.splitlines()[0],
+            agreed=verdict.agreed,
+            by_step=by_step,
+            step=step,
+            by_probe=by_probe,
+        )
 
 
 def _keys(setting: Setting) -> list[_Key]:

@@ -120,9 +120,9 @@ def train(
             model, state, optimiser_state, *batch, probe
         )
         measured = i in evaluated or i == steps
-        values["test_accuracy"] = _accuracy(model, state, *test) if measured else np.nan
         for name, value in values.items():
             columns[name].append(value)
+        columns["test_accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
     curves = {name: np.array(column) for name, column in columns.items()}
     norms = curves.pop("gradient_norms")
