@@ -87,13 +87,12 @@ class Large(eqx.Module):
 
     def __init__(self, make_norm: MakeNorm, key: PRNGKeyArray):
         keys = jax.random.split(key, 5)
-        channels = [1, 16, 32, 64, 64]
-        strides = [1, 2, 2, 1]
+        layers = zip((1, 16, 32, 64), (16, 32, 64, 64), (1, 2, 2, 1), keys[:4], strict=True)
         self.convs = [
-            eqx.nn.Conv2d(channels[i], channels[i + 1], 3, strides[i], padding=1, key=keys[i])
-            for i in range(4)
+            eqx.nn.Conv2d(inputs, outputs, 3, stride, padding=1, key=key)
+            for inputs, outputs, stride, key in layers
         ]
-        self.norms = [make_norm(c) for c in channels[1:]]
+        self.norms = [make_norm(conv.out_channels) for conv in self.convs]
         self.linear = eqx.nn.Linear(64, 10, key=keys[4])
 
     def __call__(self, x: Float[Array, "1 28 28"], state: eqx.nn.State) -> Output:

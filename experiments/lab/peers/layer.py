@@ -43,4 +43,3 @@ class Layer(NamedTuple):
     evaluate: Apply
     # Memory to running mean, running variance, and whatever else is remembered.
     statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
-    layer: Any = None  # as the package made it

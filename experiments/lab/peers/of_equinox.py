@@ -49,7 +49,7 @@ def stateful(
     def read(memory: Any) -> tuple[Array, ...]:
         return statistics(layer, jax.tree.unflatten(structure, memory))
 
-    return Layer(tuple(leaves), mode(False), mode(True), read, layer)
+    return Layer(tuple(leaves), mode(False), mode(True), read)
 
 
 def stateless(make: Callable[[bool, bool], Any]) -> Layer:
