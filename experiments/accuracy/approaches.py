@@ -1,4 +1,4 @@
-"""How accurate each approach is, in training and in inference, after many steps.
+"""Measures how accurate each approach is, in training and inference, after many steps.
 
 The statistics that normalise are then running averages, over batches whose mean and variance
 change from step to step, and are compared with the same recursion in extended precision.
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Mean and variance of each channel, in extended precision."""
+    """Holds mean and variance of each channel, in extended precision."""
 
     mean: NDArray[np.longdouble]
     variance: NDArray[np.longdouble]

@@ -1,4 +1,4 @@
-"""The batches on which accurate and inaccurate normalisation differ.
+"""Draws the batches on which accurate and inaccurate normalisation differ.
 
 Every implementation is right at mean 0 and standard deviation 1. What tells them apart is a
 channel far from zero, a constant one, an outlier, many values, and half precision.
@@ -27,7 +27,7 @@ CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW, HALF = GROUPS
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kind of batch; `at` is its place on the axis of its group, if that is a quantity.
+    """Describes one kind of batch; `at` is its place on the axis of its group, if there is one.
 
     Of `draws` batches the worst counts, since some errors are rare: where XLA computes the mean
     in two loops, in only one of them by a fused multiply-add, one channel in a hundred may be

@@ -1,4 +1,4 @@
-"""What this package claims of its accuracy, each with the worst that was measured."""
+"""Judges what this package claims of its accuracy by the worst that was measured."""
 
 from collections.abc import Collection, Sequence
 

@@ -1,4 +1,4 @@
-"""The figure of the accuracy experiment: error by mean and count, and case by case."""
+"""Draws the accuracy experiment: error by mean and count, and case by case."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is claimed of runs that are to agree, and of what probes cost."""
+"""Judges what is claimed of runs that are to agree, and of what probes cost."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What the probes cost: a training step on MNIST with every layer monitored, over one without.
+"""Measures what probes cost: a step on MNIST with every layer monitored, over one without.
 
 The step is that of `lab.training`: forward, backward, Adam. Monitored are what each layer
 returns and its cotangent. The programs are timed in turn, in rounds, and a ratio is that of two

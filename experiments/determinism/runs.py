@@ -1,4 +1,4 @@
-"""The runs, each a process of its own, and where they part."""
+"""Starts the runs, each a process of its own, and finds where they part."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ Setting = Mapping[str, Run]
 
 
 class Result(NamedTuple):
-    """What one run gave.
+    """Holds what one run gave.
 
     Versions of bits are numbered in the order in which they are met, run by run: 0 are those of
     the first run of the setting.

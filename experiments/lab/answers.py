@@ -1,4 +1,4 @@
-"""What the peers give for one batch of training, to be compared with `exact`.
+"""Asks every layer for what it gives in a step of training, to be compared with `exact`.
 
 Parameters are as the batch has them. The momentum of a batch norm is such that its running
 variance after the batch is the variance of the batch.

@@ -1,4 +1,4 @@
-"""What results were measured with: device, processor, versions.
+"""Says what results were measured with: device, processor, versions.
 
 Trained numbers differ by processor in their digits, so the files beside the results name it.
 Nothing here identifies a machine.
@@ -62,7 +62,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Returns its name; that of its architecture where the system has no `/proc/cpuinfo`."""
+    """Returns the processor's name; its architecture where there is no `/proc/cpuinfo`."""
     about = _about()
     name = about.get("model name") or platform.processor() or platform.machine()
     numbers = [f"{key} {about[key]}" for key in ("cpu family", "model") if key in about]
@@ -70,7 +70,7 @@ def processor() -> str:
 
 
 def instruction_set() -> str:
-    """Returns its architecture, and which instructions on vectors and matrices it has."""
+    """Returns the architecture, and which vector and matrix instructions there are."""
     about = _about()
     flags = (about.get("flags") or about.get("Features") or "").split()
     return " ".join([platform.machine(), *sorted(filter(_VECTORS.fullmatch, flags))])

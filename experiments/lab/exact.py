@@ -1,4 +1,4 @@
-"""Normalisation and its gradients in extended precision, and how far an answer is from it.
+"""Computes normalisation and its gradients in extended precision, and errors beside them.
 
 `np.longdouble` has a mantissa of 64 bits on x86, where float32 has 24: its own error is below
 1e-12 in every case of the experiments.
@@ -24,7 +24,7 @@ RSTD_UNIT = 4.3
 
 
 class Batch(NamedTuple):
-    """What a layer is given.
+    """Holds what a layer is given.
 
     `x` is `[N, C, *spatial]` for a batch norm, whose weight and bias are `[C]`; and `[N,
     *shape]` for a layer norm, whose weight and bias are of `shape`.
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a layer gives; `None` for what it does not have, or what is not compared."""
+    """Holds what a layer gives; `None` for what it lacks, or what is not compared."""
 
     y: Any
     variance: Any  # [C], or [N] for a layer norm
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """The largest error of each on the scale of its bound; NaN where there is nothing.
+    """Holds the largest error of each on the scale of its bound; NaN where there is nothing.
 
     In half precision, y and dx are allowed half an ulp of the dtype of the input, which is
     what a correctly rounded answer may be off by; what exceeds it is counted.
@@ -64,7 +64,7 @@ class Errors(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """The right answer, and the units in which the errors of another are measured."""
+    """Holds the right answer, and the units in which errors are measured."""
 
     answer: Answer
     units: Answer

@@ -1,4 +1,4 @@
-"""Three small networks for MNIST, with a place for any normalisation layer."""
+"""Defines three small networks for MNIST, with a place for any normalisation layer."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def normalised(norm: eqx.Module, x: Array, state: eqx.nn.State) -> tuple[Array, 
 
 
 class Perceptron(eqx.Module):
-    """Linear, norm, ReLU, linear: what happens to an image happens to the norm's input.
+    """Is linear, norm, ReLU, linear: what happens to an image happens to the norm's input.
 
     No bias, no pooling and no other normalisation lies between the two, so a batch scaled by
     1e3 has 1e6 times the variance in every channel. And it trains in a millisecond a step.
@@ -45,7 +45,7 @@ class Perceptron(eqx.Module):
 
 
 class Small(eqx.Module):
-    """The network of https://github.com/patrick-kidger/equinox/issues/659.
+    """Is the network of https://github.com/patrick-kidger/equinox/issues/659.
 
     It is Equinox's tutorial CNN with one normalisation layer, after the first linear layer.
     """
@@ -75,7 +75,7 @@ class Small(eqx.Module):
 
 
 class Large(eqx.Module):
-    """Four convolutions, each normalised, so that instability can build up over the depth.
+    """Has four convolutions, each normalised: instability can build up over the depth.
 
     The issue was first met in a ResNet; this is the smallest network of that kind that
     trains on two cores.

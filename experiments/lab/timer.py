@@ -1,4 +1,4 @@
-"""Interleaved timing: in every round each program once, in an order drawn anew.
+"""Times programs in turns: in every round each of them once, in an order drawn anew.
 
 Whatever else the machine does then falls on all of them alike, and the ratio of two medians
 says more than either median.
@@ -31,7 +31,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Program:
-    """Something to time: `wait(call())` returns when its result is there."""
+    """Holds what is to be timed: `wait(call())` returns when its result is there."""
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
@@ -40,7 +40,7 @@ class Program:
 
 
 class Times(NamedTuple):
-    """Seconds for each instance, one value a round, each over so many calls."""
+    """Holds seconds for each instance, one value a round, each over so many calls."""
 
     seconds: NDArray[np.float64]
     calls: int

@@ -1,4 +1,4 @@
-"""Training runs on MNIST, and what is recorded at each of their steps."""
+"""Trains networks on MNIST, and records every step."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def no_probe(model: Any, state: eqx.nn.State, output: Array, labels: Array) -> d
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is chosen in every experiment that trains."""
+    """Says what is chosen in every experiment that trains."""
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     network: str = "small"

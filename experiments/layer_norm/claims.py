@@ -1,4 +1,4 @@
-"""What this package claims of layer norm, each with what was measured."""
+"""Judges what this package claims of layer norm by what was measured."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

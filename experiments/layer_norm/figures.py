@@ -1,4 +1,4 @@
-"""The figure of the layer norm experiment: pairs as close together as OneFlow's."""
+"""Draws the errors of pairs as close together as OneFlow's, by their distance from 0."""
 
 from pathlib import Path
 from typing import Any

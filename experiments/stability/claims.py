@@ -1,4 +1,4 @@
-"""The claims of Equinox issue #659, and how each is judged."""
+"""Judges the claims of Equinox issue #659."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ def mean_loss(curves: Curves) -> NDArray[np.float64]:
 
 
 class Ratio:
-    """A ratio of two settings, seed by seed: both start alike and see the same images."""
+    """Divides two settings seed by seed: both start alike and see the same images."""
 
     def __init__(self, runs: Runs, quantity: Quantity, a: Setting, b: Setting):
         if a not in runs or b not in runs:

@@ -1,4 +1,4 @@
-"""The thread's script, for one row: evaluate, train on a batch, evaluate; and once more."""
+"""Runs the thread's script: evaluate, train on a batch, evaluate; and once more."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""A layer in the hands of the script, with its memory; and the ways to run a layer of JAX.
+"""Lets the script run a layer, with its memory, in each of the ways that JAX has.
 
 The momentum is the share of the running average that an update leaves. It is near 0, so that
 the average is nearly the batch's; and a power of two, so that what is left of the old average

@@ -45,7 +45,7 @@ def collapsed(run: Run, clean: Run) -> bool:
 
 
 def ruined(run: Run, clean: Run) -> bool:
-    """Says so of inference, whatever training looks like."""
+    """Returns whether inference is ruined, whatever training looks like."""
     return not clean.test_end - run.test_end < RUINED
 
 

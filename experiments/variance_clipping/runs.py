@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A row of the results. What is largest is that from the first corrupted batch on."""
+    """Holds what is kept of a run; the largest are from the first corrupted batch on."""
 
     approach: str
     clipped: bool
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A row of the curves that the figures show."""
+    """Holds one step of the curves that the figures show."""
 
     approach: str
     clipped: bool

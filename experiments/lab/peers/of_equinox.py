@@ -1,4 +1,4 @@
-"""Equinox's layers, and how any layer of its kind is brought to the common form."""
+"""Brings Equinox's layers, and any layer of that kind, to the common form."""
 
 from collections.abc import Callable
 from typing import Any, Literal

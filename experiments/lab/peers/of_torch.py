@@ -1,4 +1,4 @@
-"""PyTorch's operators, run eagerly, as they usually are; and tensors from and to NumPy."""
+"""Runs PyTorch's operators eagerly, as usual; converts tensors from and to NumPy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
