@@ -1,4 +1,4 @@
-"""A row of the matrix: what is run, and what came of it."""
+"""Defines a row of the matrix: what is run, and what came of it."""
 
 import math
 from typing import NamedTuple
@@ -54,6 +54,11 @@ class Row(NamedTuple):
     def n(self) -> int:
         """Returns how many values a channel has."""
         return math.prod(self.shape) // self.shape[1]
+
+    @property
+    def values(self) -> str:
+        """Returns what its batches are, in words."""
+        return f"{self.dtype} {'x'.join(map(str, self.shape))}"
 
     @property
     def unbiased(self) -> bool:

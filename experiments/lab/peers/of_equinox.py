@@ -1,4 +1,4 @@
-"""Equinox's layers, and how any layer of its kind is brought to the common form."""
+"""Brings Equinox's layers, and any layer of that kind, to the common form."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,7 +26,7 @@ def batch_norm(name: str, settings: BatchNorm) -> Layer:
     return stateful(make, statistics)
 
 
-def layer_norm(settings: LayerNorm) -> Layer:
+def layer_norm(name: str, settings: LayerNorm) -> Layer:
     return stateless(lambda weight, bias: eqx.nn.LayerNorm(*settings, weight, bias))
 
 
@@ -49,7 +49,7 @@ def stateful(
     def read(memory: Any) -> tuple[Array, ...]:
         return statistics(layer, jax.tree.unflatten(structure, memory))
 
-    return Layer(tuple(leaves), mode(False), mode(True), read, layer)
+    return Layer(tuple(leaves), mode(False), mode(True), read)
 
 
 def stateless(make: Callable[[bool, bool], Any]) -> Layer:
