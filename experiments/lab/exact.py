@@ -71,22 +71,25 @@ class Exact(NamedTuple):
     xhat: NDArray
 
 
-def batch_norm(batch: Batch) -> Exact:
+def batch_norm(batch: Batch, precision: Any = np.longdouble) -> Exact:
     """Returns what a batch norm gives in training."""
     others = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    return _exact(batch, statistics=others, parameters=others)
+    return _exact(batch, precision, statistics=others, parameters=others)
 
 
-def layer_norm(batch: Batch) -> Exact:
+def layer_norm(batch: Batch, precision: Any = np.longdouble) -> Exact:
     """Returns what a layer norm gives."""
-    return _exact(batch, statistics=tuple(range(1, batch.x.ndim)), parameters=(0,))
+    axes = tuple(range(1, batch.x.ndim))
+    return _exact(batch, precision, statistics=axes, parameters=(0,))
 
 
-def _exact(batch: Batch, *, statistics: tuple[int, ...], parameters: tuple[int, ...]) -> Exact:
+def _exact(
+    batch: Batch, precision: Any, *, statistics: tuple[int, ...], parameters: tuple[int, ...]
+) -> Exact:
     """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
-    x, dy = (values.astype(np.longdouble) for values in (batch.x, batch.dy))
+    x, dy = (values.astype(precision) for values in (batch.x, batch.dy))
     weight, bias = (
-        default if v is None else np.expand_dims(v.astype(np.longdouble), parameters)
+        default if v is None else np.expand_dims(v.astype(precision), parameters)
         for v, default in ((batch.weight, 1), (batch.bias, 0))
     )
 
@@ -95,7 +98,7 @@ def _exact(batch: Batch, *, statistics: tuple[int, ...], parameters: tuple[int, 
 
     deviation = x - mean(x)
     variance = mean(deviation**2)
-    rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
+    rstd = 1 / np.sqrt(variance + precision(EPS))
     xhat, g, product = deviation * rstd, dy * weight, dy * (deviation * rstd)
     answer = Answer(
         y=xhat * weight + bias,

@@ -18,12 +18,13 @@ from jax import Array
 from numpy.typing import NDArray
 
 from experiments.lab import peers
+from experiments.lab.exact import EPS, Answer, Batch
 from experiments.lab.peers import Layer, names, ours
 from experiments.lab.timer import Program
 
-from .cases import DTYPES, FORWARD, LAST, NO_NORM, OWN, Pass, Problem, Shape
+from .cases import BOTH, DTYPES, FORWARD, LAST, NO_NORM, OWN, Pass, Problem, Shape
 
-MOMENTUM, EPS = 0.99, 1e-5
+MOMENTUM = 0.99
 KERNEL = "gpu.triton", "mosaic_gpu"  # in the text of a program that has one
 
 
@@ -98,10 +99,9 @@ def function(made: Layer, pass_: Pass, *, apart: bool = False) -> Callable[..., 
         return made.train(affine, memory, x)
 
     def forward_and_backward(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
-        def train(affine: Any, x: Array) -> tuple[Array, Any]:
-            return made.train(affine, memory, x)
-
-        y, pull_back, memory = jax.vjp(train, affine, x, has_aux=True)
+        y, pull_back, memory = jax.vjp(
+            lambda affine, x: made.train(affine, memory, x), affine, x, has_aux=True
+        )
         if apart:
             y, dy = jax.lax.optimization_barrier((y, dy))
         return y, memory, pull_back(dy)
@@ -126,10 +126,8 @@ def built(name: str, problem: Problem, pass_: Pass, how: How) -> Built:
     made = layer(name, problem)
     affine = jnp.ones(problem.shape[1]), jnp.zeros(problem.shape[1])
     one = function(made, pass_, apart=how.as_on_a_gpu)
-    if how.instances > 1:
-        one = jax.jit(
-            one
-        )  # traced once, and put into the program as often as there are instances
+    if how.instances > 1:  # it is traced once, and there as often
+        one = jax.jit(one)
 
     def each(affine: Any, memory: Any, given: Any, written: Any) -> list[Any]:
         del written
@@ -158,8 +156,6 @@ def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
     call, memory, affine, written, note = built(name, problem, pass_, how)
     arrays = drawn(given_shape(name, problem), problem.dtype, how.instances)
     given = [(x,) if pass_ == FORWARD else (x, dy) for x, dy in arrays]
-    if not how.in_place:
-        return Program(lambda: call(affine, memory, given, None), note=note)
     results = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), written)
 
     def call_in_place() -> Any:
@@ -167,7 +163,12 @@ def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
         results = call(affine, memory, given, results)
         return results
 
-    return Program(call_in_place, instances=how.instances, note=note)
+    def call_anew() -> Any:
+        return call(affine, memory, given, None)
+
+    return Program(
+        call_in_place if how.in_place else call_anew, instances=how.instances, note=note
+    )
 
 
 @functools.lru_cache(2)  # the peers on one array share it, in either layout
@@ -176,6 +177,16 @@ def drawn(shape: Shape, dtype: str, instances: int = 1) -> list[tuple[Array, Arr
     keys = jax.random.split(jax.random.key(0), 2 * instances)
     arrays = [jax.random.normal(key, shape, DTYPES[dtype]) for key in keys]
     return [(0.3 + x, dy) for x, dy in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def answer(name: str, problem: Problem, given: Batch, how: How) -> Answer:
+    """Returns what a layer gives for these numbers, forward and backward."""
+    call, memory, *_ = built(name, problem, BOTH, how)
+    affine = jnp.asarray(given.weight), jnp.asarray(given.bias)
+    x, dy = (placed(name, problem, values) for values in (given.x, given.dy))
+    ((y, _, ((dweight, dbias), dx)),) = call(affine, memory, [(x, dy)], None)
+    y, dx = (back(name, problem, values) for values in (y, dx))
+    return Answer(y, None, dx, np.asarray(dweight), np.asarray(dbias))
 
 
 def _moved(name: str, problem: Problem) -> bool:
@@ -198,7 +209,7 @@ def placed(name: str, problem: Problem, values: NDArray[Any]) -> Array:
     """Returns values of the problem's shape as a layer in JAX is given them."""
     if _moved(name, problem):
         values = np.moveaxis(values, 1, -1)
-    return jnp.asarray(values.reshape(given_shape(name, problem))).astype(DTYPES[problem.dtype])
+    return jnp.asarray(values.reshape(given_shape(name, problem)))
 
 
 def back(name: str, problem: Problem, values: Array) -> NDArray[np.float32]:

@@ -87,8 +87,8 @@ def logits(
     return jax.vmap(linear.head)(x.mean((2, 3)).astype(jnp.float32)), after
 
 
-def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> tuple[Program, Any]:
-    """Returns training, each step on the same images; and what says the last loss.
+def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> Program:
+    """Returns training, each step on the same images, whose call gives the loss.
 
     It is compiled here, so that several may be at once.
     """
@@ -122,4 +122,4 @@ def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> tuple[Progra
         carried = compiled(carried, images, labels)
         return carried[-1]
 
-    return Program(call), lambda: float(carried[-1])
+    return Program(call)
