@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from . import peers
 from .exact import EPS, Answer, Batch
@@ -36,11 +35,7 @@ def layer_norm(name: str, batch: Batch) -> Answer:
     return _in_jax(_layer_norm_step(name), batch)
 
 
-# (weight and bias, x, dy) to y, variance, gradients of weight and bias, dx.
-Step = Callable[[Any, NDArray, NDArray], tuple[Any, Any, Any, Any]]
-
-
-def _in_jax(step: Step, batch: Batch) -> Answer:
+def _in_jax(step: Callable[..., Any], batch: Batch) -> Answer:
     with jax.enable_x64(batch.x.dtype == np.float64):
         y, variance, affine, dx = step((batch.weight, batch.bias), batch.x, batch.dy)
     return _answer(y, variance, dx, *affine)
@@ -48,15 +43,13 @@ def _in_jax(step: Step, batch: Batch) -> Answer:
 
 # A step is compiled once for each shape, however many batches there are of it.
 @functools.cache
-def _batch_norm_step(name: str, axis: int) -> Step:
-    # This package takes no momentum of 0, and remembers a first batch as it is at any.
-    momentum = 0.5 if names.package(name) == "eqx_norm" else 0.0
-
+def _batch_norm_step(name: str, axis: int) -> Callable[..., Any]:
     def make(affine: peers.Affine, x: jax.Array) -> peers.Layer:
         return peers.batch_norm(
             name,
             x.shape[axis],
-            momentum=momentum,
+            # This package takes no momentum of 0, and remembers a first batch as it is at any.
+            momentum=0.5 if names.package(name) == "eqx_norm" else 0.0,
             eps=EPS,
             channel_axis=axis,
             affine=affine[0] is not None,
@@ -66,11 +59,13 @@ def _batch_norm_step(name: str, axis: int) -> Step:
 
 
 @functools.cache
-def _layer_norm_step(name: str) -> Step:
+def _layer_norm_step(name: str) -> Callable[..., Any]:
     return _step(lambda affine, x: peers.layer_norm(name, x.shape[1:], eps=EPS))
 
 
-def _step(make: Callable[[peers.Affine, jax.Array], peers.Layer]) -> Step:
+def _step(make: Callable[[peers.Affine, jax.Array], peers.Layer]) -> Callable[..., Any]:
+    """Returns what gives y, variance, the gradients of weight and bias, and dx."""
+
     @jax.jit
     def step(affine: peers.Affine, x: jax.Array, dy: jax.Array) -> tuple[Any, Any, Any, Any]:
         layer = make(affine, x)
@@ -87,19 +82,14 @@ def _step(make: Callable[[peers.Affine, jax.Array], peers.Layer]) -> Step:
 
 
 def _torch_batch_norm(batch: Batch) -> Answer:
-    import torch  # pyright: ignore[reportMissingImports]  (only with the peers)
-
     from .peers import of_torch
 
-    channels = batch.x.shape[1]
-    wide = torch.float64 if batch.x.dtype == np.float64 else torch.float32
-    memory = torch.zeros(channels, dtype=wide), torch.ones(channels, dtype=wide)
-
-    def forward(x: Any, weight: Any, bias: Any) -> Any:
-        return of_torch.batch_norm(x, weight, bias, memory, momentum=0.0, eps=EPS)
-
+    channels, wide = batch.x.shape[1], np.result_type(batch.x.dtype, np.float32)
+    memory = tuple(of_torch.tensor(np.full(channels, start, wide)) for start in (0, 1))
     n = batch.x.size // channels
-    answer = _in_torch(forward, batch)
+    answer = _in_torch(
+        functools.partial(of_torch.batch_norm, memory=memory, momentum=0.0), batch
+    )
     # What torch remembers is the unbiased variance.
     return answer._replace(variance=of_torch.array(memory[1]).astype(float) * (n - 1) / n)
 
@@ -107,17 +97,17 @@ def _torch_batch_norm(batch: Batch) -> Answer:
 def _torch_layer_norm(batch: Batch) -> Answer:
     from .peers import of_torch
 
-    return _in_torch(functools.partial(of_torch.layer_norm, eps=EPS), batch)
+    return _in_torch(of_torch.layer_norm, batch)
 
 
-def _in_torch(forward: Callable[[Any, Any, Any], Any], batch: Batch) -> Answer:
+def _in_torch(forward: Callable[..., Any], batch: Batch) -> Answer:
     from .peers import of_torch
 
     x, weight, bias = (
         None if values is None else of_torch.tensor(values).requires_grad_()
         for values in (batch.x, batch.weight, batch.bias)
     )
-    y = forward(x, weight, bias)
+    y = forward(x, weight, bias, eps=EPS)
     y.backward(of_torch.tensor(batch.dy))
     gradients = (None if v is None else of_torch.array(v.grad) for v in (x, weight, bias))
     return _answer(of_torch.array(y), None, *gradients)

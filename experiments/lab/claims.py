@@ -1,9 +1,13 @@
 """Claims, and the verdicts that measurements come to."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from .tables import table
+
+Row = TypeVar("Row")
 
 WORDS = {True: "holds", False: "DOES NOT HOLD", None: "not measured"}
 
@@ -37,6 +41,15 @@ class Claim(NamedTuple):
 
 def judge(claims: Iterable[Claim], measured: Any) -> list[Verdict]:
     return [claim.verdict(measured) for claim in claims]
+
+
+def worst(rows: Sequence[Row], error: Callable[[Row], float]) -> tuple[float, Row]:
+    """Returns the largest error, and its row; without rows, raises `NotMeasured`."""
+    if not rows:
+        raise NotMeasured
+    # NaN, which is neither large nor small, argmax takes for the largest.
+    row = rows[int(np.argmax([error(row) for row in rows]))]
+    return error(row), row
 
 
 def verdicts_table(

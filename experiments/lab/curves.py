@@ -11,12 +11,13 @@ the recorded quantities, each under the name that a record has for it:
         loss: float
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .rows import by
 
 Setting = TypeVar("Setting", bound=tuple[Any, ...])
 Curves = dict[str, NDArray[Any]]  # by quantity, and of "step": each [seeds, steps]
@@ -33,9 +34,7 @@ def steps(
 
 def by_setting(rows: Iterable[Any], setting: type[Setting]) -> dict[Setting, Curves]:
     """Returns the curves of each setting; every one of its seeds has the same steps."""
-    found: defaultdict[Setting, list[Any]] = defaultdict(list)
-    for row in rows:
-        found[setting(*row[: row._fields.index("seed")])].append(row)
+    found = by(rows, lambda row: setting(*row[: row._fields.index("seed")]))
     return {setting: _curves(of_setting) for setting, of_setting in found.items()}
 
 

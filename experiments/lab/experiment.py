@@ -13,12 +13,11 @@ these files. So a table can be had again from the committed results, to the digi
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -59,10 +58,6 @@ class Report(NamedTuple):
     peers: str = ""
 
 
-def _nothing(parser: argparse.ArgumentParser) -> None:
-    pass
-
-
 def with_options(job: Any, options: argparse.Namespace) -> Any:
     """Returns the job with each option that was given in place of its field of that name."""
     given: dict[str, Any] = {}
@@ -89,7 +84,7 @@ class Experiment(Generic[Job]):
     whole_help: str = "the whole job"
     # Options of its own: adds them, and changes a job as they ask for (by default: an option
     # that was given, its default being None, replaces the field of its name).
-    add_arguments: Callable[[argparse.ArgumentParser], None] = _nothing
+    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     choose: Callable[[Job, argparse.Namespace], Job] = with_options
     # Returns the job without what cannot run here, and why not: by name.
     present: Callable[[Job], tuple[Job, dict[str, str]]] = lambda job: (job, {})
@@ -104,17 +99,14 @@ class Experiment(Generic[Job]):
         parser = self.parser()
         options = parser.parse_args(arguments)
         try:
-            if options.redraw:
-                return self._redraw(options.out or committed())
-            return self._run(options)
+            return self._redraw(options.out) if options.redraw else self._run(options)
         except UserError as error:
             parser.exit(2, f"{error}\n")
 
     def parser(self) -> argparse.ArgumentParser:
         made = parser(self.name, self.about)
-        add = made.add_argument
-        add("--quick", action="store_true", help=self.quick_help)
-        add(
+        made.add_argument("--quick", action="store_true", help=self.quick_help)
+        made.add_argument(
             "--redraw",
             action="store_true",
             help="measures nothing: shows tables and figures of the results in DIR (default: "
@@ -141,24 +133,19 @@ class Experiment(Generic[Job]):
         return [stem for stem in found if stem == self.name or self.stem is not None]
 
     def _run(self, options: argparse.Namespace) -> int:
-        job, left_out = self.present(
-            self.choose(self.quick if options.quick else self.whole, options)
-        )
+        chosen = self.choose(self.quick if options.quick else self.whole, options)
+        job, left_out = self.present(chosen)
         for name, why in left_out.items():
             print(f"{name} is left out: {why}")
-        whole = job == self.whole if self.is_whole is None else self.is_whole(job)
-        files = Files(self._folder(options, whole=whole), self._stem(job))
+        files = Files(self._folder(options, job), self.stem(job) if self.stem else self.name)
         started = time.perf_counter()
         noted = self.measure(job, files)
-        report = self.report(files)
-        with figures.style():
-            drawn = self.draw(files)
-        seconds = round(time.perf_counter() - started, 1)
+        report, drawn = self._shown(files)
         about = {
             "environment": noted.pop("environment", None) or environment(),
             **noted,
             "left out": left_out,
-            "seconds": seconds,
+            "seconds": round(time.perf_counter() - started, 1),
             "claims": [
                 {"claim": v.claim, "measured": v.measured, "holds": v.holds}
                 for v in report.verdicts
@@ -166,39 +153,37 @@ class Experiment(Generic[Job]):
         }
         files.json.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         _show(report, drawn)
-        print(f"\nin {seconds} s; results in {files.json.parent}")
+        print(f"\nin {about['seconds']} s; results in {files.json.parent}")
         if options.quick:
             return int(any(verdict.quick and not verdict.holds for verdict in report.verdicts))
         strict = self.strict(job) if callable(self.strict) else self.strict
         return int(strict and any(verdict.holds is False for verdict in report.verdicts))
 
-    def _redraw(self, out: Path) -> int:
+    def _redraw(self, out: Path | None) -> int:
+        out = out or committed()
         stems = self.stems(out)
         if not stems:
             raise UserError(
                 f"--out {out}: there are no results of {self.name} in {out}/results"
             )
         for stem in stems:
-            files = Files(out, stem)
             try:
-                report = self.report(files)
-                with figures.style():
-                    drawn = self.draw(files)
+                _show(*self._shown(Files(out, stem)))
             except FileNotFoundError as error:
                 raise UserError(f"--out {out}: there is no {error.filename} to read") from error
-            _show(report, drawn)
         return 0
 
-    def _stem(self, job: Job) -> str:
-        return self.name if self.stem is None else self.stem(job)
+    def _shown(self, files: Files) -> tuple[Report, list[Path]]:
+        with figures.style():
+            return self.report(files), self.draw(files)
 
-    def _folder(self, options: argparse.Namespace, *, whole: bool) -> Path:
+    def _folder(self, options: argparse.Namespace, job: Job) -> Path:
         """Returns the folder to write to: `--out`, else the committed one or one below `build`.
 
-        The committed results differ by processor, and documents quote them. So they are
-        replaced where `--commit` asks for it, and only by the whole job. `results` in the
-        folder is made now rather than after the work.
+        The committed results differ by processor, and documents quote them: only the whole job
+        replaces them. `results` in the folder is made now rather than after the work.
         """
+        whole = job == self.whole if self.is_whole is None else self.is_whole(job)
         if options.commit and not whole:
             raise UserError(
                 "--commit: the committed results are those of the whole job with every peer, "
@@ -228,7 +213,7 @@ def number_from(least: int) -> Callable[[str], int]:
 
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with nothing but `--help`, for a command that is no experiment."""
+    """Returns a parser with nothing but `--help`."""
     return argparse.ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=about,
@@ -239,15 +224,6 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
 def committed() -> Path:
     """Returns the folder of the committed results, as short as it can be written from here."""
     return Path(os.path.relpath(COMMITTED))
-
-
-@contextlib.contextmanager
-def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the program in words where a `UserError` is raised inside."""
-    try:
-        yield
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
 
 
 def _show(report: Report, drawn: Sequence[Path]) -> None:

@@ -9,7 +9,7 @@ Figures are made without pyplot, which keeps state:
         save(figure, path)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from .curves import Curves
 from .peers import names
 
 # Okabe and Ito's colours, told apart with any colour vision; line styles for print.
@@ -72,20 +74,41 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def median_and_range(
-    axes: Axes, x: NDArray[Any], values: NDArray[Any], *, label: str, **line: Any
-) -> None:
-    """Draws the median of `values`, `[runs, len(x)]`, with their range shaded.
+def median_and_range(axes: Axes, curves: Curves, quantity: str, **line: Any) -> None:
+    """Draws the median over the seeds by step, with their range shaded; accuracy in percent.
 
-    Only where all of them were measured: where none is NaN.
+    Only where all seeds were measured: where none is NaN.
     """
+    values = curves[quantity] * (100 if quantity.endswith("accuracy") else 1)
     measured = ~np.isnan(values).any(axis=0)
-    x, values = x[measured], values[:, measured]
+    x, values = curves["step"][0, measured], values[:, measured]
     marker = "o" if len(x) < 20 else None
-    median = np.median(values, axis=0)
-    axes.plot(x, median, label=label, marker=marker, markersize=3, **line)
+    axes.plot(x, np.median(values, axis=0), marker=marker, markersize=3, **line)
     low, high = values.min(axis=0), values.max(axis=0)
     axes.fill_between(x, low, high, color=line["color"], alpha=0.12, linewidth=0)
+
+
+def panels(
+    figure: Figure,
+    axes: NDArray[Any],
+    quantities: Mapping[str, str],
+    columns: Mapping[str, Mapping[str, tuple[Curves, dict[str, Any]]]],
+) -> Legend:
+    """Draws quantities, which have these labels, by step; returns the legend below the panels.
+
+    `axes` has one row for each quantity. The columns have titles, and by label the curves that
+    they show with the style of their line.
+    """
+    for row, (quantity, label) in zip(axes, quantities.items(), strict=True):
+        row[0].set_ylabel(label)
+        for panel, lines in zip(row, columns.values(), strict=True):
+            for name, (curves, style) in lines.items():
+                median_and_range(panel, curves, quantity, label=name, **style)
+    for column, title in zip(axes.T, columns, strict=True):
+        column[0].set_title(title)
+        column[-1].set_xlabel("training step")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    return figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
 def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:

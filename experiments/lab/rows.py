@@ -18,11 +18,13 @@ import csv
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 Row = TypeVar("Row")
+Key = TypeVar("Key")
 
 
 def save(path: Path, kind: type[Row], rows: Iterable[Row], digits: int = 6) -> None:
@@ -46,6 +48,14 @@ def load(path: Path, kind: type[Row]) -> list[Row]:
             kind(**{name: _value(row[name], hint) for name, hint in hints.items()})
             for row in csv.DictReader(file)
         ]
+
+
+def by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
+    """Returns the rows of each key together, in the order in which they come."""
+    found: defaultdict[Key, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[key(row)].append(row)
+    return dict(found)
 
 
 def _text(value: Any, digits: int) -> str:

@@ -1,8 +1,11 @@
-"""One training run on MNIST, and what is recorded at each of its steps."""
+"""Training runs on MNIST, and what is recorded at each of their steps."""
 
+import dataclasses
+import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,24 +14,25 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from . import mnist
-from .networks import MakeNorm
+from .networks import NETWORKS, MakeNorm
 
 AXIS = "batch"
 BATCH_SIZE = 64
 OPTIMISER = optax.adam(3e-3)
 
-
 GradientNorms = dict[str, NDArray[np.float32]]  # by parameter: "linear1.weight"
+Images = NDArray[np.float32]
+Setting = TypeVar("Setting", bound=tuple[Any, ...])
 
 
 class Record(NamedTuple):
     """Holds what was recorded; every array has one value a step."""
 
     # loss, largest_gradient_norm, output_mean and output_std of the (last) normalisation
-    # layer, test_accuracy (NaN but after the evaluated steps), and whatever
-    # `probe` returned.
+    # layer, test_accuracy (NaN but after the evaluated steps), and whatever `probe` returned.
     curves: dict[str, NDArray[np.float32]]
     gradient_norms: GradientNorms
 
@@ -42,6 +46,49 @@ def no_probe(model: Any, state: eqx.nn.State, output: Array, labels: Array) -> d
     return {}
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is chosen in every experiment that trains."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    network: str = "small"
+    data: str = "subset"
+
+    def noted(self) -> dict[str, Any]:
+        """Returns what is noted beside the results."""
+        data = mnist.kind(self.data)
+        return {"seeds": self.seeds, "network": self.network, "data": data}
+
+
+def runs(
+    job: Job,
+    settings: Collection[Setting],
+    make_norm: Callable[[Setting], MakeNorm],
+    steps: int,
+    evaluated: Collection[int],
+    change: Callable[[Setting, int, Images], Images] = lambda setting, i, images: images,
+    probe: Probe = no_probe,
+) -> Iterator[tuple[Setting, int, Record]]:
+    """Yields every setting and seed with the record of its training; shows the progress."""
+    data = mnist.load(job.data)
+    pairs = list(itertools.product(settings, job.seeds))
+    with tqdm(total=len(pairs) * steps, unit="step", disable=None) as progress:
+        for setting, seed in pairs:
+            progress.set_description(", ".join(map(str, setting)))
+            record = train(
+                NETWORKS[job.network],
+                make_norm(setting),
+                data,
+                seed=seed,
+                steps=steps,
+                evaluated=evaluated,
+                on_step=progress.update,
+                change=functools.partial(change, setting),
+                probe=probe,
+            )
+            yield setting, seed, record
+
+
 def train(
     network: Callable[..., Any],
     make_norm: MakeNorm,
@@ -51,9 +98,7 @@ def train(
     steps: int,
     evaluated: Collection[int] = (),
     on_step: Callable[[], object] = lambda: None,
-    change: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] = lambda _, images: (
-        images
-    ),
+    change: Callable[[int, Images], Images] = lambda i, images: images,
     probe: Probe = no_probe,
 ) -> Record:
     """Trains `network` from `seed` for so many steps with Adam, and returns their record.
@@ -70,18 +115,14 @@ def train(
     test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
     columns: defaultdict[str, list[Any]] = defaultdict(list)
     for i, indices in enumerate(_order(len(labels), steps, seed), start=1):
+        batch = jnp.asarray(change(i, images[indices])), jnp.asarray(labels[indices])
         model, state, optimiser_state, values = step(
-            model,
-            state,
-            optimiser_state,
-            jnp.asarray(change(i, images[indices])),
-            jnp.asarray(labels[indices]),
-            probe,
+            model, state, optimiser_state, *batch, probe
         )
+        measured = i in evaluated or i == steps
+        values["test_accuracy"] = _accuracy(model, state, *test) if measured else np.nan
         for name, value in values.items():
             columns[name].append(value)
-        measured = i in evaluated or i == steps
-        columns["test_accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
     curves = {name: np.array(column) for name, column in columns.items()}
     norms = curves.pop("gradient_norms")

@@ -23,15 +23,14 @@ from typing import Any
 
 import equinox as eqx
 import numpy as np
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED
 from experiments.lab import curves, mnist, rows, training
 from experiments.lab.claims import judge, verdicts_table
 from experiments.lab.experiment import Experiment, Files, Report, number_from, with_options
-from experiments.lab.networks import NETWORKS, MakeNorm
-from experiments.lab.tables import table
+from experiments.lab.networks import MakeNorm
+from experiments.lab.tables import grid
 from experiments.lab.training import GradientNorms
 
 from .claims import BATCH, CLAIMS, EMA, FIRST_STEPS, mean_loss, peak
@@ -40,16 +39,13 @@ from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Job(training.Job):
     """Says what to run. The whole job by default; 100 steps and batch 64 are the issue's."""
 
     settings: tuple[Setting, ...] = SETTINGS
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     steps: int = 100
     # Test accuracy after these steps: early on, inference is where approaches differ.
     evaluated: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-    network: str = "small"
-    data: str = "subset"
 
 
 # What the claims compare, for two seeds.
@@ -77,32 +73,16 @@ def make_norm(setting: Setting) -> MakeNorm:
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
     """Trains every setting from every seed."""
-    data = mnist.load(job.data)
     found: list[Step] = []
     norms: defaultdict[Setting, dict[int, GradientNorms]] = defaultdict(dict)  # by seed
-    total = len(job.settings) * len(job.seeds) * job.steps
-    with tqdm(total=total, unit="step", disable=None) as progress:
-        for setting, seed in itertools.product(job.settings, job.seeds):
-            progress.set_description(f"{setting.label:>20}")
-            record = training.train(
-                NETWORKS[job.network],
-                make_norm(setting),
-                data,
-                seed=seed,
-                steps=job.steps,
-                evaluated=job.evaluated,
-                on_step=progress.update,
-            )
-            found += curves.steps(Step, setting, seed, record.curves)
-            norms[setting][seed] = record.gradient_norms
+    for setting, seed, record in training.runs(
+        job, job.settings, make_norm, job.steps, job.evaluated
+    ):
+        found += curves.steps(Step, setting, seed, record.curves)
+        norms[setting][seed] = record.gradient_norms
     rows.save(files.csv(), Step, found)
     rows.save(files.csv("_gradients"), Gradient, gradients(norms))
-    return {
-        "seeds": job.seeds,
-        "steps": job.steps,
-        "network": job.network,
-        "data": mnist.kind(job.data),
-    }
+    return {**job.noted(), "steps": job.steps}
 
 
 def gradients(norms: Mapping[Setting, dict[int, GradientNorms]]) -> Iterator[Gradient]:
@@ -128,17 +108,15 @@ def gradients(norms: Mapping[Setting, dict[int, GradientNorms]]) -> Iterator[Gra
 def report(files: Files) -> Report:
     """Returns the medians over the seeds of what the claims are about, and the verdicts."""
     runs = curves.by_setting(rows.load(files.csv(), Step), Setting)
-    settings = table(
-        ("setting", f"peak gradient norm, steps 1-{FIRST_STEPS}", "mean loss", "test accuracy"),
-        [
-            (
-                setting.label,
-                f"{np.median(peak(run)):.2f}",
-                f"{np.median(mean_loss(run)):.3f}",
-                f"{np.median(run['test_accuracy'][:, -1]):.1%}",
-            )
-            for setting, run in runs.items()
-        ],
+    settings = grid(
+        "setting",
+        {setting.label: run for setting, run in runs.items()},
+        {
+            f"peak gradient norm, steps 1-{FIRST_STEPS}": (peak, ".2f"),
+            "mean loss": (mean_loss, ".3f"),
+            "test accuracy": (lambda run: run["test_accuracy"][:, -1], ".1%"),
+        },
+        lambda run, column: format(np.median(column[0](run)), column[1]),
     )
     verdicts = judge(CLAIMS, runs)
     header = "claim of issue #659", "measured, median (range) over seeds"

@@ -23,6 +23,7 @@ SAME = 1.02
 # What `batch` trains by does not depend on the momentum: one run of it serves every claim.
 BATCH = Setting("batch", 0.99)
 EMA, ADAM, SMOOTH = (Setting(name, 0.99) for name in ("ema", "adam", "smooth_start"))
+SMOOTHER = Setting("smooth_start", 0.9999)
 
 Runs = dict[Setting, Curves]
 Quantity = Callable[[Curves], NDArray[np.float64]]  # one value a seed
@@ -52,43 +53,48 @@ class Ratio:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def _spike_and_loss(runs: Runs) -> tuple[str, bool]:
-    spike, loss = Ratio(runs, peak, EMA, BATCH), Ratio(runs, mean_loss, EMA, BATCH)
-    holds = spike.median >= SPIKE and loss.median > AS_WELL
-    return f"peak ema/batch {spike}, loss ema/batch {loss}", holds
+def _claim(
+    text: str,
+    compared: dict[str, tuple[Quantity, Setting, Setting]],
+    holds: Callable[..., bool],
+) -> Claim:
+    """Returns the claim that `holds` says of the ratios of what is compared."""
 
+    def judge(runs: Runs) -> tuple[str, bool]:
+        ratios = {name: Ratio(runs, *of) for name, of in compared.items()}
+        said = ", ".join(f"{name} {ratio}" for name, ratio in ratios.items())
+        return said, holds(*ratios.values())
 
-def _low_momentum(runs: Runs) -> tuple[str, bool]:
-    loss = Ratio(runs, mean_loss, Setting("ema", 0.5), BATCH)
-    return f"loss ema/batch {loss}", loss.median <= AS_WELL
-
-
-def _adam(runs: Runs) -> tuple[str, bool]:
-    helps, spikes = Ratio(runs, peak, ADAM, EMA), Ratio(runs, peak, ADAM, BATCH)
-    holds = helps.median < 1 and spikes.median >= SPIKE
-    return f"peak adam/ema {helps}, adam/batch {spikes}", holds
-
-
-def _smooth_start(runs: Runs) -> tuple[str, bool]:
-    spike, loss = Ratio(runs, peak, SMOOTH, ADAM), Ratio(runs, mean_loss, SMOOTH, ADAM)
-    holds = spike.median < 1 and loss.median <= 1
-    return f"peak smooth_start/adam {spike}, loss {loss}", holds
-
-
-def _same_as_batch(runs: Runs) -> tuple[str, bool]:
-    smooth = Setting("smooth_start", 0.9999)
-    spike, loss = Ratio(runs, peak, smooth, BATCH), Ratio(runs, mean_loss, smooth, BATCH)
-    holds = max(spike.high, loss.high, 1 / spike.low, 1 / loss.low) <= SAME
-    return f"peak smooth_start/batch {spike}, loss {loss}", holds
+    return Claim(text, judge)
 
 
 CLAIMS = (
-    Claim("1. ema at 0.99 spikes, and its loss is higher than batch's", _spike_and_loss),
-    Claim("2. ema at 0.5 trains as well as batch", _low_momentum),
-    Claim("3. adam at 0.99 helps, and still spikes", _adam),
-    Claim(
-        "4. smooth_start at 0.99 is better than adam: lower peak, no higher loss",
-        _smooth_start,
+    _claim(
+        "1. ema at 0.99 spikes, and its loss is higher than batch's",
+        {"peak ema/batch": (peak, EMA, BATCH), "loss ema/batch": (mean_loss, EMA, BATCH)},
+        lambda peak, loss: peak.median >= SPIKE and loss.median > AS_WELL,
     ),
-    Claim("5. smooth_start at 0.9999 is the same as batch", _same_as_batch),
+    _claim(
+        "2. ema at 0.5 trains as well as batch",
+        {"loss ema/batch": (mean_loss, Setting("ema", 0.5), BATCH)},
+        lambda loss: loss.median <= AS_WELL,
+    ),
+    _claim(
+        "3. adam at 0.99 helps, and still spikes",
+        {"peak adam/ema": (peak, ADAM, EMA), "adam/batch": (peak, ADAM, BATCH)},
+        lambda helps, spikes: helps.median < 1 and spikes.median >= SPIKE,
+    ),
+    _claim(
+        "4. smooth_start at 0.99 is better than adam: lower peak, no higher loss",
+        {"peak smooth_start/adam": (peak, SMOOTH, ADAM), "loss": (mean_loss, SMOOTH, ADAM)},
+        lambda peak, loss: peak.median < 1 and loss.median <= 1,
+    ),
+    _claim(
+        "5. smooth_start at 0.9999 is the same as batch",
+        {
+            "peak smooth_start/batch": (peak, SMOOTHER, BATCH),
+            "loss": (mean_loss, SMOOTHER, BATCH),
+        },
+        lambda *ratios: all(max(r.high, 1 / r.low) <= SAME for r in ratios),
+    ),
 )

@@ -1,13 +1,11 @@
 """The three figures of the stability experiment."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lab import figures as look
@@ -45,10 +43,8 @@ def draw(files: Files) -> list[Path]:
 def gradients(found: Sequence[Gradient], steps: Sequence[Step], path: Path) -> Path:
     """Draws figure 1: the gradient norm of every parameter, and the loss, of one seed."""
     seed = found[0].seed
-    of_module: defaultdict[Setting, defaultdict[str, list[Gradient]]]
-    of_module = defaultdict(lambda: defaultdict(list))
-    for row in found:
-        of_module[Setting(row.approach, row.momentum)][row.module].append(row)
+    of_setting = rows.by(found, lambda row: Setting(row.approach, row.momentum))
+    of_module = {s: rows.by(mine, lambda row: row.module) for s, mine in of_setting.items()}
     # A network without normalisation lacks some of them.
     modules = list(max(of_module.values(), key=len))
     colors = [look.BLACK, look.BLUE, look.VERMILION, look.GREEN, look.ORANGE, look.PURPLE]
@@ -59,13 +55,12 @@ def gradients(found: Sequence[Gradient], steps: Sequence[Step], path: Path) -> P
     for (setting, norms), (top, bottom) in zip(of_module.items(), axes.T, strict=True):
         for module, color in zip(modules, colors, strict=False):
             for kind, linestyle in (("weight", "-"), ("bias", ":")):
-                values = [getattr(row, kind) for row in norms[module]]
+                mine = norms.get(module, [])
+                values = [getattr(row, kind) for row in mine]
                 line = {"color": color, "linestyle": linestyle, "label": f"{module}.{kind}"}
-                top.plot([row.step for row in norms[module]], values, **line)
+                top.plot([row.step for row in mine], values, **line)
         mine = [step for step in steps if (*step[:2], step.seed) == (*setting, seed)]
-        bottom.plot(
-            [step.step for step in mine], [step.loss for step in mine], color=look.BLACK
-        )
+        bottom.plot([s.step for s in mine], [s.loss for s in mine], color=look.BLACK)
         top.set_title(setting.label)
         bottom.set_xlabel("training step")
     axes[0, 0].set_ylabel("gradient norm of each parameter")
@@ -84,47 +79,33 @@ def momenta(runs: Runs, path: Path) -> Path:
         "output_mean": "mean of the norm layer's output",
         "output_std": "std of the norm layer's output",
     }
+    columns = {
+        f"momentum {momentum:g}": {
+            s.approach: (runs[s], STYLE[s.approach]) for s in FIGURE_2 if s.momentum == momentum
+        }
+        for momentum in MOMENTA
+    }
     figure = Figure(figsize=(9, 7.5))
     axes = figure.subplots(len(quantities), len(MOMENTA), sharex=True, sharey="row")
-    for row, (quantity, label) in zip(axes, quantities.items(), strict=True):
-        row[0].set_ylabel(label)
-        for setting in FIGURE_2:
-            panel = row[MOMENTA.index(setting.momentum)]
-            _line(panel, runs, setting, quantity, setting.approach)
-    for column, momentum in zip(axes.T, MOMENTA, strict=True):
-        column[0].set_title(f"momentum {momentum:g}")
-        column[-1].set_xlabel("training step")
+    look.panels(figure, axes, quantities, columns)
     look.log_scale(axes[0, 0], "y")
     axes[1, 0].set_yscale("symlog", linthresh=0.1)
     look.log_scale(axes[2, 0], "y")
-    handles, labels = axes[0, 1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     return look.save(figure, path)
 
 
 def seeds(runs: Runs, settings: Sequence[Setting], path: Path) -> Path:
     """Draws figure 3: loss, largest gradient norm and test accuracy over the seeds."""
     quantities = {
-        "loss": ("training loss", "y"),
-        "largest_gradient_norm": ("largest gradient norm", "y"),
-        "test_accuracy": ("test accuracy, inference mode, %", "x"),
+        "loss": "training loss",
+        "largest_gradient_norm": "largest gradient norm",
+        "test_accuracy": "test accuracy, inference mode, %",
     }
+    lines = {setting.label: (runs[setting], STYLE[setting.approach]) for setting in settings}
     figure = Figure(figsize=(10, 3.6))
-    axes = figure.subplots(1, 3)
-    for panel, (quantity, (label, logarithmic)) in zip(axes, quantities.items(), strict=True):
-        for setting in settings:
-            _line(panel, runs, setting, quantity, setting.label)
-        panel.set_ylabel(label)
-        panel.set_xlabel("training step")
+    axes = figure.subplots(1, len(quantities))
+    look.panels(figure, axes[:, None], quantities, {"": lines})
+    for panel, logarithmic in zip(axes, "yyx", strict=True):
         look.log_scale(panel, logarithmic)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        panel.set_xlabel("training step")
     return look.save(figure, path)
-
-
-def _line(axes: Axes, runs: Runs, setting: Setting, quantity: str, label: str) -> None:
-    """Draws the median over the seeds, with their range shaded."""
-    curves = runs[setting]
-    values = 100 * curves[quantity] if quantity == "test_accuracy" else curves[quantity]
-    style = STYLE[setting.approach]
-    look.median_and_range(axes, curves["step"][0], values, label=label, **style)

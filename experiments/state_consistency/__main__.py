@@ -83,10 +83,8 @@ def settings(job: Job) -> Iterator[Row]:
     for layer in job.layers:
         implementations = job.implementations if layer in OURS else ("",)
         for made in itertools.product((layer,), implementations, job.dtypes):
-            for shape, way, backward in itertools.product(
-                job.shapes, ways(layer), (False, True)
-            ):
-                yield Row(*made, shape, way, backward)
+            for how in itertools.product(job.shapes, ways(layer), (False, True)):
+                yield Row(*made, *how)
             for shape in FEW_VALUES:
                 yield Row(*made, shape, usual(layer), True)
             for number in job.not_finite:
@@ -95,7 +93,7 @@ def settings(job: Job) -> Iterator[Row]:
 
 def present(job: Job) -> tuple[Job, dict[str, str]]:
     """Returns the job without the peers and implementations that cannot run here."""
-    layers, left_out = peers.present(job.layers)
+    job, left_out = peers.present_layers(job)
     run = []
     for name in job.implementations:
         row = Row(names.OURS, name, "float32", (2, 1), JIT, backward=True)
@@ -107,22 +105,14 @@ def present(job: Job) -> tuple[Job, dict[str, str]]:
             left_out[f"implementation={name!r}"] = f"{type(error).__name__}: {error}"
         else:
             run.append(name)
-    return dataclasses.replace(job, layers=layers, implementations=tuple(run)), left_out
+    return dataclasses.replace(job, implementations=tuple(run)), left_out
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    measured = []
-    with tqdm([*settings(job)], unit="row", disable=None) as progress:
-        for row in progress:
-            progress.set_description(f"{row.layer:>18}")
-            measured.append(play(subject(row), row))
-    rows.save(files.csv(), Row, measured, digits=9)
-    return {
-        "eps": EPS,
-        "momentum": MOMENTUM,
-        "seeds": [SEED],
-        "implementations": job.implementations,
-    }
+    progress = tqdm([*settings(job)], unit="row", disable=None)
+    rows.save(files.csv(), Row, [play(subject(row), row) for row in progress], digits=9)
+    noted = {"eps": EPS, "momentum": MOMENTUM, "seeds": [SEED]}
+    return {**noted, "implementations": job.implementations}
 
 
 def report(files: Files) -> Report:

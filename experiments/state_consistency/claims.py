@@ -1,12 +1,12 @@
 """Judges what this layer claims of its state, and with which other layers it is not so."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.lab.claims import Verdict
+from experiments.lab.claims import Verdict, worst
+from experiments.lab.rows import by
 
 from .row import FINITE, OURS, Row
 from .script import means_and_variances
@@ -26,26 +26,17 @@ class Claim(NamedTuple):
     also_raised: bool = False  # whether it is about rows that raised, too
 
     def verdict(self, rows: Sequence[Row]) -> Verdict:
-        peers = dict.fromkeys(row.layer for row in rows if row.layer not in OURS)
-        found = {name: self._of(rows, (name,)) for name in peers}
-        unlike = ", ".join(
-            name for name in peers if found[name] and not self.check(found[name])[1]
-        )
-        ours = self._of(rows, OURS)
+        about = [r for r in rows if self.about(r) and (self.also_raised or not r.raised)]
+        of_peers = by((row for row in about if row.layer not in OURS), lambda row: row.layer)
+        unlike = [name for name, found in of_peers.items() if not self.check(found)[1]]
+        ours = [row for row in about if row.layer in OURS]
         measured, holds = self.check(ours) if ours else ("-", None)
-        return Verdict(self.text, measured, holds, unlike=unlike)
-
-    def _of(self, rows: Sequence[Row], layers: Iterable[str]) -> list[Row]:
-        mine = [row for row in rows if row.layer in layers and self.about(row)]
-        return mine if self.also_raised else [row for row in mine if not row.raised]
+        return Verdict(self.text, measured, holds, unlike=", ".join(unlike))
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """Returns the rows that differ only in how they were run, together."""
-    found: defaultdict[object, list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row.layer, row.dtype, row.shape, row.batch].append(row)
-    return list(found.values())
+    return list(by(rows, lambda row: (row.layer, row.dtype, row.shape, row.batch)).values())
 
 
 def _every(as_claimed: Callable[[Row], bool]) -> Check:
@@ -58,8 +49,7 @@ def _every(as_claimed: Callable[[Row], bool]) -> Check:
 
 
 def _where(row: Row) -> str:
-    shape = "x".join(map(str, row.shape))
-    return f"{row.dtype} {shape}, {row.way}, {'with backward' if row.backward else 'forward'}"
+    return f"{row.values}, {row.way}, {'with backward' if row.backward else 'forward'}"
 
 
 def _taken_in(error: Callable[[Row], float]) -> Check:
@@ -68,10 +58,8 @@ def _taken_in(error: Callable[[Row], float]) -> Check:
         rows = [row for row in rows if _one_update(row)]
         if not rows:
             return "no row made one update", False
-        # NaN, which is neither large nor small, argmax takes for the largest.
-        worst = rows[int(np.argmax([error(row) for row in rows]))]
-        said = f"{error(worst):.1e} in {len(rows)} rows ({_where(worst)})"
-        return said, bool(error(worst) <= CLOSE)
+        largest, row = worst(rows, error)
+        return f"{largest:.1e} in {len(rows)} rows ({_where(row)})", largest <= CLOSE
 
     return check
 

@@ -56,6 +56,11 @@ class Row(NamedTuple):
         return math.prod(self.shape) // self.shape[1]
 
     @property
+    def values(self) -> str:
+        """Returns what its batches are, in words."""
+        return f"{self.dtype} {'x'.join(map(str, self.shape))}"
+
+    @property
     def unbiased(self) -> bool:
         return self.layer in UNBIASED
 

@@ -4,18 +4,16 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from experiments.lab.tables import table
+from experiments.lab.rows import by
+from experiments.lab.tables import grid
 
 from .row import FINITE, Row
 from .script import SHAPE
 
 
 def summary(rows: list[Row]) -> str:
-    lines = []
-    for name in dict.fromkeys(row.layer for row in rows):
-        mine = [row for row in rows if row.layer == name]
-        lines.append((name, str(len(mine)), *(cell(mine) for cell in COLUMNS.values())))
-    return table(("layer", "rows", *COLUMNS), lines)
+    of_layers = by(rows, lambda row: row.layer)
+    return grid("layer", of_layers, COLUMNS, lambda found, cell: cell(found))
 
 
 def in_short(rows: list[Row]) -> str:
@@ -24,12 +22,11 @@ def in_short(rows: list[Row]) -> str:
 
 def raised(rows: list[Row]) -> str:
     """Returns what was raised, and by which batches; one line each."""
-    found: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.raised:
-            where = f"{row.dtype} {'x'.join(map(str, row.shape))}"
-            found.setdefault(f"{row.layer}: {row.raised}", {})[where] = None
-    return "\n".join(f"raises: {what} ({', '.join(where)})" for what, where in found.items())
+    found = by((row for row in rows if row.raised), lambda row: f"{row.layer}: {row.raised}")
+    return "\n".join(
+        f"raises: {what} ({', '.join(dict.fromkeys(row.values for row in mine))})"
+        for what, mine in found.items()
+    )
 
 
 def _updates(rows: list[Row]) -> str:
@@ -81,6 +78,7 @@ def _joined(said: Iterable[str]) -> str:
 
 
 COLUMNS = {
+    "rows": lambda rows: str(len(rows)),
     "updates a call": _updates,
     "evaluations differ by": _difference,
     "running variance, float32": _variance("float32"),

@@ -18,14 +18,12 @@ https://github.com/BVLC/caffe/issues/3963
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import VarianceClip, named
@@ -33,23 +31,21 @@ from experiments.lab import curves, mnist, rows, training
 from experiments.lab.claims import judge, verdicts_table
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.networks import NETWORKS, MakeNorm
-from experiments.lab.tables import table
+from experiments.lab.tables import grid
 
 from . import claims
 from .corruptions import CLEAN, CONTRAST, CORRUPTIONS, LOUD, ONE_IMAGE, SCALED, corrupted
 from .figures import draw, is_drawn
-from .runs import CORRUPTED, MOMENTUM, RATIO, START, STEPS, WINDOW, Run, Setting, Step, summary
+from .runs import CORRUPTED, MOMENTUM, RATIO, START, STEPS, Run, Setting, Step, summary
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(training.Job):
     """Says what to run: by default the whole job."""
 
     approaches: tuple[str, ...] = ("batch", "ema", "smooth_start")
     corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     network: str = "perceptron"
-    data: str = "subset"
 
     @property
     def settings(self) -> list[Setting]:
@@ -90,103 +86,74 @@ def probe(model: Any, state: eqx.nn.State, output: Array, labels: Array) -> dict
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
     """Trains every setting from every seed."""
-    data = mnist.load(job.data)
+
+    def change(setting: Setting, step: int, images: training.Images) -> training.Images:
+        return corrupted(images, setting.corruption) if step in CORRUPTED else images
+
     runs: list[Run] = []
     drawn: list[Step] = []
-    total = len(job.settings) * len(job.seeds) * STEPS
-    with tqdm(total=total, unit="step", disable=None) as progress:
-        for setting, seed in itertools.product(job.settings, job.seeds):
-            progress.set_description(f"{setting.layer}, {setting.corruption:>15}")
-            record = training.train(
-                NETWORKS[job.network],
-                make_norm(setting),
-                data,
-                seed=seed,
-                steps=STEPS,
-                evaluated=EVALUATED,
-                on_step=progress.update,
-                change=lambda step, images, how=setting.corruption: (
-                    corrupted(images, how) if step in CORRUPTED else images
-                ),
-                probe=probe,
-            )
-            runs.append(summary(setting, seed, record.curves))
-            if is_drawn(setting):
-                steps = curves.steps(Step, setting, seed, record.curves)
-                drawn += [step for step in steps if step.step >= DRAWN_FROM]
+    for setting, seed, record in training.runs(
+        job, job.settings, make_norm, STEPS, EVALUATED, change, probe
+    ):
+        runs.append(summary(setting, seed, record.curves))
+        if is_drawn(setting):
+            steps = curves.steps(Step, setting, seed, record.curves)
+            drawn += [step for step in steps if step.step >= DRAWN_FROM]
     rows.save(files.csv(), Run, runs)
     rows.save(files.csv("_curves"), Step, drawn, digits=4)
     return {
-        "seeds": job.seeds,
+        **job.noted(),
         "steps": STEPS,
         "corrupted steps": CORRUPTED,
-        "network": job.network,
         "momentum": MOMENTUM,
         "clipping": {"ratio": RATIO, "start": START},
-        "data": mnist.kind(job.data),
     }
-
-
-LEGEND = f"""\
-A1: the largest gradient is more than {claims.EXPLODED:g} times the clean run's.
-A2: training accuracy is below {claims.COLLAPSED:.0%} in the {WINDOW} steps after.
-B: at the end, training accuracy is within {100 * claims.FINE:g} points of the clean run's,
-and test accuracy is {100 * claims.RUINED:g} points or more below it.
-A failure counts where most of the seeds have it."""
 
 
 def report(files: Files) -> Report:
     """Returns what each corruption does to each layer, and the verdicts."""
     runs = claims.by_setting(rows.load(files.csv(), Run))
+    layers = {setting.layer: setting for setting in runs}
+    corruptions = list(dict.fromkeys(setting.corruption for setting in runs))
 
-    def points(setting: Setting) -> str:
+    def median(layer: Setting, corruption: str, quantity: claims.Quantity) -> float:
+        return claims.median(runs, layer._replace(corruption=corruption), quantity)
+
+    def points(corruption: str, layer: Setting) -> str:
         lost = (claims.points_lost_at_once, claims.points_lost)
-        at_once, later = (claims.median(runs, setting, quantity) for quantity in lost)
+        at_once, later = (median(layer, corruption, quantity) for quantity in lost)
+        setting = layer._replace(corruption=corruption)
         failures = [
             n for n, failure in claims.FAILURES.items() if claims.seen(runs, setting, failure)
         ]
         return " ".join((f"{at_once:z.1f} / {later:z.1f}", *failures))
 
-    def gradient(setting: Setting) -> str:
-        times = claims.median(runs, setting, claims.gradient_times)
+    def gradient(corruption: str, layer: Setting) -> str:
+        times = median(layer, corruption, claims.gradient_times)
         return f"{times:.1f}" if times < 100 else f"{times:,.0f}"
 
-    def accuracy(setting: Setting) -> str:
-        return f"{claims.median(runs, setting, claims.accuracy_after):.1%}"
+    def accuracy(corruption: str, layer: Setting) -> str:
+        return f"{median(layer, corruption, claims.accuracy_after):.1%}"
 
     thread, found = judge(claims.THREAD, runs), judge(claims.FOUND, runs)
     measured = "measured, median over seeds"
+    bad = [corruption for corruption in corruptions if corruption != CLEAN]
     tables = (
-        _grid(runs, "test points lost, at once / 100 steps later", points),
-        LEGEND,
-        _grid(runs, "largest gradient, times the clean run's", gradient),
-        _grid(runs, "training accuracy, 20 steps after", accuracy, clean=True),
+        grid("test points lost, at once / 100 steps later", bad, layers, points),
+        claims.LEGEND,
+        grid("largest gradient, times the clean run's", bad, layers, gradient),
+        grid("training accuracy, 20 steps after", corruptions, layers, accuracy),
         verdicts_table(thread, "claim of Caffe #3963", measured),
         verdicts_table(found, "found here", measured),
     )
-
-    def lost(clipped: bool) -> str:
-        setting = Setting("batch", clipped, ONE_IMAGE)
-        return f"{claims.median(runs, setting, claims.points_lost):.1f} points lost"
-
+    one_image = [median(s, ONE_IMAGE, claims.points_lost) for s in claims.both(ONE_IMAGE)]
+    not_clipped, clipped = (f"{points:.1f} points lost" for points in one_image)
     return Report(
         "\n\n".join(tables),
         [*thread, *found],
-        ours=f"clipped, one corrupted image a batch: {lost(True)}",
-        peers=f"not clipped: {lost(False)}",
+        ours=f"clipped, one corrupted image a batch: {clipped}",
+        peers=f"not clipped: {not_clipped}",
     )
-
-
-def _grid(
-    runs: claims.Runs, title: str, cell: Callable[[Setting], str], *, clean: bool = False
-) -> str:
-    """Returns a table with one row per corruption, and one column per layer."""
-    layers = list(dict.fromkeys(setting.layer for setting in runs))
-    lines: dict[str, list[str]] = {}
-    for setting in runs:
-        if clean or setting.corruption != CLEAN:
-            lines.setdefault(setting.corruption, []).append(cell(setting))
-    return table((title, *layers), [(name, *cells) for name, cells in lines.items()])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

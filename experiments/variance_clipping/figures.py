@@ -44,32 +44,26 @@ def draw(files: Files) -> list[Path]:
 
 def panels(runs: dict[Setting, Curves], corruption: str, path: Path) -> Path:
     """Draws loss, training accuracy, running variance and test accuracy, by approach."""
-    approaches = list(dict.fromkeys(setting.approach for setting in runs))
-    figure = Figure(figsize=(3.2 * len(approaches) + 0.6, 8.8))
-    axes = figure.subplots(
-        len(LABELS), len(approaches), sharex=True, sharey="row", squeeze=False
-    )
-    for row, (quantity, label) in zip(axes, LABELS.items(), strict=True):
-        scale = 100 if quantity.endswith("accuracy") else 1
-        for panel, approach in zip(row, approaches, strict=True):
-            for (clipped, corrupted), (name, style) in STYLE.items():
-                run = runs[Setting(approach, clipped, corruption if corrupted else CLEAN)]
-                steps, values = run["step"][0], scale * run[quantity]
-                look.median_and_range(panel, steps, values, label=name, **style)
-            for step in CORRUPTED:
-                panel.axvline(step, color=look.BLACK, linewidth=0.6, alpha=0.6, zorder=0)
-        row[0].set_ylabel(label)
+    columns = {
+        approach: {
+            name: (runs[Setting(approach, clipped, corruption if bad else CLEAN)], style)
+            for (clipped, bad), (name, style) in STYLE.items()
+        }
+        for approach in dict.fromkeys(setting.approach for setting in runs)
+    }
+    figure = Figure(figsize=(3.2 * len(columns) + 0.6, 8.8))
+    axes = figure.subplots(len(LABELS), len(columns), sharex=True, sharey="row", squeeze=False)
+    legend = look.panels(figure, axes, LABELS, columns)
+    for panel in axes.flat:
+        for step in CORRUPTED:
+            panel.axvline(step, color=look.BLACK, linewidth=0.6, alpha=0.6, zorder=0)
+    for (first, *_), quantity in zip(axes, LABELS, strict=True):
         if quantity.endswith("accuracy"):
-            row[0].set_ylim(0, 100)
+            first.set_ylim(0, 100)
         else:
-            row[0].set_yscale("log")
-    for column, approach in zip(axes.T, approaches, strict=True):
-        column[0].set_title(approach)
-        column[-1].set_xlabel("training step")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    lines = figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+            first.set_yscale("log")
     seeds = len(next(iter(runs.values()))["step"])
-    lines.set_title(
+    legend.set_title(
         f"vertical lines: the corrupted batches, {corruption}; shaded: the range over "
         f"{seeds} seeds"
     )

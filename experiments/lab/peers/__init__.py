@@ -10,8 +10,11 @@ same Python. PyTorch's run eagerly, and have a module of their own (`of_torch`).
 Flax and PyTorch are imported when a layer of theirs is made.
 """
 
+import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Iterable
+from typing import Any
 
 from . import names
 from .layer import AXIS as AXIS
@@ -20,6 +23,8 @@ from .layer import Apply as Apply
 from .layer import BatchNorm as BatchNorm
 from .layer import Layer as Layer
 from .layer import LayerNorm as LayerNorm
+
+_MODULES = {"eqx_norm": "ours", "equinox": "of_equinox", "flax": "of_flax"}
 
 
 def batch_norm(
@@ -38,20 +43,7 @@ def batch_norm(
     channels]`.
     """
     settings = BatchNorm(channels, momentum, eps, channel_axis, affine)
-    match names.package(name):
-        case "eqx_norm":
-            from . import ours
-
-            return ours.batch_norm(name, settings)
-        case "equinox":
-            from . import of_equinox
-
-            return of_equinox.batch_norm(name, settings)
-        case "flax":
-            from . import of_flax
-
-            return of_flax.batch_norm(name, settings)
-    raise ValueError(f"{name!r} is no layer in JAX; for PyTorch's, see peers.of_torch.")
+    return _module(name).batch_norm(name, settings)
 
 
 def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
@@ -59,29 +51,28 @@ def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
 
     Its weight and bias may be `None`, and are of `shape` otherwise.
     """
-    settings = LayerNorm(shape, eps)
-    match names.package(name):
-        case "eqx_norm":
-            from . import ours
+    return _module(name).layer_norm(name, LayerNorm(shape, eps))
 
-            return ours.layer_norm(name, settings)
-        case "equinox":
-            from . import of_equinox
 
-            return of_equinox.layer_norm(settings)
-        case "flax":
-            from . import of_flax
-
-            return of_flax.layer_norm(name, settings)
-    raise ValueError(f"{name!r} is no layer in JAX; for PyTorch's, see peers.of_torch.")
+def _module(name: str) -> Any:
+    package = names.package(name)
+    if package not in _MODULES:
+        raise ValueError(f"{name!r} is no layer in JAX; for PyTorch's, see peers.of_torch.")
+    return importlib.import_module(f".{_MODULES[package]}", __package__)
 
 
 def present(wanted: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Returns those of the peers that are installed here, and why the others are left out."""
-    kept, left_out = [], {}
-    for name in wanted:
-        if importlib.util.find_spec(names.package(name)) is None:
-            left_out[name] = f"{names.package(name)} is not installed (make experiments has it)"
-        else:
-            kept.append(name)
-    return tuple(kept), left_out
+    packages = {name: names.package(name) for name in wanted}
+    left_out = {
+        name: f"{package} is not installed (make experiments has it)"
+        for name, package in packages.items()
+        if importlib.util.find_spec(package) is None
+    }
+    return tuple(name for name in packages if name not in left_out), left_out
+
+
+def present_layers(job: Any) -> tuple[Any, dict[str, str]]:
+    """Returns the job with those of its `layers` that are installed, and why not the others."""
+    layers, left_out = present(job.layers)
+    return dataclasses.replace(job, layers=layers), left_out

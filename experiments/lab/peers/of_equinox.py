@@ -26,7 +26,7 @@ def batch_norm(name: str, settings: BatchNorm) -> Layer:
     return stateful(make, statistics)
 
 
-def layer_norm(settings: LayerNorm) -> Layer:
+def layer_norm(name: str, settings: LayerNorm) -> Layer:
     return stateless(lambda weight, bias: eqx.nn.LayerNorm(*settings, weight, bias))
 
 
