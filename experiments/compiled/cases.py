@@ -3,18 +3,16 @@
 import itertools
 from collections.abc import Iterator
 
+from experiments.lab.passes import BOTH, FORWARD, NO_NORM
 from experiments.lab.peers import names
 
 from .programs import (
     APART,
     BATCH_NORM,
     BETWEEN,
-    BOTH,
     DIRECTIONS,
-    FORWARD,
     LAYER_NORM,
     LAYER_NORM_GELU,
-    NO_NORM,
     RELU_AFTER,
     Case,
 )

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from experiments.lab.claims import Claim, NotMeasured
+from experiments.lab.passes import BOTH, FORWARD, NO_NORM
 from experiments.lab.peers import names
 
 from .cases import DENSE, IMAGES
 from .measured import Kernel, Program
-from .programs import APART, BATCH_NORM, BETWEEN, BOTH, FORWARD, NO_NORM
+from .programs import APART, BATCH_NORM, BETWEEN
 from .recipe import ATOMIC, OURS, Step
 
 # XLA's two-pass statistics move 9 units: x for the mean, x for the variance, x and y; then x

@@ -13,10 +13,11 @@ import jax
 from jax import lax
 
 from eqx_norm.determinism import deterministic
+from experiments.lab.passes import BOTH
 from experiments.lab.peers import names
 
 from . import compiler
-from .programs import BATCH_NORM, BOTH, Case, program
+from .programs import BATCH_NORM, Case, program
 
 ATOMIC, SORTED, NO_SCATTER = "adds atomically", "sorted first", "no scatter"
 OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernels": names.OURS_TRITON}

@@ -8,7 +8,6 @@ it would be alone: compiled for an H200, three move three times the bytes of one
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 
 from experiments.lab import peers
 from experiments.lab.exact import EPS, Answer, Batch
-from experiments.lab.peers import Layer, names, ours
+from experiments.lab.passes import BOTH, FORWARD, batch_norm, function
+from experiments.lab.peers import Layer, names
 from experiments.lab.timer import Program
 
-from .cases import BOTH, DTYPES, FORWARD, LAST, NO_NORM, OWN, Pass, Problem, Shape
+from .cases import DTYPES, LAST, OWN, Problem, Shape
 
-MOMENTUM = 0.99
 KERNEL = "gpu.triton", "mosaic_gpu"  # in the text of a program that has one
 
 
@@ -47,27 +46,6 @@ def layer(name: str, problem: Problem) -> Layer:
     return batch_norm(name, problem.shape[1], channel_axis=-1 if _moved(name, problem) else 1)
 
 
-def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
-    """Returns a batch norm with ReLU, or without; its output has the dtype of x."""
-    settings = peers.BatchNorm(channels, MOMENTUM, EPS, channel_axis, affine=True)
-    if name == NO_NORM:
-        unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
-        made = Layer((), unchanged, unchanged)
-    elif relu and names.package(name) == "eqx_norm":
-        return ours.batch_norm_and_relu(name, settings)
-    else:
-        made = peers.batch_norm(
-            name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis
-        )
-
-    def train(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
-        y, memory = made.train(affine, memory, x)
-        # Equinox's layer returns f32 for bf16: in a network it has to be cast.
-        return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
-
-    return made._replace(train=train)
-
-
 def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
     """Returns so many blocks of a linear layer and this one, as one layer.
 
@@ -88,27 +66,6 @@ def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
     return made._replace(memory=memories, train=train)
 
 
-def function(made: Layer, pass_: Pass, *, apart: bool = False) -> Callable[..., Any]:
-    """Returns a fresh function, so that `jax.jit` compiles it anew.
-
-    It is of (weight and bias, memory, x) to y and the memory; or of these and dy to those, and
-    the gradients of weight and bias and of x.
-    """
-
-    def forward(affine: Any, memory: Any, x: Array) -> Any:
-        return made.train(affine, memory, x)
-
-    def forward_and_backward(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
-        y, pull_back, memory = jax.vjp(
-            lambda affine, x: made.train(affine, memory, x), affine, x, has_aux=True
-        )
-        if apart:
-            y, dy = jax.lax.optimization_barrier((y, dy))
-        return y, memory, pull_back(dy)
-
-    return forward if pass_ == FORWARD else forward_and_backward
-
-
 class Built(NamedTuple):
     """Holds a layer as a program, without its arrays."""
 
@@ -122,7 +79,7 @@ class Built(NamedTuple):
 
 
 @functools.lru_cache(512)  # more than are compiled together
-def built(name: str, problem: Problem, pass_: Pass, how: How) -> Built:
+def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
     made = layer(name, problem)
     affine = jnp.ones(problem.shape[1]), jnp.zeros(problem.shape[1])
     one = function(made, pass_, apart=how.as_on_a_gpu)
@@ -151,7 +108,7 @@ def built(name: str, problem: Problem, pass_: Pass, how: How) -> Built:
     return Built(lowered.compile(), made.memory, affine, written, note)
 
 
-def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
+def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
     """Returns the program with its arrays."""
     call, memory, affine, written, note = built(name, problem, pass_, how)
     arrays = drawn(given_shape(name, problem), problem.dtype, how.instances)

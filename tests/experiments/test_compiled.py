@@ -10,10 +10,11 @@ from experiments.compiled.assembly import Code
 from experiments.compiled.cases import cases
 from experiments.compiled.claims import CLAIMS, Measured
 from experiments.compiled.measured import measure
-from experiments.compiled.programs import BETWEEN, NO_NORM
+from experiments.compiled.programs import BETWEEN
 from experiments.compiled.recipe import ATOMIC, OURS, Step
 from experiments.lab import claims
 from experiments.lab.errors import UserError
+from experiments.lab.passes import NO_NORM
 from experiments.lab.peers import names
 
 # x and y have 4,096 bytes (2,048 as bf16). The GPU backend writes programs like this one.
