@@ -1,7 +1,7 @@
 """Draws the figure: times over this layer's on a CPU, shares of a copy's bandwidth on a GPU."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,6 @@ MARKERS: dict[str, dict[str, Any]] = {
     names.EQUINOX_BATCH: {"marker": "D"},
     names.EQUINOX_EMA: {"marker": "X"},
 }
-BARS = (
-    names.OURS,
-    names.OURS_XLA,
-    names.EQUINOX_BATCH,
-    names.EQUINOX,
-    names.LINEN,
-    names.TORCH,
-    names.TORCH_COMPILED,
-)
 # What is drawn of a row that took so long.
 Value = Callable[[Row, float], float]
 
@@ -120,7 +111,7 @@ def _shares(axes: Axes, rows: Rows, part: str, layout: str, dtype: str) -> None:
     """Draws shares of a copy's bandwidth, of forward + backward."""
     found = by_shape(chosen(rows, part=part, layout=layout, dtype=dtype, program=BOTH))
     shapes = _side_by_side(
-        axes, found, BARS, lambda row, time: row.share * row.median / time, _bars
+        axes, found, COLOURS, lambda row, time: row.share * row.median / time, _bars
     )
     axes.axhline(1, color=BLACK, lw=0.8)
     axes.axhline(SHARE, color=BLACK, lw=0.8, ls=":")
@@ -156,7 +147,7 @@ def _growth(axes: Axes, rows: Rows) -> None:
 def _side_by_side(
     axes: Axes,
     found: dict[Shape, dict[str, Row]],
-    peers: Sequence[str] | dict[str, Any],
+    peers: Iterable[str],
     value: Value,
     mark: Callable[..., None],
 ) -> list[Shape]:

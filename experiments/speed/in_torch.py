@@ -16,17 +16,18 @@ import jax
 import torch  # pyright: ignore[reportMissingImports]  (only with the peers)
 
 from experiments.lab.exact import EPS, Answer, Batch
+from experiments.lab.passes import MOMENTUM
 from experiments.lab.peers import names, of_torch
 from experiments.lab.timer import Program
 
-from .cases import BOTH, FORWARD, LAST, Pass, Problem
-from .programs import MOMENTUM, How
+from .cases import BOTH, FORWARD, LAST, Problem
+from .programs import How
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def program(
-    name: str, problem: Problem, pass_: Pass, how: How, given: Batch | None = None
+    name: str, problem: Problem, pass_: str, how: How, given: Batch | None = None
 ) -> Program:
     """Returns the program, on random arrays or on these numbers."""
     of_torch.use_all_cores()
@@ -63,10 +64,10 @@ def program(
     def each() -> list[Any]:
         return [one(x, dy) for x, dy in arrays]
 
-    if device == "cpu":
-        return Program(each, _wait, how.instances)
-    call, note = _captured(each, lambda: one(*arrays[0]))
-    return Program(call, _wait_for_gpu, how.instances, note)
+    call, note = each, ""
+    if device == "cuda":
+        call, note = _captured(each, lambda: one(*arrays[0]))
+    return Program(call, _wait, how.instances, note)
 
 
 def answer(name: str, problem: Problem, given: Batch, how: How) -> Answer:
@@ -81,13 +82,12 @@ def copy(size: int) -> Program:
     """Returns a copy of so many bytes, to where they were copied before."""
     source = torch.randn(math.ceil(size / 4), device=_device())
     target = torch.empty_like(source)
-    return Program(lambda: target.copy_(source), _wait if _device() == "cpu" else _wait_for_gpu)
+    return Program(lambda: target.copy_(source), _wait)
 
 
 def forget() -> None:
     """Gives back the memory of what is no longer there."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def _device() -> str:
@@ -136,9 +136,6 @@ def _captured(
 
 
 def _wait(results: Any) -> Any:
-    return results
-
-
-def _wait_for_gpu(results: Any) -> Any:
-    torch.cuda.synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return results

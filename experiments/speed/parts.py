@@ -36,7 +36,6 @@ from .cases import (
     PASSES,
     STEP,
     Job,
-    Pass,
     Problem,
     shape_name,
 )
@@ -64,8 +63,7 @@ class Parts:
             counts = differing(run, job.runs)
             return [replace(row, program=p, differing=n, calls=job.runs) for p, n in counts]
 
-        batch_norms = job.batch_norms(job.shapes_for_bits)
-        for problem in (*batch_norms, *job.layer_norms(job.rows_for_bits)):
+        for problem in job.problems(job.shapes_for_bits, job.rows_for_bits):
             self._say(f"bits: {problem}")
             entered = [n for n in job.entered(problem) if names.package(n) == "eqx_norm"]
             self._compile_ahead((name, problem, BOTH, how) for name in entered)
@@ -76,19 +74,18 @@ class Parts:
         job, how = self._job, How(as_on_a_gpu=self._job.as_on_a_gpu)
 
         def compare(given: Batch, exact: agreement.Agreement, row: Row) -> list[Row]:
-            deviation = exact.deviation(
-                _made_by(row.peer).answer(row.peer, row.problem, given, how)
-            )
+            found = _made_by(row.peer).answer(row.peer, row.problem, given, how)
+            deviation = exact.deviation(found)
             note = "" if deviation <= exact.tolerance else DIFFERS
             return [replace(row, deviation=deviation, note=note)]
 
-        batch_norms = job.batch_norms(job.shapes_to_agree or job.shapes)
-        for problem in (*batch_norms, *job.layer_norms(job.rows_to_agree or job.rows)):
+        shapes, rows = job.shapes_to_agree or job.shapes, job.rows_to_agree or job.rows
+        for problem in job.problems(shapes, rows):
             self._say(f"agreement: {problem}")
             given = agreement.numbers(problem)
             exact = agreement.Agreement(given, problem)
-            rows = (self._row("agreement", problem, n, BOTH) for n in job.entered(problem))
-            yield _attempt(rows, partial(compare, given, exact))
+            entered = (self._row("agreement", problem, n, BOTH) for n in job.entered(problem))
+            yield _attempt(entered, partial(compare, given, exact))
 
     def training(self) -> Iterator[list[Row]]:
         sizes = self._job.network
@@ -122,18 +119,15 @@ class Parts:
     def growth(self) -> Iterator[list[Row]]:
         """Times this layer on ever larger arrays of f32.
 
-        The memory has to be the program's, or else it is the allocator that is measured.
-        Results that are new arrays at every call are, from 32 MiB on, fresh pages: glibc
-        returns larger ones to the system, and to get pages takes longer than the arithmetic. So
-        y and dx are written over those of the call before. x and dy themselves are not. To put
-        y where x is, XLA would first copy x, which the backward pass needs; and after some
-        calls such an x is zero but for a few large values.
+        Results that are new arrays at every call are, from 32 MiB on, fresh pages of the
+        system, and to get these takes longer than the arithmetic. So y and dx are written over
+        those of the call before. x and dy are not: XLA would first copy x, which the backward
+        pass needs, and after some calls it is zero but for a few large values.
 
         What is left is where the arrays lie. With a power of two in size, one after the other
-        in kept memory, they are apart by just that and a few cache lines, and get in each
-        other's way: a plain addition of two such arrays, in NumPy, takes up to 3 times as long
-        as where they are 4 KiB further apart. So there are powers of three as N, too: were it
-        the layer that does not grow linearly, they would show it.
+        in kept memory, they get in each other's way: a plain addition of two, in NumPy, takes
+        up to 3 times as long as where they are 4 KiB further apart. So there are powers of
+        three as N, too: were it the layer that does not grow linearly, they would show it.
         """
         name, made = names.OURS, {}
         for n in self._job.growth if name in self._job.peers else ():
@@ -192,7 +186,7 @@ class Parts:
                 if set(IN_TORCH) & set(self._job.peers):
                     _made_by(names.TORCH).forget()
 
-    def _layer(self, part: str, problem: Problem, pass_: Pass) -> list[Row]:
+    def _layer(self, part: str, problem: Problem, pass_: str) -> list[Row]:
         """Times all peers on one array, and what they are measured by."""
         entered = self._job.entered(problem, pass_)
         if problem.layout == OWN:
@@ -213,7 +207,7 @@ class Parts:
         instances = min(-(-ONCE_IN // problem.bytes), self._job.most_instances)
         return How(instances, in_place=on_a_gpu, as_on_a_gpu=on_a_gpu)
 
-    def _compile_ahead(self, wanted: Iterable[tuple[str, Problem, Pass, How]]) -> None:
+    def _compile_ahead(self, wanted: Iterable[tuple[str, Problem, str, How]]) -> None:
         """Compiles several programs at once: nothing should be, while something is timed.
 
         On a CPU each is compiled as it is first called.
@@ -255,7 +249,7 @@ class Parts:
         part: str,
         layers: Mapping[str, Layer],
         problem: Problem,
-        pass_: Pass,
+        pass_: str,
         times: int,
         depth: int = 0,
     ) -> list[Row]:
@@ -311,7 +305,7 @@ def _made_by(name: str) -> Any:
     return roofline if name in roofline.NAMES else programs
 
 
-def _compiles(wanted: tuple[str, Problem, Pass, How]) -> bool:
+def _compiles(wanted: tuple[str, Problem, str, How]) -> bool:
     """Returns whether the program compiles; why not, it says again where it is needed."""
     try:
         programs.built(*wanted)

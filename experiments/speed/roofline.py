@@ -17,7 +17,7 @@ from jax import Array
 
 from experiments.lab.timer import Program
 
-from .cases import FORWARD, Pass, Problem
+from .cases import FORWARD, Problem
 from .programs import How, drawn
 
 NAMES = MEMORY_COPY, PARTS = "memory copy", "sum of its parts"
@@ -51,7 +51,7 @@ def _negative(x: Array) -> Array:  # reads x and writes as much; a copy would be
     return -x
 
 
-def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
+def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
     """Returns a copy of x, which is what it is whatever is done with x; or all passes."""
     del how  # one instance, with new results
     ((x, dy),) = drawn(problem.shape, problem.dtype)

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from experiments.lab.passes import batch_norm
 from experiments.lab.peers import Layer
 from experiments.lab.timer import Program
 
 from .cases import DTYPES, Shape, Sizes
-from .programs import batch_norm
 
 OPTIMISER = optax.sgd(0.01, momentum=0.9)
 BLOCK = 4  # convolutions: of sizes 1, 3 and 1, and one beside them
