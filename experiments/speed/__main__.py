@@ -184,7 +184,7 @@ def _shape(text: str) -> Shape:
 EXPERIMENT = Experiment(
     name="speed",
     about=__doc__,
-    thread="speed on a CPU, `make benchmark`",
+    thread="speed, `make benchmark`",
     whole=Job(),
     quick=QUICK,
     measure=measure,
