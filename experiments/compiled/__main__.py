@@ -1,4 +1,4 @@
-"""What only a compiler can say: the layers, compiled for GPUs that are not there.
+"""Compiles the layers for GPUs that are not there, and counts what their programs move.
 
     make gpu-compile-check                  everything, in an environment of its own: 1 GB
     python -m experiments.compiled          the same, where jax's CUDA plugin is installed

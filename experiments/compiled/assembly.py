@@ -1,4 +1,4 @@
-"""What becomes of this package's kernels: registers, spills, atomics, width of loads.
+"""Reads off what becomes of this package's kernels: registers, spills, atomics, loads.
 
 Pallas's backends write each kernel as PTX, of which CUDA's assembler makes code for one GPU,
 with no GPU needed:
@@ -25,7 +25,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-# Of a core, from the A100 to the B200.
+# What a core has, from the A100 to the B200.
 _REGISTERS, _WARPS, _PROGRAMS, _WARP = 65536, 64, 32, 32
 # Registers are given to a warp in so many.
 _GRANULE = 256
@@ -36,7 +36,7 @@ _XLA, _MOSAIC = "xla", "mosaic"
 
 
 class Code(NamedTuple):
-    """One kernel, for one GPU."""
+    """Holds one kernel's code, for one GPU."""
 
     name: str
     warps: int

@@ -1,4 +1,4 @@
-"""What is claimed of the compiled programs, and which of them are not as claimed."""
+"""Judges the compiled programs: how many are as claimed, and which are not."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The programs that are compiled: a norm and its activation, alone and between convolutions.
+"""Makes the programs: a norm and its activation, alone and between convolutions.
 
 Each is one of the layers of `lab.peers`, with float32 parameters and an output of the dtype of
 x, state update included.
@@ -24,7 +24,7 @@ LAYER_NORM, LAYER_NORM_GELU = "LayerNorm", "LayerNorm + GELU"
 
 
 class Case(NamedTuple):
-    """A program for one device; `implementation` is one of `names`, NO_NORM or RELU_AFTER."""
+    """Names a program for a device; `implementation`: a peer, `NO_NORM` or `RELU_AFTER`."""
 
     device: str
     program: str

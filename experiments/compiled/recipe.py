@@ -1,4 +1,4 @@
-"""What `eqx_norm.determinism.deterministic` does to a training step on a GPU.
+"""Compares programs with and without `eqx_norm.determinism.deterministic`.
 
 A scatter adds atomically, in the order in which its threads come, unless what it adds has been
 sorted before.
@@ -24,7 +24,7 @@ OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernels": names.OUR
 
 
 class Step(NamedTuple):
-    """How a program adds, as JAX compiles it and with the recipe."""
+    """Says how a program adds, as JAX compiles it and with the recipe."""
 
     program: str
     usual: str

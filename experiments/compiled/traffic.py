@@ -1,4 +1,4 @@
-"""What a compiled program moves, read off the text of its optimised HLO.
+"""Reads off the text of optimised HLO what a compiled program moves.
 
 On a GPU every operation of the entry computation that is not a mere view is a kernel: it
 reads its operands from memory and writes its result there. What is fused into it stays in
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 
 class Kernel(NamedTuple):
-    """An operation that the device runs."""
+    """Holds an operation that the device runs."""
 
     name: str
     bytes: int  # that it reads and writes
@@ -55,7 +55,7 @@ def layout_changes(found: list[Kernel], elements: int) -> int:
 
 
 class _Instruction(NamedTuple):
-    """One line of HLO: `%name = type opcode(%operands...), attributes`."""
+    """Holds one line of HLO: `%name = type opcode(%operands...), attributes`."""
 
     name: str
     type: str

@@ -1,4 +1,4 @@
-"""Layers as functions to compile: a batch norm with ReLU; forward, and forward and backward."""
+"""Makes functions to time and to compile: a layer forward, and with its backward pass."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,8 @@ from experiments.lab.exact import Answer, Batch
 
 from .cases import DTYPES, Problem
 
-# Of y and dx, whose values are of order 1, absolutely. bf16 has 8 bits: values up to 6 are
-# rounded by up to 2^-6, several times on the way.
+# The largest absolute error of y and dx, whose values are of order 1. bf16 has 8 bits: values
+# up to 6 are rounded by up to 2^-6, several times on the way.
 TOLERANCE = {"f32": 1e-4, "bf16": 0.1}
 
 

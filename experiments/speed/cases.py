@@ -51,9 +51,9 @@ LARGE = 100_000_000
 # until the next call, and there is work for some hundred microseconds, more than a call takes
 # to launch.
 ONCE_IN = 250_000_000
-# The least that has to move between memory and cores, in units of x. Of a channel nothing can
-# be normalised before all of it is summed: x and x, y; then x and dy, x and dy, dx. A row can
-# be held meanwhile: x, y; then x and dy, dx. Vectors are next to nothing.
+# The least that has to move between memory and cores, in units of x. No value of a channel can
+# be normalised before all are summed: x and x, y; then x and dy, x and dy, dx. A row can be
+# held meanwhile: x, y; then x and dy, dx. Vectors are next to nothing.
 LEAST = {(False, FORWARD): 3, (False, BOTH): 8, (True, FORWARD): 2, (True, BOTH): 5}
 
 
@@ -96,8 +96,8 @@ class Job:
 
     device: str = "cpu"  # "gpu"; "rehearsal": what is done on a GPU, on a CPU
     parts: tuple[str, ...] = tuple(part for part in PARTS if part != "bits")
-    # Of a batch norm: large and square, many channels, few channels, late in a ResNet at a
-    # batch of 8, two without spatial axes, and one with one long one.
+    # A batch norm's x: large and square, many channels, few channels, one long spatial axis,
+    # late in a ResNet at a batch of 8, and two without spatial axes.
     shapes: tuple[Shape, ...] = (
         (64, 64, 32, 32),
         (256, 256, 8, 8),
@@ -172,7 +172,7 @@ class Job:
         return [name for name in self.peers if name in found]
 
 
-# What does not depend on the machine: results, and temporaries from 1 MiB on. (Of smaller
+# What does not depend on the machine: results, and temporaries from 1 MiB on. (In smaller
 # arrays the first level of the sums is a larger part.)
 QUICK = Job(
     parts=("agreement", "time", "compile"),

@@ -244,7 +244,7 @@ OVER = "over 100 MB: 85% of copy bandwidth"
 
 SAME = {"all that is timed computes the same: f32 to 1e-4, bf16 to 0.1": _agreement}
 NOTHING_FAILED = {"nothing failed": _nothing_failed}
-# Of all others, which depend on the machine, --quick does not fail on a CPU.
+# The others depend on the machine, and --quick does not fail of them on a CPU.
 ON_ANY_CPU = (_agreement, _temporaries, _nothing_failed)
 ON_A_CPU: dict[str, Judge] = {
     **SAME,

@@ -92,7 +92,7 @@ def _over_ours(axes: Axes, rows: Rows, dtype: str) -> None:
         if place % 2:
             axes.axvspan(place - 0.5, place + 0.5, color="0.95", lw=0, zorder=0)
         parts = found[shape].get(PARTS)
-        # Of a small array the time of five calls is that of calling.
+        # With a small array the time of five calls is that of calling.
         if parts is not None and parts.bytes >= MIB:
             least = parts.median / ours[shape].median
             label = PARTS if place == 0 else ""

@@ -69,8 +69,8 @@ def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
 class Built(NamedTuple):
     """Holds a layer as a program, without its arrays."""
 
-    # Of weight and bias, memory, what each instance is given, and what the call before wrote;
-    # to a list of what each instance gives.
+    # Takes weight and bias, memory, what each instance is given, and what the call before
+    # wrote; returns a list of what each instance gives.
     call: Any
     memory: Any
     affine: Any  # ones and zeros

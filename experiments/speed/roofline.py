@@ -23,7 +23,7 @@ from .programs import How, drawn
 NAMES = MEMORY_COPY, PARTS = "memory copy", "sum of its parts"
 
 
-# Of x as [N, C, S]; sums in f32. (Two plain sums: XLA is faster at those than at one
+# All take x as [N, C, S], and sum in f32. (XLA is faster at two plain sums than at one
 # reduction to two results.)
 @jax.jit
 def _sum(x: Array) -> Array:

@@ -1,13 +1,12 @@
 """Makes the tables of what was measured."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from experiments.lab.claims import verdicts_table
 from experiments.lab.experiment import Report
 from experiments.lab.peers import names
-from experiments.lab.tables import table
+from experiments.lab.tables import grid, table
 
 from .cases import BOTH, KERNELS, NO_NORM, OWN, PEERS, ROWS, shape_name
 from .claims import Rows, ratios, verdicts
@@ -65,16 +64,17 @@ def _compilation(rows: Rows) -> list[str]:
 def _of_layer_norm(rows: Rows) -> str:
     """Returns this layer norm's time over the others'."""
     timed = chosen(rows, part="layer_norm")
-    shapes = list(dict.fromkeys(r.shape for r in chosen(timed, peer=names.OURS) if r.calls))
-    found: defaultdict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
-    for name in PEERS:
-        for value, ours, _ in ratios(timed, (name,)):
-            if name != names.OURS:
-                key = name, ours.dtype, ours.program
-                found[key][shape_name(ours.shape)] = f"{value:.2f}"
-    header = list(map(shape_name, shapes))
-    body = [(", ".join(key), *(of.get(s, "-") for s in header)) for key, of in found.items()]
-    return table(("layer norm: time, this layer over", *header), body) if body else ""
+    found = {
+        (f"{name}, {ours.dtype}, {ours.program}", ours.shape): f"{value:.2f}"
+        for name in PEERS
+        for value, ours, _ in ratios(timed, (name,))
+        if name != names.OURS
+    }
+    lines = list(dict.fromkeys(line for line, _ in found))
+    shapes = dict.fromkeys(r.shape for r in chosen(timed, peer=names.OURS) if r.calls)
+    columns = {shape_name(shape): shape for shape in shapes}
+    title = "layer norm: time, this layer over"
+    return grid(title, lines, columns, lambda *at: found.get(at, "-")) if found else ""
 
 
 def wrong_choices(rows: Rows) -> str:
@@ -112,8 +112,9 @@ def _by_peer(title: str, rows: Iterable[Row], cell: Callable[[Row], str]) -> str
     """Returns a line for each shape and a column for each peer; nothing of no rows."""
     found = by_shape(rows)
     columns = [n for n in COLUMNS if any(n in peers for peers in found.values())]
-    body = [
-        (shape_name(shape), *(cell(peers[n]) if n in peers else "-" for n in columns))
-        for shape, peers in found.items()
-    ]
-    return table((title, *columns), body) if body else ""
+    lines = {shape_name(shape): peers for shape, peers in found.items()}
+    return (
+        grid(title, lines, columns, lambda of, n: cell(of[n]) if n in of else "-")
+        if found
+        else ""
+    )
