@@ -1,12 +1,13 @@
 """Judges what is claimed of this layer's speed, on a CPU and on a GPU."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from experiments.lab.claims import Claim, NotMeasured, Verdict
+from experiments.lab.claims import Claim, NotMeasured, Verdict, worst
 from experiments.lab.peers import names
 
 from .cases import BOTH, EQUINOX, FIRST, FLAX, IN_TORCH, LARGE, LAST, MIB, ROWS
@@ -45,6 +46,9 @@ class Ratio(NamedTuple):
         return f"{self.value:.2f} of {self.other.peer} on {self.ours.where}"
 
 
+VALUE = operator.attrgetter("value")
+
+
 def ratios(
     rows: Rows, others: Sequence[str], *, of: str = "median", ours: str = names.OURS
 ) -> list[Ratio]:
@@ -80,10 +84,6 @@ def _mean(found: list[Ratio]) -> float:
     return math.exp(np.mean([math.log(ratio.value) for ratio in _some(found)]))
 
 
-def _worst(found: list[Ratio]) -> Ratio:
-    return max(_some(found), key=lambda ratio: ratio.value)
-
-
 # Claims of a kind. Times are of forward + backward; of several others the best counts, array
 # by array.
 
@@ -116,8 +116,8 @@ def _at_most(
 
     def judged(rows: Rows) -> tuple[str, bool]:
         timed = chosen(rows, part="time", program=BOTH, **fields)
-        worst = _worst(ratios(list(filter(only, timed)), others))
-        return str(worst), worst.value <= target
+        largest, ratio = worst(ratios(list(filter(only, timed)), others), VALUE)
+        return str(ratio), largest <= target
 
     return judged
 
@@ -140,10 +140,10 @@ def _share(part: str, layout: str) -> Judge:
 
     def judged(rows: Rows) -> tuple[str, bool]:
         found = measured(rows, "share", part=part, layout=layout, peer=names.OURS)
-        found = _some([row for row in found if row.bytes > LARGE])
-        worst = min(found, key=lambda row: row.share)
+        found = [row for row in found if row.bytes > LARGE]
+        _, least = worst(found, lambda row: -row.share)
         enough = sum(row.share >= SHARE for row in found)
-        said = f"{enough} of {len(found)}; least {worst.share:.0%} ({worst.place})"
+        said = f"{enough} of {len(found)}; least {least.share:.0%} ({least.place})"
         return said, enough == len(found)
 
     return judged
@@ -156,7 +156,7 @@ def _never_slower(others: Sequence[str], *parts: str) -> Judge:
         of_host = sum(ratio.ours.of_host for ratio in slower)
         said = f"slower on {len(slower)} of {len(found)}"
         said += f", on {of_host} waiting for the host" if of_host else ""
-        said += f"; worst {_worst(slower or found)}"
+        said += f"; worst {worst(slower or found, VALUE)[1]}"
         # Without a kernel, "auto" is "xla".
         same = [r for r in found if (r.other.peer, r.ours.note) == (names.OURS_XLA, "")]
         values = [ratio.value for ratio in same if ratio.ours.part != "training"]
@@ -172,34 +172,34 @@ def _never_slower(others: Sequence[str], *parts: str) -> Judge:
 
 
 def _agreement(rows: Rows) -> tuple[str, bool]:
-    found = _some(measured(rows, "deviation", part="agreement"))
+    found = measured(rows, "deviation", part="agreement")
     said = []
     for dtype in dict.fromkeys(row.dtype for row in found):
-        worst = max(chosen(found, dtype=dtype), key=lambda row: row.deviation)
-        said.append(f"{dtype} to {worst.deviation:.1e} ({worst.peer} on {worst.where})")
+        largest, row = worst(chosen(found, dtype=dtype), lambda row: row.deviation)
+        said.append(f"{dtype} to {largest:.1e} ({row.peer} on {row.where})")
     differ = chosen(found, note=DIFFERS)
     said += [f"not {row.peer} on {row.where}" for row in differ]
-    return "; ".join(said), not differ
+    return "; ".join(_some(said)), not differ
 
 
 def _bits(rows: Rows) -> tuple[str, bool]:
-    found = _some(measured(rows, "differing", part="bits"))
-    worst = max(found, key=lambda row: row.differing)
-    beside = f" ({worst.peer}, {worst.place})" if worst.differing else ""
-    said = f"{worst.differing:g} of {worst.calls} runs differ{beside}; {len(found)} results"
-    return said, not worst.differing
+    found = measured(rows, "differing", part="bits")
+    most, row = worst(found, lambda row: row.differing)
+    beside = f" ({row.peer}, {row.place})" if most else ""
+    return f"{most:g} of {row.calls} runs differ{beside}; {len(found)} results", not most
 
 
 def _temporaries(rows: Rows) -> tuple[str, bool]:
     found = measured(rows, "temporaries", part="compile", peer=names.OURS, dtype="f32")
-    worst = max(_some(found), key=lambda row: row.temporaries)
-    return f"{worst.temporaries:.3f} of x's bytes on {worst.where}", worst.temporaries <= 0.1
+    most, row = worst(found, lambda row: row.temporaries)
+    return f"{most:.3f} of x's bytes on {row.where}", most <= 0.1
 
 
 def _invariance(rows: Rows) -> tuple[str, bool]:
     timed = chosen(rows, part="time", program=BOTH)
-    worst = _worst(ratios(timed, (names.OURS,), ours=names.OURS_INVARIANT))
-    return f"{worst} {worst.ours.dtype}", worst.value <= 2
+    found = ratios(timed, (names.OURS,), ours=names.OURS_INVARIANT)
+    largest, ratio = worst(found, VALUE)
+    return f"{ratio} {ratio.ours.dtype}", largest <= 2
 
 
 def _nothing_failed(rows: Rows) -> tuple[str, bool]:

@@ -106,7 +106,7 @@ class Parts:
                 {row: future.result for row, future in made.items()}, f"training step, {dtype}"
             )
             for i, future in enumerate(made.values()):
-                if not rows[i].failed and not np.isfinite(future.result().call()):
+                if rows[i].calls and not np.isfinite(future.result().call()):
                     rows[i] = because(rows[i], FloatingPointError("the loss is not finite"))
             yield rows
 

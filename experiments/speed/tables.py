@@ -110,11 +110,7 @@ def _time(row: Row) -> str:
 
 def _by_peer(title: str, rows: Iterable[Row], cell: Callable[[Row], str]) -> str:
     """Returns a line for each shape and a column for each peer; nothing of no rows."""
-    found = by_shape(rows)
+    found = {shape_name(shape): peers for shape, peers in by_shape(rows).items()}
     columns = [n for n in COLUMNS if any(n in peers for peers in found.values())]
-    lines = {shape_name(shape): peers for shape, peers in found.items()}
-    return (
-        grid(title, lines, columns, lambda of, n: cell(of[n]) if n in of else "-")
-        if found
-        else ""
-    )
+    made = grid(title, found, columns, lambda peers, n: cell(peers[n]) if n in peers else "-")
+    return made if found else ""
