@@ -1,1 +1,1 @@
-"""How accurate batch normalisation is, where that is hard."""
+"""Measures how accurate batch normalisation is, where that is hard."""

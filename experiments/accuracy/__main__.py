@@ -32,6 +32,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ from experiments.lab.claims import judge, verdicts_table
 from experiments.lab.exact import Batch, Exact
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.peers import names
-from experiments.lab.tables import table
+from experiments.lab.tables import grid
 
 from . import approaches, cases, claims, figures
 from .cases import CONSTANT, COUNT, HALF, ONEFLOW, OUTLIER, RATIO, Case
@@ -82,7 +83,8 @@ WHOLE = Job()
 QUICK = Job(cases.QUICK, PEERS[:3], by_approach=approaches.QUICK)
 
 # The rows of the summary: what is hard, and the cases that are hard in that way.
-SUMMARY: dict[str, Callable[[Case], bool]] = {
+Kind = Callable[[Case], bool]
+SUMMARY: dict[str, Kind] = {
     "a constant channel": lambda case: case.group == CONSTANT,
     "mean/std to 1e3": lambda case: case.group == RATIO and case.at <= 1e3,
     "mean/std to 1e7": lambda case: case.group == RATIO,
@@ -116,19 +118,15 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
 
 def _row(case: Case, layout: str, layer: str, given: Sequence[tuple[Batch, Exact]]) -> Row:
     """Returns the worst errors of the layer over the batches, or why there are none."""
+    play = LAYOUTS[layout]
     try:
-        found = exact.worst(
-            [
-                exact.errors(batch, right, LAYOUTS[layout](layer, batch))
-                for batch, right in given
-            ]
-        )
+        found = exact.worst([exact.errors(b, right, play(layer, b)) for b, right in given])
     except Exception as error:  # whatever it is, the others are to be measured
         said = str(error).partition("\n")[0].partition(". ")[0]
         # Where it is asked for by name, a kernel may answer that it cannot serve.
-        if layer in KERNELS and isinstance(error, ValueError) and "implementation=" in said:
-            return Row(case.name, layout, layer, raised=NOT_SERVED + said)
-        return Row(case.name, layout, layer, raised=f"{type(error).__name__}: {said}")
+        asked = layer in KERNELS and isinstance(error, ValueError) and "implementation=" in said
+        kind = NOT_SERVED if asked else f"{type(error).__name__}: "
+        return Row(case.name, layout, layer, raised=kind + said)
     return Row(case.name, layout, layer, *found)
 
 
@@ -147,10 +145,8 @@ def report(files: Files) -> Report:
     raised = [
         f"fails: {r.layer}, {r.layout}, {r.case}: {r.raised}" for r in measured if r.raised
     ]
-    hard = {
-        layer: _largest([r for r in measured if r.layer == layer], SUMMARY["mean/std to 1e3"])
-        for layer in dict.fromkeys(row.layer for row in measured)
-    }
+    of_layers = rows.by(measured, lambda row: row.layer)
+    hard = {layer: _largest(SUMMARY["mean/std to 1e3"], of) for layer, of in of_layers.items()}
     return Report(
         "\n\n".join([*details, *summary, "\n".join(raised)]).rstrip(),
         verdicts,
@@ -161,30 +157,24 @@ def report(files: Files) -> Report:
 
 
 def _tables(
-    title: str,
-    measured: Sequence[Row],
-    kinds: Mapping[str, Callable[[Case], bool]],
-    quantity: str = "y",
+    title: str, measured: Sequence[Row], kinds: Mapping[str, Kind], quantity: str = "y"
 ) -> str:
     """Returns a table for each layout: a row for each kind of case, a column for each layer."""
-    layouts = list(dict.fromkeys(row.layout for row in measured))
-    layers = list(dict.fromkeys(row.layer for row in measured))
+    layers = dict.fromkeys(row.layer for row in measured)
+    layouts = rows.by(measured, lambda row: row.layout)
     parts = []
-    for layout in layouts:
-        mine = [row for row in measured if row.layout == layout]
-        of_layers = [[row for row in mine if row.layer == layer] for layer in layers]
-        lines = [
-            (kind, *(_largest(found, about, quantity) for found in of_layers))
-            for kind, about in kinds.items()
-        ]
-        parts.append(table((f"{title}, {layout}" if layouts[1:] else title, *layers), lines))
+    for layout, mine in layouts.items():
+        of_layers = {layer: [row for row in mine if row.layer == layer] for layer in layers}
+        said = f"{title}, {layout}" if len(layouts) > 1 else title
+        parts.append(grid(said, kinds, of_layers, partial(_largest, quantity=quantity)))
     return "\n\n".join(parts)
 
 
-def _largest(found: Sequence[Row], about: Callable[[Case], bool], quantity: str = "y") -> str:
+def _largest(about: Kind, found: Sequence[Row], quantity: str = "y") -> str:
     of = [row for row in found if about(cases.BY_NAME[row.case])]
-    if any(row.raised for row in of):
-        return "fails" if any(row.served for row in of if row.raised) else "not served"
+    raised = [row for row in of if row.raised]
+    if raised:
+        return "fails" if any(row.served for row in raised) else "not served"
     error = max((getattr(row, quantity) for row in of), default=None)
     if error is None:
         return "-"
@@ -192,10 +182,10 @@ def _largest(found: Sequence[Row], about: Callable[[Case], bool], quantity: str 
 
 
 def _present(job: Job) -> tuple[Job, dict[str, str]]:
-    layers, left_out = peers.present(job.layers)
+    job, left_out = peers.present_layers(job)
     if jax.default_backend() == "cpu":
-        left_out |= {name: "a kernel is for a GPU" for name in layers if name in KERNELS}
-    return replace(job, layers=tuple(n for n in layers if n not in left_out)), left_out
+        left_out |= {name: "a kernel is for a GPU" for name in job.layers if name in KERNELS}
+    return replace(job, layers=tuple(n for n in job.layers if n not in left_out)), left_out
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

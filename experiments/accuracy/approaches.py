@@ -1,4 +1,4 @@
-"""How accurate each approach is, in training and in inference, after many steps.
+"""Measures how accurate each approach is, in training and inference, after many steps.
 
 The statistics that normalise are then running averages, over batches whose mean and variance
 change from step to step, and are compared with the same recursion in extended precision.
@@ -7,7 +7,7 @@ Errors are of y, in units of max(1, abs(xhat)).
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED, AbstractStrategy, Batch, VarianceClip, named
-from experiments.lab import tables
 from experiments.lab.exact import EPS
+from experiments.lab.rows import by
+from experiments.lab.tables import grid
 
 from .cases import CHANNELS, power
 
@@ -49,7 +50,7 @@ class Row(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Mean and variance of each channel, in extended precision."""
+    """Holds mean and variance of each channel, in extended precision."""
 
     mean: NDArray[np.longdouble]
     variance: NDArray[np.longdouble]
@@ -150,16 +151,10 @@ def measure(job: Job, call: Call = _call) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Returns one line for each approach and use, the worst over momenta."""
-    ratios = list(dict.fromkeys(row.ratio for row in rows))
-
-    def worst(*kind: Any) -> str:
-        found = (row.error for row in rows if (row.approach, row.use, row.ratio) == kind)
-        return f"{max(found):.1e}"
-
-    return tables.table(
-        ("largest error of y", *(f"mean/std = {power(ratio)}" for ratio in ratios)),
-        [
-            (f"{approach}, {use}", *(worst(approach, use, ratio) for ratio in ratios))
-            for approach, use in dict.fromkeys((row.approach, row.use) for row in rows)
-        ],
+    of_cells = by(rows, lambda row: (row.approach, row.use, row.ratio))
+    return grid(
+        "largest error of y",
+        {f"{row.approach}, {row.use}": (row.approach, row.use) for row in rows},
+        {f"mean/std = {power(row.ratio)}": row.ratio for row in rows},
+        lambda kind, ratio: f"{max(row.error for row in of_cells[*kind, ratio]):.1e}",
     )

@@ -1,4 +1,4 @@
-"""The batches on which accurate and inaccurate normalisation differ.
+"""Draws the batches on which accurate and inaccurate normalisation differ.
 
 Every implementation is right at mean 0 and standard deviation 1. What tells them apart is a
 channel far from zero, a constant one, an outlier, many values, and half precision.
@@ -27,7 +27,7 @@ CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW, HALF = GROUPS
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kind of batch; `at` is its place on the axis of its group, if that is a quantity.
+    """Describes one kind of batch; `at` is its place on the axis of its group, if there is one.
 
     Of `draws` batches the worst counts, since some errors are rare: where XLA computes the mean
     in two loops, in only one of them by a fused multiply-add, one channel in a hundred may be
@@ -49,12 +49,10 @@ class Case:
         random = np.random.RandomState([zlib.crc32(self.name.encode()), number])
         x = self.draw(random).astype(jnp.dtype(self.dtype))
         dy = np.ones(x.shape) if self.gradient_of_sum else random.standard_normal(x.shape)
-        weight, bias = np.ones(x.shape[1]), np.zeros(x.shape[1])
+        channels = x.shape[1]
+        weight, bias = np.ones(channels), np.zeros(channels)
         if self.affine:
-            weight, bias = (
-                random.uniform(0.5, 1.5, x.shape[1]),
-                random.uniform(-1, 1, x.shape[1]),
-            )
+            weight, bias = random.uniform(0.5, 1.5, channels), random.uniform(-1, 1, channels)
         return Batch(x, dy.astype(x.dtype), weight.astype(np.float32), bias.astype(np.float32))
 
 
@@ -72,9 +70,8 @@ def _shape(n: int) -> tuple[int, int, int]:
 
 
 def _normal(random: np.random.RandomState, n: int, mean: ArrayLike, std: ArrayLike) -> NDArray:
-    shape = _shape(n)
     mean, std = (np.reshape(value, (-1, 1)) for value in (mean, std))
-    return mean + std * random.standard_normal(shape)
+    return mean + std * random.standard_normal(_shape(n))
 
 
 def _ratio(n: int, ratio: float) -> Callable[[np.random.RandomState], NDArray]:
@@ -104,14 +101,8 @@ def _oneflow(random: np.random.RandomState) -> NDArray:
 
 
 def _half(dtype: str, n: int, mean: float, std: float) -> Case:
-    return Case(
-        f"{dtype}, mean {mean:g}, std {std:g}",
-        HALF,
-        0,
-        lambda random: _normal(random, n, mean, std),
-        DRAWS,
-        dtype=dtype,
-    )
+    name = f"{dtype}, mean {mean:g}, std {std:g}"
+    return Case(name, HALF, 0, lambda random: _normal(random, n, mean, std), DRAWS, dtype)
 
 
 def power(value: float) -> str:

@@ -1,10 +1,10 @@
-"""What this package claims of its accuracy, each with the worst that was measured."""
+"""Judges what this package claims of its accuracy by the worst that was measured."""
 
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from experiments.lab.claims import Claim, NotMeasured
+from experiments.lab.claims import Claim, worst
 from experiments.lab.peers import names
 
 from . import approaches, cases
@@ -28,16 +28,13 @@ def _within(
         ours = [row for row in rows if names.package(row.layer) == "eqx_norm"]
         # NaN is what could not be measured where a layer raised, and what it does not have.
         found = [
-            (getattr(row, quantity), row)
+            (quantity, row)
             for row in ours
             if cases.BY_NAME[row.case].group in groups and row.served
             for quantity in quantities
             if row.raised or not np.isnan(getattr(row, quantity))
         ]
-        if not found:
-            raise NotMeasured
-        # NaN, which is neither large nor small, argmax takes for the largest.
-        error, row = found[int(np.argmax([error for error, _ in found]))]
+        error, (_, row) = worst(found, lambda one: getattr(one[1], one[0]))
         place = [row.case]
         if len({(row.layer, row.layout) for row in ours}) > 1:
             place += [row.layer, row.layout]
@@ -48,9 +45,9 @@ def _within(
 
 
 def _approaches(rows: Sequence[approaches.Row]) -> tuple[str, bool]:
-    worst = max(rows, key=lambda row: row.error)
-    where = f"{worst.approach}, {worst.use}, mean/std = {cases.power(worst.ratio)}"
-    return f"{worst.error:.1e} ({where})", worst.error <= Y
+    error, row = worst(rows, lambda row: row.error)
+    where = f"{row.approach}, {row.use}, mean/std = {cases.power(row.ratio)}"
+    return f"{error:.1e} ({where})", error <= Y
 
 
 CLAIMS = (

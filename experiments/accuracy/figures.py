@@ -1,6 +1,5 @@
-"""The figure of the accuracy experiment: error by mean and count, and case by case."""
+"""Draws the accuracy experiment: error by mean and count, and case by case."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +78,15 @@ def _sweep(axes: Axes, measured: Measured, group: str) -> None:
     axes.yaxis.set_major_locator(LogLocator(numticks=8))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
-    _reference_lines(axes, at)
     axes.set_ylabel("error of y")
-
-
-def _reference_lines(axes: Axes, where: Sequence[float]) -> None:
-    # The labels lie outside: between the two is where eqx-norm should be.
-    for level, label, side in (
-        (claims.Y, "the bound of eqx-norm, 1e-6", "bottom"),
-        (FLOAT32, "half an ulp of float32", "top"),
+    # The labels lie outside: between the two lines is where eqx-norm should be.
+    for level, label, side, away in (
+        (claims.Y, "the bound of eqx-norm, 1e-6", "bottom", 2),
+        (FLOAT32, "half an ulp of float32", "top", -2),
     ):
         axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
-        axes.annotate(
-            label,
-            (where[-1], level),
-            xytext=(0, 2 if side == "bottom" else -2),
-            textcoords="offset points",
-            ha="right",
-            va=side,
-            fontsize=7,
-        )
+        place = {"xytext": (0, away), "textcoords": "offset points", "ha": "right", "va": side}
+        axes.annotate(label, (at[-1], level), fontsize=7, **place)
 
 
 def _constants(axes: Axes, measured: Measured) -> None:
@@ -106,13 +94,13 @@ def _constants(axes: Axes, measured: Measured) -> None:
     layers = _layers(measured)[::-1]
     shown = [cases.BY_NAME[name] for name in measured]
     shown = [case for case in shown if case.group == CONSTANT and not case.affine]
-    for marker, up_to in zip("o^s", dict.fromkeys(case.at for case in shown), strict=True):
-        for case in (case for case in shown if case.at == up_to):
+    of_ranges = rows.by(shown, lambda case: case.at)
+    for marker, (up_to, of_range) in zip("o^s", of_ranges.items(), strict=True):
+        style: Any = {"marker": marker, "linestyle": "", "markerfacecolor": "none"}
+        for case in of_range:
             for row, layer in enumerate(layers):
-                error, color = measured[case.name][layer], PEERS[layer]
-                axes.plot(error, row, marker, color=color, markerfacecolor="none")
-        key = f"to {up_to:g}"
-        axes.plot([], [], marker, color=BLACK, markerfacecolor="none", label=key)
+                axes.plot(measured[case.name][layer], row, color=PEERS[layer], **style)
+        axes.plot([], [], color=BLACK, label=f"to {up_to:g}", **style)
     axes.legend(title="constants", fontsize=8, title_fontsize=8, loc=(0.13, 0.3))
     axes.set_xscale("symlog", linthresh=1e-8)
     axes.set_xlim(left=-2e-9)

@@ -1,4 +1,4 @@
-"""The arrays as which a batch is given to a layer; answers are brought back to the batch's."""
+"""Gives a batch to a layer in another layout, and brings the answer back to the batch's."""
 
 from collections.abc import Callable
 

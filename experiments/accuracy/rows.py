@@ -1,4 +1,4 @@
-"""What is measured of one layer in one case."""
+"""Defines what is measured of one layer in one case."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ NOT_SERVED = "not served: "
 
 
 class Row(NamedTuple):
-    """The errors of a layer, as in `lab.exact.Errors`; NaN where it raised or has nothing."""
+    """Holds the errors of `lab.exact.Errors`; NaN where a layer raised or has nothing."""
 
     case: str
     layout: str
@@ -23,5 +23,5 @@ class Row(NamedTuple):
 
     @property
     def served(self) -> bool:
-        """Whether a kernel that was asked for by name took the batch."""
+        """Returns whether a kernel that was asked for by name took the batch."""
         return not self.raised.startswith(NOT_SERVED)

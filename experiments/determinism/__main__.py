@@ -16,13 +16,12 @@ forced by a flag of XLA's.
 """
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from experiments.lab import rows
 from experiments.lab.claims import judge, verdicts_table
 from experiments.lab.experiment import Experiment, Files, Report
-from experiments.lab.tables import table
+from experiments.lab.tables import grid, listing
 
 from . import figures, overhead, runs
 from .claims import CLAIMS, Measured, by_setting, described, parting
@@ -52,6 +51,24 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     return {"seed": SEED, "threads of the recipe": CPU_THREADS, "steps": job.steps}
 
 
+RUNS = {
+    "": "{setting}",
+    "run": "{run}",
+    "sum of weights": "{sum_of_weights}",
+    "fingerprint": "{fingerprint}",
+    "final loss": "{final_loss}",
+}
+TIMES = {
+    "network": "{network}",
+    "probes by": "{transport}",
+    "of a step without": "{median:.3f}",
+    "10% to 90%": "{low:.3f} to {high:.3f}",
+    "probes": "{probes}",
+    "bytes": "{bytes}",
+    "callbacks": "{callbacks}",
+}
+
+
 def report(files: Files) -> Report:
     measured = Measured(
         rows.load(files.csv(), Result),
@@ -59,59 +76,21 @@ def report(files: Files) -> Report:
         rows.load(files.csv("_overhead"), Overhead),
     )
     verdicts = judge(CLAIMS, measured)
-    judged = verdicts_table(verdicts)
-    settings, times = _settings(measured.results), _times(measured.overhead)
-    text = [_runs(measured.results), settings, times, judged]
-    gave = {name: described(found) for name, found in by_setting(measured.results).items()}
+    of_settings = by_setting(measured.results)
+    settings = grid(
+        f"MNIST, {len(measured.results[0].by_step)} steps",
+        of_settings,
+        {"gave": described, "parts from the first at": parting},
+        lambda found, column: column(found),
+    )
+    judged, times = verdicts_table(verdicts), listing(measured.overhead, TIMES)
+    gave = {name: described(found) for name, found in of_settings.items()}
     return Report(
-        "\n\n".join(text),
+        "\n\n".join([listing(measured.results, RUNS), settings, times, judged]),
         verdicts,
         summary="\n\n".join([judged, settings, times]),
         ours=f"the recipe: {gave.get(RECIPE, '-')}",
         peers=f"no seed: {gave.get(NO_SEED, '-')}",
-    )
-
-
-def _runs(results: Sequence[Result]) -> str:
-    return table(
-        ("", "run", "sum of weights", "fingerprint", "final loss"),
-        [(r.setting, r.run, r.sum_of_weights, r.fingerprint, r.final_loss) for r in results],
-    )
-
-
-def _settings(results: Sequence[Result]) -> str:
-    return table(
-        (f"MNIST, {len(results[0].by_step)} steps", "gave", "parts from the first at"),
-        [
-            (name, described(found), parting(found))
-            for name, found in by_setting(results).items()
-        ],
-    )
-
-
-def _times(times: Sequence[Overhead]) -> str:
-    return table(
-        (
-            "network",
-            "probes by",
-            "of a step without",
-            "10% to 90%",
-            "probes",
-            "bytes",
-            "callbacks",
-        ),
-        [
-            (
-                row.network,
-                row.transport,
-                f"{row.median:.3f}",
-                f"{row.low:.3f} to {row.high:.3f}",
-                str(row.probes),
-                str(row.bytes),
-                str(row.callbacks),
-            )
-            for row in times
-        ],
     )
 
 

@@ -1,9 +1,10 @@
-"""What is claimed of runs that are to agree, and of what probes cost."""
+"""Judges what is claimed of runs that are to agree, and of what probes cost."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from experiments.lab.claims import Claim, NotMeasured
+from experiments.lab.rows import by
 
 from .overhead import RETURNED, Overhead
 from .run import FLIPPED
@@ -29,10 +30,7 @@ class Measured(NamedTuple):
 
 
 def by_setting(found: Sequence[Result]) -> dict[str, list[Result]]:
-    settings: dict[str, list[Result]] = {}
-    for row in found:
-        settings.setdefault(row.setting, []).append(row)
-    return settings
+    return by(found, lambda row: row.setting)
 
 
 def described(rows: Sequence[Result]) -> str:
@@ -51,9 +49,9 @@ def _different(rows: Sequence[Result]) -> int:
     return len({(row.fingerprint, row.final_loss, row.by_step[-1]) for row in rows})
 
 
-def _runs(
-    claim: str, setting: str, holds: Callable[[list[Result], list[Probe]], bool], *, quick: bool
-) -> Claim:
+def _of(
+    setting: str, holds: Callable[[list[Result], list[Probe]], bool]
+) -> Callable[[Measured], tuple[str, bool]]:
     def judge(measured: Measured) -> tuple[str, bool]:
         rows = by_setting(measured.results).get(setting)
         if rows is None:
@@ -61,7 +59,7 @@ def _runs(
         found = "; ".join(text for text in (described(rows), parting(rows)) if text)
         return found, holds(rows, measured.probes)
 
-    return Claim(claim, judge, quick)
+    return judge
 
 
 def _same(rows: list[Result], probes: list[Probe]) -> bool:
@@ -91,23 +89,19 @@ def _overhead(measured: Measured) -> tuple[str, bool]:
 
 
 CLAIMS = [
-    _runs("1. without a seed every run is another", NO_SEED, _all_differ, quick=True),
-    _runs("2. with a seed, on one machine: the same bits", SEED, _same, quick=False),
-    _runs(
-        "3. with the recipe, on all cores and on one: the same bits", RECIPE, _same, quick=True
-    ),
-    _runs("4. with the recipe, on 2 devices: the same bits", ON_TWO, _same, quick=False),
-    _runs("5. on other numbers of devices: other bits", DEVICES, _all_differ, quick=False),
-    _runs(
-        "6. ... but of device_invariant, whose output and gradients are the same bits",
-        INVARIANT,
-        _norm_is_the_same,
-        quick=True,
-    ),
-    _runs(
-        f"7. one bit of {FLIPPED} flipped before a step: found in it", FAULT, _found, quick=True
-    ),
+    Claim("1. without a seed every run is another", _of(NO_SEED, _all_differ)),
+    Claim("2. with a seed, on one machine: the same bits", _of(SEED, _same), quick=False),
+    Claim("3. with the recipe, on all cores and on one: the same bits", _of(RECIPE, _same)),
+    Claim("4. with the recipe, on 2 devices: the same bits", _of(ON_TWO, _same), quick=False),
+    Claim("5. on other numbers of devices: other bits", _of(DEVICES, _all_differ), quick=False),
     Claim(
-        f"8. a step with all probes takes at most {MOST} of the time without", _overhead, False
+        "6. ... but of device_invariant, whose output and gradients are the same bits",
+        _of(INVARIANT, _norm_is_the_same),
+    ),
+    Claim(f"7. one bit of {FLIPPED} flipped before a step: found in it", _of(FAULT, _found)),
+    Claim(
+        f"8. a step with all probes takes at most {MOST} of the time without",
+        _overhead,
+        quick=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""The figure: which bits each run gave, by step and by probe."""
+"""Draws which bits each run gave, by step and by probe."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the probes cost: a training step on MNIST with every layer monitored, over one without.
+"""Measures what probes cost: a step on MNIST with every layer monitored, over one without.
 
 The step is that of `lab.training`: forward, backward, Adam. Monitored are what each layer
 returns and its cotangent. The programs are timed in turn, in rounds, and a ratio is that of two
@@ -102,19 +102,19 @@ def measure(rounds: int, network: str) -> list[Overhead]:
     found = []
     for transport, time in times.items():
         is_callback = transport not in (RETURNED, APPENDED)
-        low, median, high = np.percentile(time.seconds / step, (10, 50, 90))
+        low, median, high = map(float, np.percentile(time.seconds / step, (10, 50, 90)))
         found.append(
             Overhead(
                 network,
                 transport,
                 1e3 * float(np.median(step)),
-                float(median),
-                float(low),
-                float(high),
-                len(record.fingerprints),
-                sum(leaf.nbytes for leaf in jax.tree.leaves(record)),
-                callbacks if is_callback else 0,
-                _same_bits(from_callbacks if is_callback else output, expected),
+                median,
+                low,
+                high,
+                probes=len(record.fingerprints),
+                bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(record)),
+                callbacks=callbacks if is_callback else 0,
+                unchanged=_same_bits(from_callbacks if is_callback else output, expected),
             )
         )
     return found
@@ -137,5 +137,6 @@ def _arguments(network: str, wrap: Callable[[Any], Any]) -> tuple[Any, ...]:
 
 def _same_bits(tree: Any, other: Any) -> bool:
     leaves = (jax.tree.leaves(eqx.filter(t, eqx.is_array)) for t in (tree, other))
-    pairs = zip(*leaves, strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    return all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(*leaves, strict=True)
+    )

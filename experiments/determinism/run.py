@@ -1,4 +1,4 @@
-"""One run of the determinism experiment: MNIST, with probes, in a process of its own.
+"""Trains on MNIST with probes: one run of the experiment, in a process of its own.
 
     python -m experiments.determinism.run RUN LEDGER
 
@@ -42,7 +42,7 @@ FLIPPED = "linear2.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How to run it.
+    """Says how to run it.
 
     `threads`, `cores` and `devices` are those of the machine that the run is to find itself on.
     """

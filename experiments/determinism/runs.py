@@ -1,4 +1,4 @@
-"""The runs, each a process of its own, and where they part."""
+"""Starts the runs, each a process of its own, and finds where they part."""
 
 import dataclasses
 import json
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from eqx_norm.determinism import compare, read
+from experiments.lab.rows import by
 
 from .run import Outcome, Run, environment
 
@@ -26,7 +27,7 @@ Setting = Mapping[str, Run]
 
 
 class Result(NamedTuple):
-    """What one run gave.
+    """Holds what one run gave.
 
     Versions of bits are numbered in the order in which they are met, run by run: 0 are those of
     the first run of the setting.
@@ -61,37 +62,35 @@ def measure(settings: Mapping[str, Setting]) -> tuple[list[Result], list[Probe]]
     """Returns one result for each run, and the probes in the order of the program."""
     keys = distinct(settings)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        ledgers = {key: Path(folder, f"{i}.jsonl") for i, key in enumerate(keys)}
-        started = pool.map(_started, [run for run, _ in keys], ledgers.values())
-        progress = tqdm(started, total=len(keys), unit="run", disable=None)
-        outcomes = dict(zip(keys, progress, strict=True))
-        found = [
-            row
-            for name, setting in settings.items()
-            for row in _compared(name, setting, outcomes, ledgers)
-        ]
-        rows = read(ledgers[keys[0]]).rows
+        ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(keys))]
+        started = pool.map(_started, [run for run, _ in keys], ledgers)
+        outcomes = list(tqdm(started, total=len(keys), unit="run", disable=None))
+        seen = dict(zip(keys, zip(outcomes, ledgers, strict=True), strict=True))
+        found = [row for name, of in settings.items() for row in _compared(name, of, seen)]
+        rows = read(ledgers[0]).rows
         return found, [Probe(row.label) for row in rows if row.step == rows[0].step]
 
 
 def _compared(
-    name: str, setting: Setting, outcomes: Mapping[_Key, Outcome], ledgers: Mapping[_Key, Path]
+    name: str, setting: Setting, seen: Mapping[_Key, tuple[Outcome, Path]]
 ) -> Iterator[Result]:
-    keys = _keys(setting)
-    verdicts = [compare(ledgers[keys[0]], ledgers[key]) for key in keys]
-    seen = [_by_step(ledgers[key]) for key in keys]
+    outcomes, ledgers = zip(*(seen[key] for key in _keys(setting)), strict=True)
+    verdicts = [compare(ledgers[0], ledger) for ledger in ledgers]
+    steps = [_by_step(ledger) for ledger in ledgers]
     step = min((v.step for v in verdicts if v.step is not None), default=0)
-    by_step, by_probe = versions(seen), versions([steps[step] for steps in seen])
-    for i, (run, key, verdict) in enumerate(zip(setting, keys, verdicts, strict=True)):
+    columns = versions(steps), versions([of_run[step] for of_run in steps])
+    for run, outcome, verdict, by_step, by_probe in zip(
+        setting, outcomes, verdicts, *columns, strict=True
+    ):
         yield Result(
             name,
             run,
-            *outcomes[key],
+            *outcome,
             parts="" if verdict.same else verdict.text.splitlines()[0],
             agreed=verdict.agreed,
-            by_step=by_step[i],
+            by_step=by_step,
             step=step,
-            by_probe=by_probe[i],
+            by_probe=by_probe,
         )
 
 
@@ -117,10 +116,8 @@ def _started(run: Run, ledger: Path) -> Outcome:
 
 def _by_step(ledger: Path) -> list[tuple[str | None, ...]]:
     """Returns what the probes saw, step by step."""
-    steps: dict[int, list[str | None]] = {}
-    for row in read(ledger).rows:
-        steps.setdefault(row.step, []).append(row.fingerprint)
-    return [tuple(rows) for rows in steps.values()]
+    steps = by(read(ledger).rows, lambda row: row.step)
+    return [tuple(row.fingerprint for row in rows) for rows in steps.values()]
 
 
 def versions(runs: Sequence[Sequence[Hashable]]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What is varied, and what is kept."""
+"""Says which runs there are: what is varied, and what is kept."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ ALL = (NO_SEED, SEED, THREADS, RECIPE, ON_TWO, DEVICES, INVARIANT, FAULT)
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. The defaults are the whole job."""
+    """Says what to run. The defaults are the whole job."""
 
     names: tuple[str, ...] = ALL
     repeats: int = 5  # as in the talk

@@ -1,4 +1,4 @@
-"""What the peers give for one batch of training, to be compared with `exact`.
+"""Asks every layer for what it gives in a step of training, to be compared with `exact`.
 
 Parameters are as the batch has them. The momentum of a batch norm is such that its running
 variance after the batch is the variance of the batch.
@@ -23,7 +23,7 @@ def batch_norm(name: str, batch: Batch) -> Answer:
     # Flax's default is to have the channels last.
     axis = -1 if names.package(name) == "flax" else 1
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
-    answer = _in_jax(_batch_norm_step(name, axis), batch._replace(x=x, dy=dy))
+    answer = _in_jax(name, axis, batch._replace(x=x, dy=dy))
     y, dx = (np.moveaxis(values, axis, 1) for values in (answer.y, answer.dx))
     return answer._replace(y=y, dx=dx)
 
@@ -31,40 +31,34 @@ def batch_norm(name: str, batch: Batch) -> Answer:
 def layer_norm(name: str, batch: Batch) -> Answer:
     """Returns the answer of the layer norm of that name, in float64, without the variance."""
     if name == names.TORCH:
-        return _torch_layer_norm(batch)
-    return _in_jax(_layer_norm_step(name), batch)
+        from .peers import of_torch
+
+        return _in_torch(of_torch.layer_norm, batch)
+    return _in_jax(name, None, batch)
 
 
-def _in_jax(step: Callable[..., Any], batch: Batch) -> Answer:
+def _in_jax(name: str, axis: int | None, batch: Batch) -> Answer:
     with jax.enable_x64(batch.x.dtype == np.float64):
-        y, variance, affine, dx = step((batch.weight, batch.bias), batch.x, batch.dy)
+        affine = batch.weight, batch.bias
+        y, variance, affine, dx = _step(name, axis)(affine, batch.x, batch.dy)
     return _answer(y, variance, dx, *affine)
 
 
-# A step is compiled once for each shape, however many batches there are of it.
+# Cached, as a step is compiled once for each shape, however many batches there are of it.
 @functools.cache
-def _batch_norm_step(name: str, axis: int) -> Callable[..., Any]:
+def _step(name: str, axis: int | None) -> Callable[..., Any]:
+    """Returns what gives y, variance, the gradients of weight and bias, and dx.
+
+    It is that of the batch norm with its channels at `axis`, or of the layer norm.
+    """
+
     def make(affine: peers.Affine, x: jax.Array) -> peers.Layer:
-        return peers.batch_norm(
-            name,
-            x.shape[axis],
-            # This package takes no momentum of 0, and remembers a first batch as it is at any.
-            momentum=0.5 if names.package(name) == "eqx_norm" else 0.0,
-            eps=EPS,
-            channel_axis=axis,
-            affine=affine[0] is not None,
-        )
-
-    return _step(make)
-
-
-@functools.cache
-def _layer_norm_step(name: str) -> Callable[..., Any]:
-    return _step(lambda affine, x: peers.layer_norm(name, x.shape[1:], eps=EPS))
-
-
-def _step(make: Callable[[peers.Affine, jax.Array], peers.Layer]) -> Callable[..., Any]:
-    """Returns what gives y, variance, the gradients of weight and bias, and dx."""
+        if axis is None:
+            return peers.layer_norm(name, x.shape[1:], eps=EPS)
+        # This package takes no momentum of 0, and remembers a first batch as it is at any.
+        momentum = 0.5 if names.package(name) == "eqx_norm" else 0.0
+        how = {"channel_axis": axis, "affine": affine[0] is not None}
+        return peers.batch_norm(name, x.shape[axis], momentum=momentum, eps=EPS, **how)
 
     @jax.jit
     def step(affine: peers.Affine, x: jax.Array, dy: jax.Array) -> tuple[Any, Any, Any, Any]:
@@ -85,19 +79,12 @@ def _torch_batch_norm(batch: Batch) -> Answer:
     from .peers import of_torch
 
     channels, wide = batch.x.shape[1], np.result_type(batch.x.dtype, np.float32)
-    memory = tuple(of_torch.tensor(np.full(channels, start, wide)) for start in (0, 1))
-    n = batch.x.size // channels
-    answer = _in_torch(
-        functools.partial(of_torch.batch_norm, memory=memory, momentum=0.0), batch
-    )
+    memory = [of_torch.tensor(np.full(channels, start, wide)) for start in (0, 1)]
+    forward = functools.partial(of_torch.batch_norm, memory=memory, momentum=0.0)
+    answer = _in_torch(forward, batch)
     # What torch remembers is the unbiased variance.
+    n = batch.x.size // channels
     return answer._replace(variance=of_torch.array(memory[1]).astype(float) * (n - 1) / n)
-
-
-def _torch_layer_norm(batch: Batch) -> Answer:
-    from .peers import of_torch
-
-    return _in_torch(of_torch.layer_norm, batch)
 
 
 def _in_torch(forward: Callable[..., Any], batch: Batch) -> Answer:

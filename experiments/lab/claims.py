@@ -1,4 +1,4 @@
-"""Claims, and the verdicts that measurements come to."""
+"""Judges claims by what was measured."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A sentence, and how it is judged: `judge(measured)` says what was found, and whether."""
+    """Holds a sentence, and `judge(measured)`, which returns what was found and if it holds."""
 
     text: str
     judge: Callable[[Any], tuple[str, bool]]

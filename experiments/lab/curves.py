@@ -1,4 +1,4 @@
-"""Curves: what was recorded step by step, by setting and over several seeds.
+"""Keeps what was recorded step by step, by setting and over several seeds.
 
 A row is a `NamedTuple` whose first fields say what was run, and then come `seed`, `step` and
 the recorded quantities, each under the name that a record has for it:

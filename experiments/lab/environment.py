@@ -1,9 +1,10 @@
-"""What results were measured with: device, processor, versions.
+"""Says what results were measured with: device, processor, versions.
 
 Trained numbers differ by processor in their digits, so the files beside the results name it.
 Nothing here identifies a machine.
 """
 
+import contextlib
 import os
 import platform
 import re
@@ -35,8 +36,10 @@ def environment(*packages: str) -> dict[str, Any]:
         "instruction set": instruction_set(),
         "cores": cores(),
         "python": platform.python_version(),
-        **{name: found for name in used if (found := _version(name))},
     }
+    for name in used:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
     if device.platform != "cpu":
         found["platform"] = " ".join(device.client.platform_version.split())
         if _DRIVER.exists():
@@ -59,7 +62,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Returns its name; that of its architecture where the system has no `/proc/cpuinfo`."""
+    """Returns the processor's name; its architecture where there is no `/proc/cpuinfo`."""
     about = _about()
     name = about.get("model name") or platform.processor() or platform.machine()
     numbers = [f"{key} {about[key]}" for key in ("cpu family", "model") if key in about]
@@ -67,7 +70,7 @@ def processor() -> str:
 
 
 def instruction_set() -> str:
-    """Returns its architecture, and which instructions on vectors and matrices it has."""
+    """Returns the architecture, and which vector and matrix instructions there are."""
     about = _about()
     flags = (about.get("flags") or about.get("Features") or "").split()
     return " ".join([platform.machine(), *sorted(filter(_VECTORS.fullmatch, flags))])
@@ -81,10 +84,3 @@ def _about() -> dict[str, str]:
         return {}
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

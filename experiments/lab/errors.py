@@ -1,5 +1,5 @@
-"""The error whose message is all that its reader needs."""
+"""Defines the error whose message is all that its reader needs."""
 
 
 class UserError(Exception):
-    """What the user can mend: shown as it is, without a traceback."""
+    """Raised for what the user can mend; its message is shown without a traceback."""

@@ -1,4 +1,4 @@
-"""One experiment, and the steps that every run of one takes.
+"""Runs an experiment, in the steps that all of them take.
 
     python -m experiments.NAME             measures, writes rows, and shows tables and figures
     python -m experiments.NAME --quick     under 30 seconds; fails where a claim does not hold
@@ -33,7 +33,7 @@ Job = TypeVar("Job")
 
 
 class Files(NamedTuple):
-    """Where one run reads and writes: `out/results/STEM*.csv` and `out/figures/STEM*.png`."""
+    """Names what one run writes: `out/results/STEM*.csv` and `out/figures/STEM*.png`."""
 
     out: Path
     stem: str
@@ -70,7 +70,7 @@ def with_options(job: Any, options: argparse.Namespace) -> Any:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Job]):
-    """What an experiment is made of; `main` is its command."""
+    """Holds what an experiment is made of; `main` is its command."""
 
     name: str
     about: str | None  # the docstring that --help shows

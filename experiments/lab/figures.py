@@ -1,4 +1,4 @@
-"""The look of all figures: colours, fonts, scales, and how they are saved.
+"""Gives all figures one look: colours, fonts, scales, panels, and how they are saved.
 
 Figures are made without pyplot, which keeps state:
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends an experiment with one line, not with a traceback."""
+"""Has Ctrl-C end an experiment with one line, not with a traceback."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Three small networks for MNIST, with a place for any normalisation layer."""
+"""Defines three small networks for MNIST, with a place for any normalisation layer."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def normalised(norm: eqx.Module, x: Array, state: eqx.nn.State) -> tuple[Array, 
 
 
 class Perceptron(eqx.Module):
-    """Linear, norm, ReLU, linear: what happens to an image happens to the norm's input.
+    """Is linear, norm, ReLU, linear: what happens to an image happens to the norm's input.
 
     No bias, no pooling and no other normalisation lies between the two, so a batch scaled by
     1e3 has 1e6 times the variance in every channel. And it trains in a millisecond a step.
@@ -45,7 +45,7 @@ class Perceptron(eqx.Module):
 
 
 class Small(eqx.Module):
-    """The network of https://github.com/patrick-kidger/equinox/issues/659.
+    """Is the network of https://github.com/patrick-kidger/equinox/issues/659.
 
     It is Equinox's tutorial CNN with one normalisation layer, after the first linear layer.
     """
@@ -75,7 +75,7 @@ class Small(eqx.Module):
 
 
 class Large(eqx.Module):
-    """Four convolutions, each normalised, so that instability can build up over the depth.
+    """Has four convolutions, each normalised: instability can build up over the depth.
 
     The issue was first met in a ResNet; this is the smallest network of that kind that
     trains on two cores.
@@ -87,13 +87,12 @@ class Large(eqx.Module):
 
     def __init__(self, make_norm: MakeNorm, key: PRNGKeyArray):
         keys = jax.random.split(key, 5)
-        channels = [1, 16, 32, 64, 64]
-        strides = [1, 2, 2, 1]
+        layers = zip((1, 16, 32, 64), (16, 32, 64, 64), (1, 2, 2, 1), keys[:4], strict=True)
         self.convs = [
-            eqx.nn.Conv2d(channels[i], channels[i + 1], 3, strides[i], padding=1, key=keys[i])
-            for i in range(4)
+            eqx.nn.Conv2d(inputs, outputs, 3, stride, padding=1, key=key)
+            for inputs, outputs, stride, key in layers
         ]
-        self.norms = [make_norm(c) for c in channels[1:]]
+        self.norms = [make_norm(conv.out_channels) for conv in self.convs]
         self.linear = eqx.nn.Linear(64, 10, key=keys[4])
 
     def __call__(self, x: Float[Array, "1 28 28"], state: eqx.nn.State) -> Output:

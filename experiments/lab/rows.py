@@ -1,4 +1,4 @@
-"""Rows of results, to and from CSV by the types of their fields.
+"""Writes rows of results to CSV, and reads them by the types of their fields.
 
 A kind of row is a `NamedTuple` or a dataclass whose fields are `str`, `int`, `float`, `bool`,
 `tuple[int, ...]` (written as 64x3x3), or one of these or `None`:

@@ -1,4 +1,4 @@
-"""Tables in Markdown, aligned, for the terminal and for documents alike."""
+"""Makes aligned tables in Markdown, for the terminal and for documents alike."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

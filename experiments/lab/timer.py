@@ -1,15 +1,16 @@
-"""Interleaved timing: in every round each program once, in an order drawn anew.
+"""Times programs in turns: in every round each of them once, in an order drawn anew.
 
 Whatever else the machine does then falls on all of them alike, and the ratio of two medians
 says more than either median.
 """
 
+import contextlib
 import ctypes
 import gc
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +31,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Program:
-    """Something to time: `wait(call())` returns when its result is there."""
+    """Holds what is to be timed: `wait(call())` returns when its result is there."""
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
@@ -39,7 +40,7 @@ class Program:
 
 
 class Times(NamedTuple):
-    """Seconds for each instance, one value a round, each over so many calls."""
+    """Holds seconds for each instance, one value a round, each over so many calls."""
 
     seconds: NDArray[np.float64]
     calls: int
@@ -63,15 +64,13 @@ def interleave(
 ) -> dict[Key, Times]:
     """Times the programs in turns, behind a progress bar.
 
-    `wait_for_each` is for CPUs, where a call that is not waited for runs beside the next, and
-    the default there. A GPU runs calls one after the other, while the host hands out the next:
-    all calls of a timing are waited for at its end. Beside the time until the first call runs
-    and the host has heard of the last one's end (some 50 us), `least` seconds should be long.
-    Where it takes the host as long to hand out a call as all of it takes, it is the host's time
-    that was measured.
+    `wait_for_each` is the default on a CPU, where a call that is not waited for runs beside the
+    next. A GPU runs calls one after the other, while the host hands out the next: there only
+    the last is waited for. `least`, in seconds, should be long beside the some 50 us until the
+    first call runs and the host has heard of the last one's end. Where the host takes as long
+    to hand out a call as all of it takes, it is the host's time that was measured.
 
-    What raises an exception is left out from there on, and `failed` is told. Without it the
-    exception is raised.
+    What raises an exception is left out from there on, and `failed` is told; or it is raised.
     """
     if wait_for_each is None:
         wait_for_each = jax.default_backend() == "cpu"
@@ -79,26 +78,19 @@ def interleave(
     calls: dict[Key, int] = {}
     taken: dict[Key, list[tuple[float, float]]] = {key: [] for key in programs}
 
-    def attempt(key: Key, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def attempt(key: Key) -> Iterator[Program]:
         try:
-            work()
+            yield programs[key]
         except Exception as error:  # whatever it is, the others are to be timed
             if failed is None:
                 raise
             calls.pop(key, None)
             failed(key, error)
 
-    def count(key: Key) -> None:
-        calls[key] = _calls(programs[key], least)
-
-    def time_once(key: Key) -> None:
-        # Untimed: the program before has left its threads spinning, and the caches full of its
-        # own.
-        programs[key].wait(programs[key].call())
-        taken[key].append(_time(programs[key], calls[key], wait_for_each))
-
     for key in programs:
-        attempt(key, lambda key=key: count(key))
+        with attempt(key) as program:
+            calls[key] = _calls(program, least)
     total = len(calls) * (WARM_UPS + rounds)
     collecting = gc.isenabled()
     gc.disable()
@@ -108,16 +100,20 @@ def interleave(
                 order = list(calls)
                 shuffle(order)
                 for key in order:
-                    attempt(key, lambda key=key: time_once(key))
+                    with attempt(key) as program:
+                        # Untimed: the program before has left its threads spinning, and the
+                        # caches full of its own.
+                        program.wait(program.call())
+                        taken[key].append(_time(program, calls[key], wait_for_each))
                     progress.update()
     finally:
         if collecting:
             gc.enable()
     found = {}
-    for key in (key for key in programs if key in calls):
+    for key, count in calls.items():
         seconds, host = np.array(taken[key][WARM_UPS:]).T
-        per_call = programs[key].instances
-        found[key] = Times(seconds / (calls[key] * per_call), calls[key], host / per_call)
+        instances = programs[key].instances
+        found[key] = Times(seconds / (count * instances), count, host / instances)
     return found
 
 
@@ -133,12 +129,8 @@ def keep_memory() -> bool:
         return False
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # of malloc.h
     # One arena, as the others hold no array of 64 MiB.
-    settings = (
-        (mmap_max, 0),
-        (trim_threshold, 2**31 - 1),
-        (top_pad, 2**26),
-        (arena_max, 1),
-    )
+    most = 2**31 - 1
+    settings = ((mmap_max, 0), (trim_threshold, most), (top_pad, 2**26), (arena_max, 1))
     return all(mallopt(*setting) == 1 for setting in settings)
 
 

@@ -1,4 +1,4 @@
-"""Training runs on MNIST, and what is recorded at each of their steps."""
+"""Trains networks on MNIST, and records every step."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def no_probe(model: Any, state: eqx.nn.State, output: Array, labels: Array) -> d
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is chosen in every experiment that trains."""
+    """Says what is chosen in every experiment that trains."""
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     network: str = "small"
@@ -120,9 +120,9 @@ def train(
             model, state, optimiser_state, *batch, probe
         )
         measured = i in evaluated or i == steps
-        values["test_accuracy"] = _accuracy(model, state, *test) if measured else np.nan
         for name, value in values.items():
             columns[name].append(value)
+        columns["test_accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
         on_step()
     curves = {name: np.array(column) for name, column in columns.items()}
     norms = curves.pop("gradient_norms")

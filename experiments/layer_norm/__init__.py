@@ -1,1 +1,1 @@
-"""Layer normalisation and its gradients: OneFlow's issue with this layer and its peers."""
+"""Measures layer normalisation: OneFlow's issue with this layer and its peers."""

@@ -14,9 +14,10 @@ Compared are Equinox's, Flax's and PyTorch's layers. The issue:
 https://github.com/Oneflow-Inc/oneflow/issues/6149. The time it takes: experiments.speed.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from experiments.lab.claims import judge, verdicts_table
 from experiments.lab.exact import Batch
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.peers import names
-from experiments.lab.tables import table
+from experiments.lab.tables import grid, listing
 
 from . import cases, claims, figures
 from .rows import EXCHANGED, AtMean, ByBatchNorm, Gradients, Pair
@@ -47,11 +48,14 @@ QUICK = Job(PEERS[:2], (1, 2))
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    # Nine digits, as float32 has them: what is compared with 0.8454272 is a number, no error.
-    rows.save(files.csv("_pair"), Pair, _pair(job.layers), digits=9)
-    rows.save(files.csv("_means"), AtMean, _means(job.layers), digits=9)
-    rows.save(files.csv("_gradients"), Gradients, _gradients(job), digits=9)
-    rows.save(files.csv("_by_batch_norm"), ByBatchNorm, _by_batch_norm(job.layers), digits=9)
+    for suffix, kind, measured in (
+        ("_pair", Pair, _pair(job.layers)),
+        ("_means", AtMean, _means(job.layers)),
+        ("_gradients", Gradients, _gradients(job)),
+        ("_by_batch_norm", ByBatchNorm, _by_batch_norm(job.layers)),
+    ):
+        # As float32 has them: what is compared with 0.8454272 is a number, no error.
+        rows.save(files.csv(suffix), kind, measured, digits=9)
     return {"bits of the reference's mantissa": exact.MANTISSA}
 
 
@@ -91,40 +95,45 @@ def _gradients(job: Job) -> Iterator[Gradients]:
 
 
 def _by_batch_norm(layers: Sequence[str]) -> Iterator[ByBatchNorm]:
-    for dtype in ("float32", "float64"):
-        drawn = [np.random.RandomState(0).normal(3, 2, shape) for shape in cases.SHAPES]
-        for layer in layers:
-            differences = []
-            for x in (drawn_.astype(dtype) for drawn_ in drawn):
-                y = answers.layer_norm(layer, Batch(x, x, None, None)).y
-                # The examples for channels, in a batch of one.
-                as_channels = x.reshape(1, len(x), -1)
-                other = answers.batch_norm(layer, Batch(as_channels, as_channels, None, None)).y
-                differences.append(np.max(np.abs(y - other.reshape(x.shape))))
-            yield ByBatchNorm(dtype, layer, float(max(differences)))
+    drawn = [np.random.RandomState(0).normal(3, 2, shape) for shape in cases.SHAPES]
+    for dtype, layer in itertools.product(("float32", "float64"), layers):
+        differences = []
+        for x in (values.astype(dtype) for values in drawn):
+            y = answers.layer_norm(layer, Batch(x, x, None, None)).y
+            # The examples for channels, in a batch of one.
+            channels = x.reshape(1, len(x), -1)
+            other = answers.batch_norm(layer, Batch(channels, channels, None, None)).y
+            differences.append(np.max(np.abs(y - other.reshape(x.shape))))
+        yield ByBatchNorm(dtype, layer, float(max(differences)))
 
 
 def report(files: Files) -> Report:
     measured = claims.load(files)
     layers = list(dict.fromkeys(row.layer for row in measured.pair))
     verdicts = judge(claims.CLAIMS, measured)
+    pair = {
+        "the pair in": "{dtype}",
+        "layer": "{layer}",
+        "output": "{y:.7f}",
+        "its error": "{error:.1e}",
+        "gradient of the sum": "{dx:.1e}",
+    }
+    differences = {(row.dtype, row.layer): row.difference for row in measured.by_batch_norm}
+    tables = (
+        listing(measured.pair, pair),
+        _gradients_table(measured.gradients, layers),
+        grid(
+            "layer norm - batch norm",
+            list(dict.fromkeys(row.dtype for row in measured.by_batch_norm)),
+            layers,
+            lambda dtype, layer: f"{differences[dtype, layer]:.1e}",
+        ),
+        verdicts_table(verdicts, "claim of this layer"),
+    )
     single = {row.layer: row for row in measured.pair if row.dtype == "float32"}
     said = {layer: f"{row.y:.7f}, gradient {row.dx:.1g}" for layer, row in single.items()}
     return Report(
-        "\n\n".join(
-            (
-                table(
-                    ("the pair in", "layer", "output", "its error", "gradient of the sum"),
-                    [
-                        (r.dtype, r.layer, f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}")
-                        for r in measured.pair
-                    ],
-                ),
-                _gradients_table(measured.gradients, layers),
-                _by_batch_norm_table(measured.by_batch_norm, layers),
-                verdicts_table(verdicts, "claim of this layer"),
-            )
-        ),
+        "\n\n".join(tables),
         verdicts,
         ours=said.pop(names.OURS),
         peers="; ".join(f"{layer} {numbers}" for layer, numbers in said.items()),
@@ -132,38 +141,20 @@ def report(files: Files) -> Report:
 
 
 def _gradients_table(found: Sequence[Gradients], layers: Sequence[str]) -> str:
-    columns = (*layers, EXCHANGED)
+    of_kinds = rows.by(found, lambda row: (row.dtype, row.layer))
 
-    def worst(dtype: str, quantity: str, layer: str) -> str:
+    def worst(line: tuple[str, str], layer: str) -> str:
+        dtype, quantity = line
         if quantity == "dx" and layer == EXCHANGED:
             return ""
-        of = [getattr(r, quantity) for r in found if (r.dtype, r.layer) == (dtype, layer)]
-        return f"{np.nanmax(of):.1e}"
+        return f"{np.nanmax([getattr(row, quantity) for row in of_kinds[dtype, layer]]):.1e}"
 
-    return table(
-        ("largest error", *columns),
-        [
-            (f"{quantity}, {dtype}", *(worst(dtype, quantity, layer) for layer in columns))
-            for dtype in dict.fromkeys(row.dtype for row in found)
-            for quantity in ("dweight", "dbias", "dx")
-        ],
-    )
-
-
-def _by_batch_norm_table(found: Sequence[ByBatchNorm], layers: Sequence[str]) -> str:
-    differences = {(row.dtype, row.layer): row.difference for row in found}
-    return table(
-        ("layer norm - batch norm", *layers),
-        [
-            (dtype, *(f"{differences[dtype, layer]:.1e}" for layer in layers))
-            for dtype in dict.fromkeys(row.dtype for row in found)
-        ],
-    )
-
-
-def _present(job: Job) -> tuple[Job, dict[str, str]]:
-    layers, left_out = peers.present(job.layers)
-    return replace(job, layers=layers), left_out
+    lines = {
+        f"{quantity}, {row.dtype}": (row.dtype, quantity)
+        for row in found
+        for quantity in ("dweight", "dbias", "dx")
+    }
+    return grid("largest error", lines, [*layers, EXCHANGED], worst)
 
 
 EXPERIMENT = Experiment(
@@ -177,7 +168,7 @@ EXPERIMENT = Experiment(
     draw=figures.draw,
     quick_help="fewer shapes, no peers but Equinox; exits with 1 if a claim does not hold",
     whole_help="the whole job with every peer",
-    present=_present,
+    present=peers.present_layers,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What layer norms are given: OneFlow's pair, pairs like it, and shapes of 1 to 4 dimensions.
+"""Draws what layer norms are given: OneFlow's pair, pairs like it, and other shapes.
 
 https://github.com/Oneflow-Inc/oneflow/issues/6149
 """

@@ -1,4 +1,4 @@
-"""The figure of the layer norm experiment: pairs as close together as OneFlow's."""
+"""Draws the errors of pairs as close together as OneFlow's, by their distance from 0."""
 
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,12 @@ def draw(files: Files) -> list[Path]:
 
 
 def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
-    for layer, style in STYLE.items():
-        mine = [row for row in found if row.layer == layer]
-        if mine:
-            values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
-            look = {"label": layer, "color": PEERS[layer], **style}
-            axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
+    of_layers = rows.by(found, lambda row: row.layer)
+    for layer in filter(of_layers.__contains__, STYLE):
+        mine = of_layers[layer]
+        values = np.nan_to_num([getattr(row, quantity) for row in mine], nan=np.inf)
+        look = {"label": layer, "color": PEERS[layer], **STYLE[layer]}
+        axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
     axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
     axes.annotate(
         "the pair of the issue",
@@ -62,7 +62,7 @@ def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("distance of the pair from zero")
-    labels = {ZERO: "0"}
-    ticks = [ZERO, *(10.0**k for k in range(-7, 5, 2))]
-    axes.set_yticks(ticks, [labels.get(t, f"$10^{{{round(np.log10(t))}}}$") for t in ticks])
+    exponents = range(-7, 5, 2)
+    ticks = {ZERO: "0", **{10.0**k: f"$10^{{{k}}}$" for k in exponents}}
+    axes.set_yticks([*ticks], [*ticks.values()])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""What is measured of layer norms: a kind of row for each part."""
+"""Defines what is measured of layer norms: a kind of row for each part."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ EXCHANGED = "exchanged"  # the right answer, with dweight and dbias exchanged
 
 
 class Pair(NamedTuple):
-    """What OneFlow's pair gives."""
+    """Holds what OneFlow's pair gives."""
 
     dtype: str
     layer: str
@@ -16,7 +16,7 @@ class Pair(NamedTuple):
 
 
 class AtMean(NamedTuple):
-    """What a pair gives that is as close together, at another mean."""
+    """Holds what a pair gives that is as close together, at another mean."""
 
     layer: str
     mean: float
@@ -25,7 +25,7 @@ class AtMean(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The errors of the gradients, as in `lab.exact.Errors`."""
+    """Holds the errors of the gradients, as in `lab.exact.Errors`."""
 
     dtype: str
     shape: tuple[int, ...]  # of an example
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class ByBatchNorm(NamedTuple):
-    """How far a layer norm made of a batch norm, as OneFlow's was, is from the layer norm."""
+    """Says how far a layer norm made of a batch norm, as OneFlow's was, is from the other."""
 
     dtype: str
     layer: str

@@ -1,1 +1,1 @@
-"""The stability experiment of Equinox issue #659, on MNIST."""
+"""Repeats the stability experiment of Equinox issue #659, on MNIST."""

@@ -33,7 +33,7 @@ from experiments.lab.networks import MakeNorm
 from experiments.lab.tables import grid
 from experiments.lab.training import GradientNorms
 
-from .claims import BATCH, CLAIMS, EMA, FIRST_STEPS, mean_loss, peak
+from .claims import BATCH, CLAIMS, COMPARED, EMA, FIRST_STEPS, mean_loss, peak
 from .figures import draw
 from .runs import FIGURE_1, NO_NORM, SETTINGS, Gradient, Setting, Step
 
@@ -49,18 +49,7 @@ class Job(training.Job):
 
 
 # What the claims compare, for two seeds.
-QUICK = Job(
-    settings=(
-        Setting("batch", 0.99),
-        Setting("ema", 0.99),
-        Setting("ema", 0.5),
-        Setting("adam", 0.99),
-        Setting("smooth_start", 0.99),
-        Setting("smooth_start", 0.9999),
-    ),
-    seeds=(0, 1),
-    evaluated=(),
-)
+QUICK = Job(settings=COMPARED, seeds=(0, 1), evaluated=())
 
 
 def make_norm(setting: Setting) -> MakeNorm:
@@ -91,18 +80,18 @@ def gradients(norms: Mapping[Setting, dict[int, GradientNorms]]) -> Iterator[Gra
     It is the seed of which ema at 0.99 has the median peak: neither the best nor the worst to
     be had.
     """
-    of_seeds = norms.get(Setting("ema", 0.99)) or next(iter(norms.values()))
+    of_seeds = norms.get(EMA) or next(iter(norms.values()))
     peaks = {
         seed: max(norm[:FIRST_STEPS].max() for norm in of_parameter.values())
         for seed, of_parameter in of_seeds.items()
     }
     seed = sorted(peaks, key=peaks.__getitem__)[len(peaks) // 2]
-    for setting in (setting for setting in FIGURE_1 if setting in norms):
+    for setting in filter(norms.__contains__, FIGURE_1):
         of_parameter = norms[setting][seed]
         for module in dict.fromkeys(name.rpartition(".")[0] for name in of_parameter):
             pairs = (of_parameter[f"{module}.{kind}"] for kind in ("weight", "bias"))
-            for step, (weight, bias) in enumerate(zip(*pairs, strict=True), start=1):
-                yield Gradient(*setting, seed, step, module, float(weight), float(bias))
+            for step, values in enumerate(zip(*pairs, strict=True), start=1):
+                yield Gradient(*setting, seed, step, module, *map(float, values))
 
 
 def report(files: Files) -> Report:
@@ -121,13 +110,12 @@ def report(files: Files) -> Report:
     verdicts = judge(CLAIMS, runs)
     header = "claim of issue #659", "measured, median (range) over seeds"
 
-    def first_peak(setting: Setting) -> str:
-        if setting not in runs:
-            return ""
-        return f"`{setting.approach}`: gradients up to {np.median(peak(runs[setting])):.1f}"
-
+    first_peak = {
+        setting: f"`{setting.approach}`: gradients up to {np.median(peak(run)):.1f}"
+        for setting, run in runs.items()
+    }
     text = f"{settings}\n\n{verdicts_table(verdicts, *header)}"
-    return Report(text, verdicts, ours=first_peak(BATCH), peers=first_peak(EMA))
+    return Report(text, verdicts, ours=first_peak.get(BATCH, ""), peers=first_peak.get(EMA, ""))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

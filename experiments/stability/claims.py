@@ -1,4 +1,4 @@
-"""The claims of Equinox issue #659, and how each is judged."""
+"""Judges the claims of Equinox issue #659."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,8 @@ SAME = 1.02
 # What `batch` trains by does not depend on the momentum: one run of it serves every claim.
 BATCH = Setting("batch", 0.99)
 EMA, ADAM, SMOOTH = (Setting(name, 0.99) for name in ("ema", "adam", "smooth_start"))
-SMOOTHER = Setting("smooth_start", 0.9999)
+EMA_LOW, SMOOTHER = Setting("ema", 0.5), Setting("smooth_start", 0.9999)
+COMPARED = (BATCH, EMA, EMA_LOW, ADAM, SMOOTH, SMOOTHER)
 
 Runs = dict[Setting, Curves]
 Quantity = Callable[[Curves], NDArray[np.float64]]  # one value a seed
@@ -40,7 +41,7 @@ def mean_loss(curves: Curves) -> NDArray[np.float64]:
 
 
 class Ratio:
-    """A ratio of two settings, seed by seed: both start alike and see the same images."""
+    """Divides two settings seed by seed: both start alike and see the same images."""
 
     def __init__(self, runs: Runs, quantity: Quantity, a: Setting, b: Setting):
         if a not in runs or b not in runs:
@@ -76,7 +77,7 @@ CLAIMS = (
     ),
     _claim(
         "2. ema at 0.5 trains as well as batch",
-        {"loss ema/batch": (mean_loss, Setting("ema", 0.5), BATCH)},
+        {"loss ema/batch": (mean_loss, EMA_LOW, BATCH)},
         lambda loss: loss.median <= AS_WELL,
     ),
     _claim(

@@ -1,4 +1,4 @@
-"""The three figures of the stability experiment."""
+"""Draws the three figures of the stability experiment."""
 
 from collections.abc import Sequence
 from pathlib import Path

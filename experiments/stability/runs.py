@@ -1,4 +1,4 @@
-"""The settings that are trained, and what is kept of their runs."""
+"""Lists the settings that are trained, and defines what is kept of their runs."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ SETTINGS = tuple(dict.fromkeys((*FIGURE_1, *FIGURE_2, *FIGURE_3)))
 
 
 class Step(NamedTuple):
-    """A row of the results: one training step of one run."""
+    """Holds one training step of one run."""
 
     approach: str
     momentum: float
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A row of figure 1: the gradient norms of one module's parameters at one step."""
+    """Holds the gradient norms of one module's parameters at one step, for figure 1."""
 
     approach: str
     momentum: float

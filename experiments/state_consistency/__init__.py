@@ -1,1 +1,1 @@
-"""Who updates the running statistics of batch normalisation, when, and by what."""
+"""Measures who updates the running statistics of batch norm, when, and by what."""

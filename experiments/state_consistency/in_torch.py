@@ -1,4 +1,4 @@
-"""PyTorch's layer, and the operator beneath it, in the hands of the script."""
+"""Lets the script run PyTorch's layer, and the operator beneath it."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A row of the matrix: what is run, and what came of it."""
+"""Defines a row of the matrix: what is run, and what came of it."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The thread's script, for one row: evaluate, train on a batch, evaluate; and once more."""
+"""Runs the thread's script: evaluate, train on a batch, evaluate; and once more."""
 
 from collections.abc import Iterable
 
@@ -67,14 +67,15 @@ def play(subject: Subject, row: Row) -> Row:
         return row._replace(nonfinite_later=_nonfinite(left))
     averages = [average(row.layer, memory) for memory in memories]
     updates = [*zip(averages[:-1], averages[1:], (first, second), strict=True)]
-    mean, biased, unbiased = np.max([_errors(*update) for update in updates], 0)
+    mean, biased, unbiased = map(float, np.max([_errors(*update) for update in updates], 0))
+    updates_1, updates_2 = (_updates(*update) for update in updates)
     return row._replace(
         nonfinite_training=_nonfinite([*trained, *memories[2].kept[:2]]),
-        updates_1=_updates(*updates[0]),
-        updates_2=_updates(*updates[1]),
-        mean_error=float(mean),
-        biased_error=float(biased),
-        unbiased_error=float(unbiased),
+        updates_1=updates_1,
+        updates_2=updates_2,
+        mean_error=mean,
+        biased_error=biased,
+        unbiased_error=unbiased,
     )
 
 
@@ -108,18 +109,16 @@ def _errors(before: Average | None, after: Average | None, x: np.ndarray) -> lis
     """
     if after is None:
         return [np.nan] * 3
-    taken = after
+    mean, variance = after
     if before is not None:  # else the first batch is taken as it is
-        pairs = zip(before, after, strict=True)
-        taken = tuple((new - MOMENTUM * old) / (1 - MOMENTUM) for old, new in pairs)
-    mean, variance = taken
-    right = by_hand(x)
-    errors = [abs(a - b) for a, b in zip((mean, variance, variance), right, strict=True)]
+        pairs = zip(after, before, strict=True)
+        mean, variance = ((new - MOMENTUM * old) / (1 - MOMENTUM) for new, old in pairs)
+    found = []
     with np.errstate(divide="ignore", invalid="ignore"):
-        return [
-            float(np.where(error == 0, 0, error / abs(value)).max())
-            for error, value in zip(errors, right, strict=True)
-        ]
+        for taken, right in zip((mean, variance, variance), by_hand(x), strict=True):
+            error = abs(taken - right)
+            found.append(float(np.where(error == 0, 0, error / abs(right)).max()))
+    return found
 
 
 def _nonfinite(arrays: Iterable[np.ndarray]) -> int:

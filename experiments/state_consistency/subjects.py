@@ -1,4 +1,4 @@
-"""A layer in the hands of the script, with its memory; and the ways to run a layer of JAX.
+"""Lets the script run a layer, with its memory, in each of the ways that JAX has.
 
 The momentum is the share of the running average that an update leaves. It is near 0, so that
 the average is nearly the batch's; and a power of two, so that what is left of the old average
@@ -32,13 +32,9 @@ class Memory(NamedTuple):
 class Subject(Protocol):
     def evaluate(self, x: np.ndarray) -> np.ndarray: ...
 
-    def train(self, x: np.ndarray) -> list[np.ndarray]:
-        """Returns the output, and the gradients where there is a backward pass."""
-        ...
+    def train(self, x: np.ndarray) -> list[np.ndarray]: ...  # output, any gradients
 
-    def trace(self, x: np.ndarray) -> None:
-        """Does as much of `train` as needs no values."""
-        ...
+    def trace(self, x: np.ndarray) -> None: ...  # as much of `train` as needs no values
 
     def memory(self) -> Memory: ...
 
@@ -111,10 +107,9 @@ def _step(
             return jnp.sum(jnp.sin(y)), (y, after)
 
         if backward:
-            gradients, (y, after) = jax.grad(loss, (0, 1), has_aux=True)(affine, x)
-            return y, after, gradients
-        _, (y, after) = loss(affine, x)
-        return y, after, ()
+            gradients, given = jax.grad(loss, (0, 1), has_aux=True)(affine, x)
+            return *given, gradients
+        return *apply(affine, memory, x), ()
 
     return jax.jit(step) if compiled else step
 

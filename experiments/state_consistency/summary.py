@@ -1,4 +1,4 @@
-"""The matrix in a few lines: what each layer does with its running statistics."""
+"""Says in a few lines what each layer does with its running statistics."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,1 +1,1 @@
-"""Variance clipping, Ginsburg in Caffe #3963: what it prevents of what it should, on MNIST."""
+"""Measures what variance clipping, as in Caffe #3963, prevents on MNIST."""

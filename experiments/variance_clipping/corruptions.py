@@ -1,4 +1,4 @@
-"""The ways in which a training batch is corrupted."""
+"""Corrupts a training batch in several ways."""
 
 from collections.abc import Callable
 

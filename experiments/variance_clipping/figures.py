@@ -1,4 +1,4 @@
-"""The figures of the variance clipping experiment: two corruptions, step by step."""
+"""Draws two of the corruptions, step by step."""
 
 from pathlib import Path
 from typing import Any

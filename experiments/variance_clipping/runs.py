@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A row of the results. What is largest is that from the first corrupted batch on."""
+    """Holds what is kept of a run; the largest are from the first corrupted batch on."""
 
     approach: str
     clipped: bool
@@ -35,9 +35,7 @@ class Run(NamedTuple):
     seed: int
     loss: float  # the largest
     gradient: float  # the largest norm of any parameter's
-    accuracy_after: (
-        float  # training accuracy of the clean batches soon after the last corrupted one
-    )
+    accuracy_after: float  # in training on clean batches, soon after the last corrupted one
     accuracy_end: float  # training accuracy at the end
     test_after: float  # test accuracy in inference mode, right after that one
     test_end: float
@@ -46,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A row of the curves that the figures show."""
+    """Holds one step of the curves that the figures show."""
 
     approach: str
     clipped: bool
@@ -64,14 +62,15 @@ def summary(setting: Setting, seed: int, curves: Curves) -> Run:
     first, last = CORRUPTED[0] - 1, CORRUPTED[-1]
     accuracy, test = curves["training_accuracy"], curves["test_accuracy"]
     variance = curves["running_variance"]
-    values = (
-        curves["loss"][first:].max(),
-        curves["largest_gradient_norm"][first:].max(),
-        accuracy[last : last + WINDOW].mean(),
-        accuracy[-WINDOW:].mean(),
-        test[last - 1],
-        test[-1],
-        variance[first:].max(),
-        (variance[first:] / variance[first - 1 : -1]).max(),
+    return Run(
+        *setting,
+        seed,
+        loss=float(curves["loss"][first:].max()),
+        gradient=float(curves["largest_gradient_norm"][first:].max()),
+        accuracy_after=float(accuracy[last : last + WINDOW].mean()),
+        accuracy_end=float(accuracy[-WINDOW:].mean()),
+        test_after=float(test[last - 1]),
+        test_end=float(test[-1]),
+        variance=float(variance[first:].max()),
+        growth=float((variance[first:] / variance[first - 1 : -1]).max()),
     )
-    return Run(*setting, seed, *map(float, values))

@@ -1,4 +1,4 @@
-"""The layers that are compared: this package's, Equinox's, Flax's and PyTorch's.
+"""Makes the layers that are compared: this package's, Equinox's, Flax's and PyTorch's.
 
 Each is used as its users would use it, under one name (`names`) wherever it appears. Those in
 JAX have one form, `Layer`: functions of plain arrays, so that calling any of them costs the

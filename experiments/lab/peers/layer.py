@@ -1,4 +1,4 @@
-"""The form to which every layer in JAX is brought."""
+"""Defines the form to which every layer in JAX is brought."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ Apply = Callable[[Affine, Any, Any], tuple[Array, Any]]
 
 
 class BatchNorm(NamedTuple):
-    """What a batch norm is made with."""
+    """Holds what a batch norm is made with."""
 
     channels: int
     momentum: float
@@ -25,14 +25,14 @@ class BatchNorm(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """What a layer norm is made with."""
+    """Holds what a layer norm is made with."""
 
     shape: tuple[int, ...]
     eps: float
 
 
 class Layer(NamedTuple):
-    """A layer as functions of plain arrays: parameters and memory go in and out.
+    """Holds a layer as functions of plain arrays: parameters and memory go in and out.
 
     Outputs have the dtype that the layer gives them: Equinox's batch norm gives float32 for
     bfloat16.
@@ -43,4 +43,3 @@ class Layer(NamedTuple):
     evaluate: Apply
     # Memory to running mean, running variance, and whatever else is remembered.
     statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
-    layer: Any = None  # as the package made it

@@ -1,4 +1,4 @@
-"""The names of all that is compared: one each, in every table, figure and file."""
+"""Names all that is compared, each by one name in every table, figure and file."""
 
 OURS = "eqx-norm"
 OURS_XLA = "eqx-norm, xla"

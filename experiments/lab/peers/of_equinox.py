@@ -1,4 +1,4 @@
-"""Equinox's layers, and how any layer of its kind is brought to the common form."""
+"""Brings Equinox's layers, and any layer of that kind, to the common form."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -49,7 +49,7 @@ def stateful(
     def read(memory: Any) -> tuple[Array, ...]:
         return statistics(layer, jax.tree.unflatten(structure, memory))
 
-    return Layer(tuple(leaves), mode(False), mode(True), read, layer)
+    return Layer(tuple(leaves), mode(False), mode(True), read)
 
 
 def stateless(make: Callable[[bool, bool], Any]) -> Layer:

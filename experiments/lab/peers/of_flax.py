@@ -1,4 +1,4 @@
-"""Flax's layers, of both its APIs."""
+"""Brings Flax's layers, of both its APIs, to the common form."""
 
 import functools
 from typing import Any

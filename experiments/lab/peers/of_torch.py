@@ -1,6 +1,6 @@
-"""PyTorch's operators, run eagerly, as they usually are; and tensors from and to NumPy."""
+"""Runs PyTorch's operators eagerly, as usual; converts tensors from and to NumPy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def batch_norm(
     x: Any,
     weight: Any,
     bias: Any,
-    memory: tuple[Any, Any] | tuple[None, None] = (None, None),
+    memory: Sequence[Any] = (None, None),
     *,
     momentum: float,
     eps: float,
@@ -55,14 +55,8 @@ def operator(layer: Any) -> Callable[[Any], Any]:
     """Returns what the layer calls in training, without the check of x that comes before."""
     return lambda x: torch.batch_norm(
         x,
-        layer.weight,
-        layer.bias,
-        layer.running_mean,
-        layer.running_var,
-        True,
-        layer.momentum,
-        layer.eps,
-        False,
+        *(layer.weight, layer.bias, layer.running_mean, layer.running_var),
+        *(True, layer.momentum, layer.eps, False),
     )
 
 

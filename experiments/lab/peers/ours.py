@@ -1,4 +1,4 @@
-"""The layers of this package, brought to the common form as Equinox's are."""
+"""Brings the layers of this package to the common form, as Equinox's are."""
 
 from typing import Any
 
