@@ -60,8 +60,11 @@ def threads() -> str:
         judged = [verdict for verdict in report.verdicts if verdict.holds is not None]
         hold = sum(bool(verdict.holds) for verdict in judged)
         fail = "; ".join(verdict.claim for verdict in judged if not verdict.holds)
+        # One experiment may have several results: the second's stem says how it differs.
+        which = files.stem.removeprefix(experiment.name).replace("_", ", ").replace("-", " ")
         link = f"[{hold} of {len(judged)}](experiments/README.md#{files.stem})"
-        cells = (experiment.thread, link, report.ours or "-", report.peers or "-", fail or "-")
+        thread = experiment.thread + which
+        cells = (thread, link, report.ours or "-", report.peers or "-", fail or "-")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

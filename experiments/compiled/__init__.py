@@ -1,1 +1,1 @@
-"""What only a compiler can say of the layers on a GPU: traffic, registers, spills, atomics."""
+"""Compiles the layers for GPUs: what traffic, registers, spills and atomics they come to."""

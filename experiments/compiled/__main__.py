@@ -1,4 +1,4 @@
-"""What only a compiler can say: the layers, compiled for GPUs that are not there.
+"""Compiles the layers for GPUs that are not there, and counts what their programs move.
 
     make gpu-compile-check                  everything, in an environment of its own: 1 GB
     python -m experiments.compiled          the same, where jax's CUDA plugin is installed
@@ -31,7 +31,7 @@ It exits with 1 where a claim does not hold. Nothing runs, so nothing is timed.
 import itertools
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +42,16 @@ from experiments.lab import claims as lab_claims
 from experiments.lab import rows
 from experiments.lab.environment import environment
 from experiments.lab.experiment import Experiment, Files, Report
+from experiments.lab.passes import BOTH, NO_NORM
 from experiments.lab.peers import names
 from experiments.lab.tables import table
 
 from . import compiler, measured, recipe
 from .claims import CLAIMS, Measured
 from .measured import Kernel, Program
-from .programs import BOTH, NO_NORM
+
+# By header, what a table shows of a row.
+Columns = dict[str, Callable[[Any], object]]
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,11 @@ def report(files: Files) -> Report:
         rows.load(files.csv("_recipe"), recipe.Step),
     )
     verdicts = lab_claims.judge(CLAIMS, read)
-    judged = lab_claims.verdicts_table(verdicts)
-    steps = _steps(read.steps)
-    text = [_programs(read.programs), _kernels(read.kernels), steps, judged]
-    half = [row for row in read.kernels if (row.device, row.dtype) == ("H200", "bfloat16")]
-    summary = [judged, _beside(read.programs), _kernels(half), steps]
+    judged, steps = lab_claims.verdicts_table(verdicts), _listing(read.steps, _STEP)
+    read_x = [r for r in read.kernels if r.device == "H200" and r.least_share is not None]
+    half = [row for row in read_x if row.dtype == "bfloat16"]
+    text = [_listing(read.programs, _PROGRAM), _listing(read_x, _KERNEL), steps, judged]
+    summary = [judged, _beside(read.programs), _listing(half, _KERNEL), steps]
     return Report(
         "\n\n".join(text),
         verdicts,
@@ -99,112 +102,66 @@ def report(files: Files) -> Report:
     )
 
 
-def _units(programs: Sequence[Program], name: str) -> str:
+def _units(programs: Iterable[Program], name: str) -> str:
     """Returns what batch norm + ReLU moves on dense arrays, with the backward pass."""
-    found = [
-        f"{name}: {row.units:.1f} times the bytes of x"
-        for row in programs
-        if (row.implementation, row.direction, row.dtype) == (name, BOTH, "bfloat16")
-        and row.units is not None
-    ]
-    return found[0] if found else ""
+    wanted = (name, BOTH, "bfloat16")
+    for row in programs:
+        if (row.implementation, row.direction, row.dtype) == wanted and row.units is not None:
+            return f"{name}: {row.units:.1f} times the bytes of x"
+    return ""
 
 
-def _programs(programs: Sequence[Program]) -> str:
-    return table(
-        (
-            "program",
-            "device",
-            "x",
-            "dtype",
-            "direction",
-            "implementation",
-            "units of x",
-            "launches",
-            "layout changes",
-        ),
-        [
-            (
-                row.program,
-                row.device,
-                _by(row.shape),
-                row.dtype,
-                row.direction,
-                row.implementation,
-                row.failure if row.units is None else f"{row.units:.3f}",
-                _shown(row.launches),
-                _shown(row.layout_changes),
-            )
-            for row in programs
-        ],
-    )
+_PROGRAM: Columns = {
+    "program": lambda row: row.program,
+    "device": lambda row: row.device,
+    "x": lambda row: _by(row.shape),
+    "dtype": lambda row: row.dtype,
+    "direction": lambda row: row.direction,
+    "implementation": lambda row: row.implementation,
+    "units of x": lambda row: row.failure if row.units is None else f"{row.units:.3f}",
+    "launches": lambda row: "" if row.launches is None else row.launches,
+    "layout changes": lambda row: "" if row.layout_changes is None else row.layout_changes,
+}
+_KERNEL: Columns = {
+    "kernel": lambda row: row.kernel,
+    "by": lambda row: row.implementation.rpartition("_")[2].capitalize(),
+    "x": lambda row: _by(row.shape),
+    "dtype": lambda row: row.dtype,
+    "tiles": lambda row: f"{row.chunk} x {_by(row.tile)}",
+    "registers": lambda row: row.registers,
+    "shared memory": lambda row: f"{row.shared_bytes} B",
+    "occupancy": lambda row: f"{row.occupancy:.0%}",
+    "units of x": lambda row: f"{row.units:.3f}",
+    "least": lambda row: f"{row.least_share:.1%}",
+}
+_STEP: Columns = {
+    "for an H200": lambda row: row.program,
+    "usual": lambda row: row.usual,
+    "the recipe": lambda row: row.recipe,
+    "the two programs": lambda row: "are the same" if row.same else "differ",
+}
 
 
-def _beside(programs: Sequence[Program]) -> str:
+def _listing(rows: Iterable[Any], columns: Columns) -> str:
+    return table([*columns], [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def _beside(programs: Iterable[Program]) -> str:
     """Returns the units of x with the backward pass, layer beside layer."""
     shown = (NO_NORM, names.OURS_XLA, names.OURS_TRITON, names.EQUINOX_BATCH)
-    units = {
-        (f"{row.program}, {_by(row.shape)}", row.dtype, row.implementation): row.units
-        for row in programs
-        if (row.device, row.direction) == ("H200", BOTH) and row.units is not None
-    }
-    lines = dict.fromkeys((program, dtype) for program, dtype, _ in units)
+    units: dict[tuple[str, str], dict[str, str]] = {}
+    for row in programs:
+        if (row.device, row.direction) == ("H200", BOTH) and row.units is not None:
+            line = units.setdefault((f"{row.program}, {_by(row.shape)}", row.dtype), {})
+            line[row.implementation] = f"{row.units:.1f}"
     return table(
         ("compiled for an H200", "dtype", *(f"units of x, {name}" for name in shown)),
-        [
-            (*line, *(f"{units[*line, n]:.1f}" if (*line, n) in units else "-" for n in shown))
-            for line in lines
-        ],
+        [(*line, *(by.get(name, "-") for name in shown)) for line, by in units.items()],
     )
 
 
-def _kernels(kernels: Sequence[Kernel]) -> str:
-    """Returns those on an H200 that read x."""
-    return table(
-        (
-            "kernel",
-            "by",
-            "x",
-            "dtype",
-            "tiles",
-            "registers",
-            "shared memory",
-            "occupancy",
-            "units of x",
-            "least",
-        ),
-        [
-            (
-                row.kernel,
-                row.implementation.rpartition("_")[2].capitalize(),
-                _by(row.shape),
-                row.dtype,
-                f"{row.chunk} x {_by(row.tile)}",
-                str(row.registers),
-                f"{row.shared_bytes} B",
-                f"{row.occupancy:.0%}",
-                f"{row.units:.3f}",
-                f"{row.least_share:.1%}",
-            )
-            for row in kernels
-            if row.device == "H200" and row.least_share is not None
-        ],
-    )
-
-
-def _steps(steps: Sequence[recipe.Step]) -> str:
-    return table(
-        ("for an H200", "usual", "the recipe", "the two programs"),
-        [(s.program, s.usual, s.recipe, "are the same" if s.same else "differ") for s in steps],
-    )
-
-
-def _by(sizes: Sequence[int]) -> str:
+def _by(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
-
-
-def _shown(count: int | None) -> str:
-    return "" if count is None else str(count)
 
 
 EXPERIMENT = Experiment(

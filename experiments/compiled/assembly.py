@@ -1,4 +1,4 @@
-"""What becomes of this package's kernels: registers, spills, atomics, width of loads.
+"""Reads off what becomes of this package's kernels: registers, spills, atomics, loads.
 
 Pallas's backends write each kernel as PTX, of which CUDA's assembler makes code for one GPU,
 with no GPU needed:
@@ -25,7 +25,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-# Of a core, from the A100 to the B200.
+# What a core has, from the A100 to the B200.
 _REGISTERS, _WARPS, _PROGRAMS, _WARP = 65536, 64, 32, 32
 # Registers are given to a warp in so many.
 _GRANULE = 256
@@ -36,7 +36,7 @@ _XLA, _MOSAIC = "xla", "mosaic"
 
 
 class Code(NamedTuple):
-    """One kernel, for one GPU."""
+    """Holds one kernel's code, for one GPU."""
 
     name: str
     warps: int
@@ -90,26 +90,17 @@ def take(folder: Path) -> list[Code]:
 def _triton(folder: Path) -> list[Code]:
     shared = {}
     for path in folder.glob("*thunk_sequence.txt"):
-        shared |= dict(re.findall(r"(\w+) grid: .*shared_memory: (\d+) bytes", _text(path)))
+        shared |= dict(
+            re.findall(r"(\w+) grid: .*shared_memory: (\d+) bytes", path.read_text())
+        )
     codes = {}
     for path in sorted(folder.glob("*.ptx")):
-        ptx = _text(path)
+        ptx = path.read_text()
         for name in re.findall(rf"\.entry ({PREFIX}\w+)", ptx):
             # Several kernels of a name are numbered: they are the same but for their sizes.
             base = re.sub(r"__\d+$", "", name)
-            if base in codes:
-                continue
-            to = [
-                _ptxas(),
-                "-v",
-                "-arch",
-                _only(r"\.target (\w+)", ptx),
-                "-o",
-                "/dev/null",
-                path,
-            ]
-            said = subprocess.run(to, capture_output=True, text=True, check=True).stderr
-            codes[base] = _code(base, ptx, said, int(shared[name]))
+            if base not in codes:
+                codes[base] = _code(base, ptx, _ptxas(path, ptx), int(shared[name]))
     return list(codes.values())
 
 
@@ -119,7 +110,7 @@ def _mosaic(folder: Path) -> list[Code]:
         paths = sorted(folder.glob(f"{PREFIX}*{suffix}"), reverse=True)
         # The numbers of a kernel's assembly and of its resources may be two: they count what is
         # compiled, and what is lowered.
-        return {re.sub(rf"_\d+{re.escape(suffix)}$", "", p.name): _text(p) for p in paths}
+        return {re.sub(rf"_\d+{re.escape(suffix)}$", "", p.name): p.read_text() for p in paths}
 
     said, resources = texts(".ptxas"), texts(".resources.txt")
     codes = []
@@ -135,12 +126,12 @@ def _mosaic(folder: Path) -> list[Code]:
 def _code(name: str, ptx: str, said: str, shared: int) -> Code:
     return Code(
         name,
-        int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx)) // _WARP,
-        int(_only(r"Used (\d+) registers", said)),
-        int(_only(r"(\d+) bytes spill stores", said)),
-        shared,
-        len(re.findall(r"\b(?:atom|red)\.", ptx)),
-        loads(ptx),
+        warps=int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx)) // _WARP,
+        registers=int(_only(r"Used (\d+) registers", said)),
+        spilled_bytes=int(_only(r"(\d+) bytes spill stores", said)),
+        shared_bytes=shared,
+        atomics=len(re.findall(r"\b(?:atom|red)\.", ptx)),
+        loads=loads(ptx),
     )
 
 
@@ -156,22 +147,18 @@ def unfenced(ptx: str) -> bool:
     In the order of the text, as in the loop, whose body is one piece of it.
     """
     kinds = r"(ld\.shared|fence\.proxy\.async|bar\.sync|cp\.async\.bulk\.tensor)"
-    fence, barrier, loaded = False, False, False
+    done = ""  # since the last load
     for kind in re.findall(kinds, ptx):
-        match kind:
-            case "ld.shared":
-                fence, barrier, loaded = False, False, True
-            case "fence.proxy.async":
-                fence = True
-            case "bar.sync":
-                barrier = fence
-            case _ if loaded and not barrier:
+        match kind, done:
+            case "ld.shared", _:
+                done = "loaded"
+            case "fence.proxy.async", "loaded":
+                done = "fenced"
+            case "bar.sync", "fenced":
+                done = ""  # all have read it
+            case "cp.async.bulk.tensor", "loaded" | "fenced":
                 return True
     return False
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def _only(pattern: str, text: str) -> str:
@@ -179,8 +166,11 @@ def _only(pattern: str, text: str) -> str:
     return found
 
 
-def _ptxas() -> Path:
+def _ptxas(path: Path, ptx: str) -> str:
+    """Returns what CUDA's assembler, which comes with jax's plugin, says of a kernel."""
     spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    assert spec is not None, "jax's CUDA plugin comes with it"
+    assert spec is not None
     assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "bin" / "ptxas"
+    assembler = Path(spec.submodule_search_locations[0]) / "bin" / "ptxas"
+    to = [assembler, "-v", "-arch", _only(r"\.target (\w+)", ptx), "-o", "/dev/null", path]
+    return subprocess.run(to, capture_output=True, text=True, check=True).stderr

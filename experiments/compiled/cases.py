@@ -1,28 +1,26 @@
-"""Which programs are compiled."""
+"""Lists the programs that are compiled."""
 
 import itertools
 from collections.abc import Iterator
 
+from experiments.lab.passes import BOTH, FORWARD, NO_NORM
 from experiments.lab.peers import names
 
 from .programs import (
     APART,
     BATCH_NORM,
     BETWEEN,
-    BOTH,
     DIRECTIONS,
-    FORWARD,
     LAYER_NORM,
     LAYER_NORM_GELU,
-    NO_NORM,
     RELU_AFTER,
     Case,
 )
 
 DENSE, IMAGES = (65536, 256), (64, 64, 32, 32)
-# Of a ResNet-50, channels side by side in memory as convolutions leave them on a GPU.
+# Shapes of a ResNet-50, channels side by side as convolutions leave them on a GPU.
 ALIGNED = [(BATCH_NORM, s) for s in (DENSE, (802816, 64), (6272, 1024), (1568, 2048))]
-# And of 200 and 33 channels; images as they come from the user, in 3 channels and in one; rows
+# Others: 200 and 33 channels; images as they come from the user, in 3 channels and in one; rows
 # that are read twice, and rows that a program holds. Mosaic's kernels serve none of these.
 OTHERS = [
     *((BATCH_NORM, shape) for shape in ((65521, 200), (65521, 33))),

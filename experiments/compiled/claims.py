@@ -1,14 +1,15 @@
-"""What is claimed of the compiled programs, and which of them are not as claimed."""
+"""Judges the compiled programs: how many are as claimed, and which are not."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from experiments.lab.claims import Claim, NotMeasured
+from experiments.lab.passes import BOTH, FORWARD, NO_NORM
 from experiments.lab.peers import names
 
 from .cases import DENSE, IMAGES
 from .measured import Kernel, Program
-from .programs import APART, BATCH_NORM, BETWEEN, BOTH, FORWARD, NO_NORM
+from .programs import APART, BATCH_NORM, BETWEEN
 from .recipe import ATOMIC, OURS, Step
 
 # XLA's two-pass statistics move 9 units: x for the mean, x for the variance, x and y; then x
@@ -26,6 +27,9 @@ class Measured(NamedTuple):
     steps: list[Step]
 
 
+Judge = Callable[[Measured], tuple[str, bool]]
+
+
 def _judged(checked: Iterable[object], wrong: Iterable[object]) -> tuple[str, bool]:
     """Returns how many of those that were checked are as claimed, and which are not."""
     of, places = len(list(checked)), [str(place) for place in wrong]
@@ -40,7 +44,7 @@ def _place(row: Program | Kernel) -> str:
     return f"{row.device} {shape} {row.dtype} {row.implementation} {what}"
 
 
-def _kernels(problem: str, implementation: str = "") -> Callable[[Measured], tuple[str, bool]]:
+def _kernels(problem: str, implementation: str = "") -> Judge:
     def judge(measured: Measured) -> tuple[str, bool]:
         rows = [row for row in measured.kernels if implementation in row.implementation]
         return _judged(rows, (_place(row) for row in rows if problem in row.problem))
@@ -48,29 +52,28 @@ def _kernels(problem: str, implementation: str = "") -> Callable[[Measured], tup
     return judge
 
 
-def _moves(rows: list[Program], most: dict[str, float]) -> tuple[str, bool]:
-    rows = [row for row in rows if row.direction in most]
-    over = [row for row in rows if row.units is None or row.units > most[row.direction]]
-    return _judged(rows, (f"{_place(row)}: {row.units}" for row in over))
+def _moves(most: dict[str, float], chosen: Callable[[Program], bool]) -> Judge:
+    """Judges whether the chosen programs move at most so many units, by direction."""
+
+    def judge(measured: Measured) -> tuple[str, bool]:
+        rows = [row for row in measured.programs if row.direction in most and chosen(row)]
+        over = [row for row in rows if row.units is None or row.units > most[row.direction]]
+        return _judged(rows, (f"{_place(row)}: {row.units}" for row in over))
+
+    return judge
 
 
-def _xla_moves(measured: Measured) -> tuple[str, bool]:
-    rows = [
-        row
-        for row in measured.programs
-        if (row.program, row.implementation) == (BATCH_NORM, names.OURS_XLA)
-        and row.shape in (DENSE, IMAGES)
-    ]
-    return _moves(rows, {BOTH: MOST_XLA})
+def _xla_norm(row: Program) -> bool:
+    by_xla = (row.program, row.implementation) == (BATCH_NORM, names.OURS_XLA)
+    return by_xla and row.shape in (DENSE, IMAGES)
 
 
-def _kernels_move(measured: Measured) -> tuple[str, bool]:
+def _norm_by_kernels(row: Program) -> bool:
     # Images in the caller's layout, with no convolution before, XLA first writes out in theirs.
-    norms = [row for row in measured.programs if row.program != BETWEEN and row.shape != IMAGES]
-    return _moves([row for row in norms if row.implementation in KERNELS], MOST)
+    return row.program != BETWEEN and row.shape != IMAGES and row.implementation in KERNELS
 
 
-def _between(*implementations: str) -> Callable[[Measured], tuple[str, bool]]:
+def _between(*implementations: str) -> Judge:
     def judge(measured: Measured) -> tuple[str, bool]:
         changes = {
             (row.device, row.dtype, row.implementation): row.layout_changes or 0
@@ -98,12 +101,13 @@ def _recipe_keeps(measured: Measured) -> tuple[str, bool]:
 
 CLAIMS = [
     Claim(
-        f"1. by XLA: at most {MOST_XLA} units of x, forward and backward at once", _xla_moves
+        f"1. by XLA: at most {MOST_XLA} units of x, forward and backward at once",
+        _moves({BOTH: MOST_XLA}, _xla_norm),
     ),
     Claim("2. by XLA: no layout changes added between convolutions", _between(names.OURS_XLA)),
     Claim(
         f"3. by kernels: at most {MOST[FORWARD]} units forward, {MOST[APART]} with backward",
-        _kernels_move,
+        _moves(MOST, _norm_by_kernels),
     ),
     Claim("4. by kernels: no layout changes added between convolutions", _between(*KERNELS)),
     Claim("5. no kernel spills registers", _kernels("spills")),

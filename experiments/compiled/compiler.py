@@ -1,4 +1,4 @@
-"""XLA's compiler for a GPU that is not there, and descriptions of such GPUs.
+"""Has XLA compile for a GPU that is not there, by its description.
 
 XLA reads a GpuTargetConfigProto in text form. What matters to which operations it fuses is
 the compute capability, the number of cores and the sizes of shared memory and registers.
@@ -120,7 +120,6 @@ def compiler(device: str) -> Compile:
     Of the arguments, only shapes and dtypes matter.
     """
     # With the plugin installed jax would look for a GPU, and fail where there is no driver.
-    # Nothing is run here but on the CPU.
     jax.config.update("jax_platforms", "cpu")
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGETS[device], topology="1x1x1"

@@ -1,4 +1,4 @@
-"""What is noted of each compiled program, and of each of this package's kernels in it."""
+"""Compiles the programs, and notes what each is, and each of this package's kernels in it."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ VECTORS = 4
 
 
 class Program(NamedTuple):
-    """What a program moves, in units of the bytes of x."""
+    """Says what a program moves, in units of the bytes of x."""
 
     device: str
     program: str
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """The code of a kernel, what it moves, and what is wrong with it."""
+    """Holds the code of a kernel, what it moves, and what is wrong with it."""
 
     device: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What `eqx_norm.determinism.deterministic` does to a training step on a GPU.
+"""Compares programs with and without `eqx_norm.determinism.deterministic`.
 
 A scatter adds atomically, in the order in which its threads come, unless what it adds has been
 sorted before.
@@ -13,17 +13,18 @@ import jax
 from jax import lax
 
 from eqx_norm.determinism import deterministic
+from experiments.lab.passes import BOTH
 from experiments.lab.peers import names
 
 from . import compiler
-from .programs import BATCH_NORM, BOTH, Case, program
+from .programs import BATCH_NORM, Case, program
 
 ATOMIC, SORTED, NO_SCATTER = "adds atomically", "sorted first", "no scatter"
 OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernels": names.OURS_TRITON}
 
 
 class Step(NamedTuple):
-    """How a program adds, as JAX compiles it and with the recipe."""
+    """Says how a program adds, as JAX compiles it and with the recipe."""
 
     program: str
     usual: str

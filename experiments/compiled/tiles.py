@@ -1,4 +1,4 @@
-"""How a kernel cuts up its work, as the package decides it.
+"""Asks the package how a kernel cuts up its work.
 
 The only module of the experiments that imports private modules of the package. The code of a
 kernel does not tell how large its tiles are, and by them is known how many loads of 16 bytes
@@ -15,7 +15,7 @@ from .programs import BATCH_NORM, Case
 
 
 class Cut(NamedTuple):
-    """What a program of a kernel reads at once."""
+    """Says what a program of a kernel reads at once."""
 
     tile: tuple[int, int]
     chunk: int  # of so many tiles

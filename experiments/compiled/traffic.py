@@ -1,4 +1,4 @@
-"""What a compiled program moves, read off the text of its optimised HLO.
+"""Reads off the text of optimised HLO what a compiled program moves.
 
 On a GPU every operation of the entry computation that is not a mere view is a kernel: it
 reads its operands from memory and writes its result there. What is fused into it stays in
@@ -10,17 +10,11 @@ tells that it moves 4.001 MB: each operand once, since the second read is of the
 operand of which a fusion only takes slices is counted as these slices. What caches save is
 not seen, and neither is an access pattern that wastes bandwidth.
 
-Why JAX is not asked (65 programs of norms, Equinox's among them, for an H200; jax 0.12.0.1):
-
-- `compiled.cost_analysis()` is `None` for a GPU that is not there, `lowered.cost_analysis()`
-  raises. What they would show, "bytes accessed" of the same optimised modules (asked of the
-  CPU's client, by private API), takes a custom call for nothing: a norm by this package's
-  kernels came to 2.0 units of x forward, 4.0 with the backward pass, instead of 3.0 and 7.0,
-  and a network with two convolutions to 13 instead of 25. And an operand that a fusion reads
-  in two places counts twice: 5.05 units where 4.05 are moved.
-- `compiled.memory_analysis()` is right, and says something else: arguments, results and
-  temporaries are 4.0 units of this norm, forward and backward, whether it moves 7, 8 or 11.
-- Neither tells kernels from each other, nor where an array is put into another layout.
+Why JAX is not asked (jax 0.12.0.1): of a GPU that is not there it tells no cost analysis, and
+the CPU's client, asked for that of the same module, takes a custom call for nothing (3.0 units
+of x for 7.0) and an operand that is read in two places for two. `memory_analysis()` tells the
+arrays that there are, not how often they are moved. And none tells kernels from each other, or
+where an array is put into another layout.
 """
 
 import math
@@ -30,7 +24,7 @@ from typing import NamedTuple
 
 
 class Kernel(NamedTuple):
-    """An operation that the device runs."""
+    """Holds an operation that the device runs."""
 
     name: str
     bytes: int  # that it reads and writes
@@ -61,7 +55,7 @@ def layout_changes(found: list[Kernel], elements: int) -> int:
 
 
 class _Instruction(NamedTuple):
-    """One line of HLO: `%name = type opcode(%operands...), attributes`."""
+    """Holds one line of HLO: `%name = type opcode(%operands...), attributes`."""
 
     name: str
     type: str

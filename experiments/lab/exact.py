@@ -71,18 +71,20 @@ class Exact(NamedTuple):
     xhat: NDArray
 
 
-def batch_norm(batch: Batch) -> Exact:
+def batch_norm(batch: Batch, precision: Any = np.longdouble) -> Exact:
     """Returns what a batch norm gives in training."""
     others = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    return _exact(batch, others, others)
+    return _exact(batch, others, others, precision)
 
 
-def layer_norm(batch: Batch) -> Exact:
+def layer_norm(batch: Batch, precision: Any = np.longdouble) -> Exact:
     """Returns what a layer norm gives."""
-    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,))
+    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,), precision)
 
 
-def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...]) -> Exact:
+def _exact(
+    batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...], precision: Any
+) -> Exact:
     """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
 
     def mean(values: NDArray) -> NDArray:
@@ -91,13 +93,13 @@ def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...
     def wide(values: Any, default: float) -> Any:
         if values is None:
             return default
-        return np.expand_dims(values.astype(np.longdouble), parameters)
+        return np.expand_dims(values.astype(precision), parameters)
 
-    x, dy = (values.astype(np.longdouble) for values in (batch.x, batch.dy))
+    x, dy = (values.astype(precision) for values in (batch.x, batch.dy))
     weight, bias = wide(batch.weight, 1), wide(batch.bias, 0)
     deviation = x - mean(x)
     variance = mean(deviation**2)
-    rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
+    rstd = 1 / np.sqrt(variance + precision(EPS))
     xhat, g, product = deviation * rstd, dy * weight, dy * (deviation * rstd)
     variance = variance.squeeze(statistics)
     sum_dy = np.abs(dy).sum(parameters)

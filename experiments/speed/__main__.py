@@ -11,26 +11,25 @@
 
 It times batch norm with its running statistics and a ReLU, layer norm, and the training step of
 a network in the manner of ResNet-50: forward, and forward and backward (the gradients of x,
-weight and bias for a given dy). All peers run in one process. In every round each runs once, in
-an order drawn anew, so that what else the machine does falls on all of them alike. Compare the
-numbers of one run with each other, not with those of another. First it checks that all that is
-timed computes the same.
+weight and bias for a given dy). First it checks that all that is timed computes the same. All
+peers run in one process. In every round each runs once, in an order drawn anew, so that what
+else the machine does falls on all of them alike. Compare the numbers of one run with each
+other, not with those of another.
 
 On a CPU it also times a copy of x in memory, and the five passes over x that batch norm cannot
 do without, one by one: the sum of its parts. It counts the temporaries of each compiled
-program, and measures the time to compile it, the time to compile a stack of 50 layers, and how
-the cost grows with the size of x, in memory that is the program's own. Where an array is large,
-the system, which hands out its memory, takes a good part of the time. That falls on all peers
-alike, but most on those with temporaries, and differs from run to run. With `--memory kept` the
-process keeps what it frees, and the times are those of the arithmetic.
+program, and measures the time to compile it and a stack of 50 layers, and how the cost grows
+with the size of x. Where an array is large, the system, which hands out its memory, takes a
+good part of the time: most from those with temporaries, and another in every run. With
+`--memory kept` the process keeps what it frees, and the times are those of the arithmetic.
 
 On a GPU the arrays are those of a ResNet-50 at batches of 32 and 256, channels first and last,
-and rows of 768 to 16384 values. There are several instances of each, so that neither the host's
-calls nor the cache of the device are what is measured. Beside each time stands the share of a
-copy's bandwidth, measured in the same run, that it comes to with the least that has to move.
-PyTorch runs eagerly and, from 100 MB on, compiled. The bits of 100 runs are compared before
-anything is timed. Results are written after each step, and what was measured before with the
-same versions on the same device is kept.
+and rows of 768 to 16384 values, several instances of each, so that neither the host's calls nor
+the cache of the device are what is measured. Beside each time stands the share of a copy's
+bandwidth, measured in the same run, that it comes to with the least that has to move. PyTorch
+runs eagerly and, from 100 MB on, compiled. The bits of 100 runs are compared before anything is
+timed. Results are written after each step, and what was measured before with the same versions
+on the same device is kept.
 
 Where a peer raises, its row says so, and the others go on. Flax and PyTorch take part where
 they are installed: in .venv-peers, which `make test-peers` makes.
@@ -47,7 +46,7 @@ from experiments.lab import peers, timer
 from experiments.lab import rows as csv
 from experiments.lab.environment import device_name
 from experiments.lab.errors import UserError
-from experiments.lab.experiment import Experiment, Files, Report, with_options
+from experiments.lab.experiment import Experiment, Files, Report, number_from, with_options
 
 from . import figures, tables
 from .cases import DTYPES, IN_TORCH, JOBS, PARTS, PEERS, QUICK, Job, Shape
@@ -70,13 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to measure (default: cpu); rehearsal: what is done on a GPU, with small "
         "arrays on a CPU, without a word on speed",
     )
+    shapes = " ".join(",".join(map(str, shape)) for shape in whole.shapes)
     add(
         "--shapes",
         nargs="+",
         type=_shape,
         metavar="N,C,...",
-        help="of a batch norm's x: batch, channels, spatial axes (default on a CPU: "
-        f"{' '.join(','.join(map(str, shape)) for shape in whole.shapes)})",
+        help=f"of a batch norm's x: batch, channels, spatial axes (default on a CPU: {shapes})",
     )
     add(
         "--dtype",
@@ -95,19 +94,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rounds",
-        type=_natural,
+        type=number_from(1),
         metavar="N",
         help=f"timings of each program, after {timer.WARM_UPS} that do not count (default: "
         f"{whole.rounds}, on a GPU {JOBS['gpu'][0].rounds})",
     )
-    parts = "; ".join(f"{part}: {what}" for part, what in PARTS.items())
     add(
         "--only",
         dest="parts",
         nargs="+",
         choices=tuple(PARTS),
         metavar="PART",
-        help=f"only these. {parts}",
+        help=f"only these. {'; '.join(f'{part}: {what}' for part, what in PARTS.items())}",
     )
     add(
         "--memory",
@@ -123,23 +121,18 @@ def choose(job: Job, options: argparse.Namespace) -> Job:
     # First of all: once JAX runs, its threads have their memory from elsewhere.
     if options.memory == "kept" and not timer.keep_memory():
         raise UserError("--memory kept: this needs the GNU C library")
-    whole, quick = JOBS[options.device]
-    _use(options.device)
-    return with_options(quick if options.quick else whole, options)
-
-
-def _use(device: str) -> None:
-    """Has JAX run on the device that is asked for."""
-    if device != "gpu":
+    if options.device == "gpu":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the rest is torch's
+        try:
+            found = jax.devices()[0].platform
+        except RuntimeError as error:  # a plugin without a driver
+            found = str(error).partition("\n")[0]
+        if found != "gpu":
+            raise UserError(NO_GPU.format(found=found))
+    else:
         jax.config.update("jax_platforms", "cpu")
-        return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the rest is torch's
-    try:
-        found = jax.devices()[0].platform
-    except RuntimeError as error:  # a plugin without a driver
-        found = str(error).partition("\n")[0]
-    if found != "gpu":
-        raise UserError(NO_GPU.format(found=found))
+    whole, quick = JOBS[options.device]
+    return with_options(quick if options.quick else whole, options)
 
 
 def present(job: Job) -> tuple[Job, dict[str, str]]:
@@ -188,17 +181,10 @@ def _shape(text: str) -> Shape:
     return shape
 
 
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return value
-
-
 EXPERIMENT = Experiment(
     name="speed",
     about=__doc__,
-    thread="speed on a CPU, `make benchmark`",
+    thread="speed, `make benchmark`",
     whole=Job(),
     quick=QUICK,
     measure=measure,

@@ -3,17 +3,17 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from experiments.lab.passes import BOTH as BOTH
+from experiments.lab.passes import FORWARD as FORWARD
+from experiments.lab.passes import NO_NORM as NO_NORM
 from experiments.lab.peers import names
 
 Shape = tuple[int, ...]
-Pass = Literal["forward", "forward + backward"]
-FORWARD: Pass = "forward"
-BOTH: Pass = "forward + backward"
-PASSES: tuple[Pass, ...] = (FORWARD, BOTH)
+PASSES = (FORWARD, BOTH)
 
 DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 
@@ -33,23 +33,15 @@ PARTS = {
     "compile": "temporaries of a batch norm with ReLU, and the time to compile it",
     "stack": "the time to compile many",
 }
-STEP, NO_NORM = "training step", "no norm"
+STEP = "training step"
 
 # Kernels that have to be asked for by name, and may say that they cannot serve.
 KERNELS = (names.OURS_TRITON, names.OURS_MOSAIC)
 IN_TORCH = (names.TORCH, names.TORCH_COMPILED)
 EQUINOX = (names.EQUINOX_EMA, names.EQUINOX_BATCH)
 FLAX = (names.LINEN, names.NNX)
-PEERS = (
-    names.OURS,
-    names.OURS_INVARIANT,
-    names.OURS_XLA,
-    *KERNELS,
-    *EQUINOX,
-    names.EQUINOX,
-    *FLAX,
-    *IN_TORCH,
-)
+PEERS = (names.OURS, names.OURS_INVARIANT, names.OURS_XLA, *KERNELS)
+PEERS = (*PEERS, *EQUINOX, names.EQUINOX, *FLAX, *IN_TORCH)
 
 MIB = 2**20
 # Bytes of x, from which on the time on a GPU is that of moving it, and little else.
@@ -59,9 +51,9 @@ LARGE = 100_000_000
 # until the next call, and there is work for some hundred microseconds, more than a call takes
 # to launch.
 ONCE_IN = 250_000_000
-# The least that has to move between memory and cores, in units of x. Of a channel nothing can
-# be normalised before all of it is summed: x and x, y; then x and dy, x and dy, dx. A row can
-# be held meanwhile: x, y; then x and dy, dx. Vectors are next to nothing.
+# The least that has to move between memory and cores, in units of x. No value of a channel can
+# be normalised before all are summed: x and x, y; then x and dy, x and dy, dx. A row can be
+# held meanwhile: x, y; then x and dy, dx. Vectors are next to nothing.
 LEAST = {(False, FORWARD): 3, (False, BOTH): 8, (True, FORWARD): 2, (True, BOTH): 5}
 
 
@@ -84,7 +76,7 @@ class Problem(NamedTuple):
         """Returns the bytes of x."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def least_bytes(self, pass_: Pass) -> int:
+    def least_bytes(self, pass_: str) -> int:
         return LEAST[self.rows, pass_] * self.bytes
 
 
@@ -104,8 +96,8 @@ class Job:
 
     device: str = "cpu"  # "gpu"; "rehearsal": what is done on a GPU, on a CPU
     parts: tuple[str, ...] = tuple(part for part in PARTS if part != "bits")
-    # Of a batch norm: large and square, many channels, few channels, late in a ResNet at a
-    # batch of 8, two without spatial axes, and one with one long one.
+    # A batch norm's x: large and square, many channels, few channels, one long spatial axis,
+    # late in a ResNet at a batch of 8, and two without spatial axes.
     shapes: tuple[Shape, ...] = (
         (64, 64, 32, 32),
         (256, 256, 8, 8),
@@ -160,7 +152,10 @@ class Job:
     def layer_norms(self, shapes: tuple[Shape, ...]) -> list[Problem]:
         return [Problem(shape, dtype, ROWS) for dtype in self.dtypes for shape in shapes]
 
-    def entered(self, problem: Problem, pass_: Pass = BOTH) -> list[str]:
+    def problems(self, shapes: tuple[Shape, ...], rows: tuple[Shape, ...]) -> list[Problem]:
+        return [*self.batch_norms(shapes), *self.layer_norms(rows)]
+
+    def entered(self, problem: Problem, pass_: str = BOTH) -> list[str]:
         """Returns the peers that take part."""
         found = set(self.peers)
         if problem.rows:
@@ -177,7 +172,7 @@ class Job:
         return [name for name in self.peers if name in found]
 
 
-# What does not depend on the machine: results, and temporaries from 1 MiB on. (Of smaller
+# What does not depend on the machine: results, and temporaries from 1 MiB on. (In smaller
 # arrays the first level of the sums is a larger part.)
 QUICK = Job(
     parts=("agreement", "time", "compile"),
@@ -191,15 +186,8 @@ QUICK = Job(
 
 # Channels and size of what the norms of a ResNet-50 are given.
 RESNET_50 = (
-    (64, 112, 112),
-    (64, 56, 56),
-    (256, 56, 56),
-    (128, 28, 28),
-    (512, 28, 28),
-    (256, 14, 14),
-    (1024, 14, 14),
-    (512, 7, 7),
-    (2048, 7, 7),
+    *((64, 112, 112), (64, 56, 56), (256, 56, 56), (128, 28, 28), (512, 28, 28)),
+    *((256, 14, 14), (1024, 14, 14), (512, 7, 7), (2048, 7, 7)),
 )
 GPU = Job(
     device="gpu",

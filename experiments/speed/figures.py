@@ -1,7 +1,7 @@
 """Draws the figure: times over this layer's on a CPU, shares of a copy's bandwidth on a GPU."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from experiments.lab.figures import PEERS as COLOURS
 from experiments.lab.peers import names
 
 from .cases import BOTH, LAST, MIB, ROWS, Shape, shape_name
-from .claims import BY_THREE, BY_TWO, GROWS_FROM, SHARE, Rows, growing, growth, side_by_side
+from .claims import BY_THREE, BY_TWO, GROWS_FROM, SHARE, Rows, growing, growth
 from .roofline import PARTS
-from .rows import Row
+from .rows import Row, by_shape, chosen, measured
 
 # In this order from left to right; shapes for print and for any colour vision.
 MARKERS: dict[str, dict[str, Any]] = {
@@ -31,25 +31,16 @@ MARKERS: dict[str, dict[str, Any]] = {
     names.EQUINOX_BATCH: {"marker": "D"},
     names.EQUINOX_EMA: {"marker": "X"},
 }
-BARS = (
-    names.OURS,
-    names.OURS_XLA,
-    names.EQUINOX_BATCH,
-    names.EQUINOX,
-    names.LINEN,
-    names.TORCH,
-    names.TORCH_COMPILED,
-)
+# What is drawn of a row that took so long.
+Value = Callable[[Row, float], float]
 
 
 def draw(files: Files) -> list[Path]:
     """Draws what was timed of this layer; nothing, where nothing was."""
-    rows = csv.load(files.csv(), Row)
-    if any(not math.isnan(row.share) for row in rows):
+    rows = measured(csv.load(files.csv(), Row), "median")
+    if measured(rows, "share"):
         figure = _on_a_gpu(rows)
-    elif any(
-        row.part in ("time", "growth") and row.peer == names.OURS and row.calls for row in rows
-    ):
+    elif any(row.part in ("time", "growth") and row.peer == names.OURS for row in rows):
         figure = _on_a_cpu(rows)
     else:
         return []
@@ -57,9 +48,9 @@ def draw(files: Files) -> list[Path]:
 
 
 def _on_a_cpu(rows: Rows) -> Figure:
-    timed = [row for row in rows if row.part == "time" and row.peer == names.OURS and row.calls]
-    panels = list(dict.fromkeys(row.dtype for row in timed))
-    panels += ["growth"] if growing(rows) else []
+    timed = chosen(rows, part="time", peer=names.OURS)
+    dtypes = list(dict.fromkeys(row.dtype for row in timed))
+    panels = [*dtypes, *(["growth"] if chosen(rows, part="growth") else [])]
     # The first in full width, the others side by side, the last of them narrower.
     first, *rest = panels
     layout: Any = [[panel] * 5 for panel in panels]
@@ -67,49 +58,48 @@ def _on_a_cpu(rows: Rows) -> Figure:
         layout = [[first] * 5, [rest[0]] * 3 + [rest[1]] * 2]
     figure = Figure(figsize=(9.5, 3.6 * len(layout)))
     axes = figure.subplot_mosaic(layout)
-    for panel in panels:
-        if panel == "growth":
-            _growth(axes[panel], rows)
-        else:
-            _over_ours(axes[panel], rows, panel)
-    _legend(figure, [axes[panel] for panel in panels if panel != "growth"])
+    for dtype in dtypes:
+        _over_ours(axes[dtype], rows, dtype)
+    if "growth" in panels:
+        _growth(axes["growth"], rows)
+    _legend(figure, [axes[dtype] for dtype in dtypes])
+    return figure
+
+
+def _on_a_gpu(rows: Rows) -> Figure:
+    panels = [
+        (part, layout, dtype)
+        for part, layout in (("time", LAST), ("layer_norm", ROWS))
+        for dtype in dict.fromkeys(row.dtype for row in chosen(rows, part=part))
+    ]
+    figure = Figure(figsize=(11, 3.2 * len(panels)))
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for panel, place in zip(panels, axes, strict=True):
+        _shares(place, rows, *panel)
+    _legend(figure, list(axes))
     return figure
 
 
 def _over_ours(axes: Axes, rows: Rows, dtype: str) -> None:
     """Draws time of forward + backward over this layer's: median, and 10 to 90% of rounds."""
-    found = {
-        shape: peers
-        for (part, shape, of, _, program), peers in side_by_side(rows).items()
-        if (part, of, program) == ("time", dtype, BOTH) and names.OURS in peers
-    }
-    shapes = sorted(found, key=math.prod, reverse=True)
-    present = [name for name in MARKERS if any(name in peers for peers in found.values())]
+    found = by_shape(chosen(rows, part="time", dtype=dtype, program=BOTH))
+    found = {shape: peers for shape, peers in found.items() if names.OURS in peers}
+    ours = {shape: peers[names.OURS] for shape, peers in found.items()}
+    shapes = _side_by_side(
+        axes, found, MARKERS, lambda row, time: time / ours[row.shape].median, _points
+    )
     for place, shape in enumerate(shapes):
         if place % 2:
             axes.axvspan(place - 0.5, place + 0.5, color="0.95", lw=0, zorder=0)
         parts = found[shape].get(PARTS)
-        # Of a small array the time of five calls is that of calling.
+        # With a small array the time of five calls is that of calling.
         if parts is not None and parts.bytes >= MIB:
-            least = parts.median / found[shape][names.OURS].median
+            least = parts.median / ours[shape].median
             label = PARTS if place == 0 else ""
             axes.hlines(least, place - 0.42, place + 0.42, color=BLACK, lw=1.2, label=label)
-    offsets = np.linspace(-0.32, 0.32, len(present)) if len(present) > 1 else [0.0]
-    for name, offset in zip(present, offsets, strict=True):
-        mine = [shape for shape in shapes if name in found[shape]]
-        unit = np.array([found[shape][names.OURS].median for shape in mine])
-        _points(
-            axes,
-            name,
-            np.array([shapes.index(shape) + offset for shape in mine]),
-            [found[shape][name] for shape in mine],
-            unit,
-            label=f"{name} (this)" if name == names.OURS else name,
-        )
-    ticks = [_in_words(shape, found[shape][names.OURS].bytes) for shape in shapes]
+    ticks = [_in_words(shape, ours[shape].bytes) for shape in shapes]
     axes.set_xticks(range(len(shapes)), ticks, fontsize=7.5)
     axes.tick_params(axis="x", length=0)
-    axes.grid(visible=False, axis="x")
     axes.axhline(1, color=COLOURS[names.OURS], lw=0.8, zorder=1)
     axes.set_xlim(-0.5, len(shapes) - 0.5)
     log_scale(axes, "y")
@@ -117,12 +107,29 @@ def _over_ours(axes: Axes, rows: Rows, dtype: str) -> None:
     axes.set_title(f"forward + backward, {dtype}")
 
 
+def _shares(axes: Axes, rows: Rows, part: str, layout: str, dtype: str) -> None:
+    """Draws shares of a copy's bandwidth, of forward + backward."""
+    found = by_shape(chosen(rows, part=part, layout=layout, dtype=dtype, program=BOTH))
+    shapes = _side_by_side(
+        axes, found, COLOURS, lambda row, time: row.share * row.median / time, _bars
+    )
+    axes.axhline(1, color=BLACK, lw=0.8)
+    axes.axhline(SHARE, color=BLACK, lw=0.8, ls=":")
+    ticks = [shape_name(shape) for shape in shapes]
+    axes.set_xticks(range(len(shapes)), ticks, rotation=30, ha="right", fontsize=7)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
+    axes.set_ylabel("share of copy bandwidth")
+    what = "batch norm + ReLU, channels last" if part == "time" else "layer norm"
+    axes.set_title(f"{what}, forward + backward, {dtype}")
+
+
 def _growth(axes: Axes, rows: Rows) -> None:
     """Draws time over size, and the lines through the larger ones."""
     for name, marker, line in ((BY_TWO, "o", "-"), (BY_THREE, "^", "--")):
-        mine = growing(rows).get(name, [])
+        mine = growing(rows)[name]
         values = np.array([math.prod(row.shape) for row in mine])
-        _points(axes, names.OURS, values, mine, 1.0, marker=marker, markersize=4.5)
+        look = {"marker": marker, "markersize": 4.5}
+        _points(axes, names.OURS, values, *_spread(mine, lambda _, time: time), **look)
         fitted = values[values > GROWS_FROM]
         if len(fitted) > 1:
             exponent, factor = growth(mine)
@@ -137,78 +144,54 @@ def _growth(axes: Axes, rows: Rows) -> None:
     axes.set_title("growth, forward + backward, f32")
 
 
-def _points(axes: Axes, name: str, at: Any, rows: Rows, unit: Any, **look: Any) -> None:
-    low, median, high = (
-        np.array([getattr(row, of) for row in rows]) / unit for of in ("low", "median", "high")
+def _side_by_side(
+    axes: Axes,
+    found: dict[Shape, dict[str, Row]],
+    peers: Iterable[str],
+    value: Value,
+    mark: Callable[..., None],
+) -> list[Shape]:
+    """Draws the peers side by side on each array; returns the arrays, the largest first."""
+    shapes = sorted(found, key=math.prod, reverse=True)
+    present = [name for name in peers if any(name in rows for rows in found.values())]
+    width = 0.84 / max(1, len(present))
+    for i, name in enumerate(present):
+        at = [place for place, shape in enumerate(shapes) if name in found[shape]]
+        middle = np.array(at) + (i - (len(present) - 1) / 2) * width
+        spread = _spread([found[shapes[place]][name] for place in at], value)
+        label = f"{name} (this)" if name == names.OURS else name
+        mark(axes, name, middle, *spread, label=label, width=width)
+    axes.grid(visible=False, axis="x")
+    return shapes
+
+
+def _spread(rows: Rows, value: Value) -> tuple[Any, Any]:
+    """Returns the values of the medians, and how far below and above them the others are."""
+    middle, low, high = (
+        np.array([value(row, getattr(row, of)) for row in rows])
+        for of in ("median", "low", "high")
     )
+    # A longer time is a smaller share.
+    return middle, (middle - np.minimum(low, high), np.maximum(low, high) - middle)
+
+
+def _points(
+    axes: Axes, name: str, at: Any, values: Any, spread: Any, width: float = 0, **look: Any
+) -> None:
     look = {"color": COLOURS[name], "markersize": 5, **MARKERS[name], **look}
-    spread = (median - low, high - median)
-    axes.errorbar(at, median, yerr=spread, linestyle="none", elinewidth=1, **look)
+    axes.errorbar(at, values, yerr=spread, linestyle="none", elinewidth=1, **look)
+
+
+def _bars(axes: Axes, name: str, at: Any, values: Any, spread: Any, **look: Any) -> None:
+    look = {"color": COLOURS[name], "error_kw": {"elinewidth": 0.8}, **look}
+    axes.bar(at, values, yerr=spread, **look)
 
 
 def _in_words(shape: Shape, size: int) -> str:
     """Returns three lines: batch and channels, what is spatial, and bytes."""
-    batch, channels, *spatial = shape
-    lines = [
-        shape_name((batch, channels)),
-        *([f"x{shape_name(tuple(spatial))}"] if spatial else []),
-    ]
-    in_mib = size >= MIB
-    lines.append(f"{size / MIB:.3g} MiB" if in_mib else f"{size / 2**10:.3g} KiB")
-    return "\n".join(lines)
-
-
-def _on_a_gpu(rows: Rows) -> Figure:
-    found = side_by_side(rows)
-    panels = [
-        (part, layout, dtype)
-        for part, layout in (("time", LAST), ("layer_norm", ROWS))
-        for dtype in dict.fromkeys(key[2] for key in found if key[0] == part)
-    ]
-    figure = Figure(figsize=(11, 3.2 * len(panels)))
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for panel, place in zip(panels, axes, strict=True):
-        _shares(place, rows, *panel)
-    _legend(figure, list(axes))
-    return figure
-
-
-def _shares(axes: Axes, rows: Rows, part: str, layout: str, dtype: str) -> None:
-    """Draws bars for each array, of forward + backward, as shares of a copy's bandwidth."""
-    found = {
-        shape: peers
-        for (of_part, shape, of_dtype, of_layout, program), peers in side_by_side(rows).items()
-        if (of_part, of_dtype, of_layout, program) == (part, dtype, layout, BOTH)
-    }
-    shapes = sorted(found, key=math.prod, reverse=True)
-    present = [name for name in BARS if any(name in peers for peers in found.values())]
-    width = 0.84 / max(1, len(present))
-    for i, name in enumerate(present):
-        at = [k for k, shape in enumerate(shapes) if name in found[shape]]
-        mine = [found[shapes[k]][name] for k in at]
-        # A longer time is a smaller share.
-        quartiles = [
-            [row.share * (1 - row.median / row.high) for row in mine],
-            [row.share * (row.median / row.low - 1) for row in mine],
-        ]
-        axes.bar(
-            np.array(at) + (i - (len(present) - 1) / 2) * width,
-            [row.share for row in mine],
-            width,
-            yerr=quartiles,
-            color=COLOURS[name],
-            error_kw={"elinewidth": 0.8},
-            label=f"{name} (this)" if name == names.OURS else name,
-        )
-    axes.axhline(1, color=BLACK, lw=0.8)
-    axes.axhline(SHARE, color=BLACK, lw=0.8, ls=":")
-    ticks = [shape_name(shape) for shape in shapes]
-    axes.set_xticks(range(len(shapes)), ticks, rotation=30, ha="right", fontsize=7)
-    axes.grid(visible=False, axis="x")
-    axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    axes.set_ylabel("share of copy bandwidth")
-    what = "batch norm + ReLU, channels last" if part == "time" else "layer norm"
-    axes.set_title(f"{what}, forward + backward, {dtype}")
+    spatial = f"\nx{shape_name(shape[2:])}" if shape[2:] else ""
+    unit = f"{size / MIB:.3g} MiB" if size >= MIB else f"{size / 2**10:.3g} KiB"
+    return f"{shape_name(shape[:2])}{spatial}\n{unit}"
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:

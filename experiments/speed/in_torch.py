@@ -5,60 +5,49 @@ takes the host's part out of it, which is most of the time of a small layer that
 Python. Where a graph cannot be captured, the layer is called as it is.
 
 Weights are float32, as torch allows them to be for batch norm in bfloat16. Its layer norm on a
-GPU wants them in the dtype of x.
+GPU wants them in the dtype of x. Arrays are where JAX has them.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import jax
 import torch  # pyright: ignore[reportMissingImports]  (only with the peers)
-from numpy.typing import NDArray
 
+from experiments.lab.exact import EPS, Answer, Batch
+from experiments.lab.passes import MOMENTUM
 from experiments.lab.peers import names, of_torch
 from experiments.lab.timer import Program
 
-from .agreement import Numbers, Outputs
-from .cases import FORWARD, LAST, Pass, Problem
-from .programs import EPS, MOMENTUM
+from .cases import BOTH, FORWARD, LAST, Problem
+from .programs import How
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 def program(
-    name: str,
-    problem: Problem,
-    pass_: Pass,
-    instances: int,
-    device: str,
-    numbers: Numbers | None = None,
+    name: str, problem: Problem, pass_: str, how: How, given: Batch | None = None
 ) -> Program:
     """Returns the program, on random arrays or on these numbers."""
     of_torch.use_all_cores()
-
-    def placed(values: NDArray[np.float32] | None) -> Any:
-        if values is None:
-            tensor = torch.randn(problem.shape, device=device)
-        else:
-            tensor = torch.tensor(values, device=device)
-        tensor = tensor.to(_DTYPES[problem.dtype])
-        if problem.layout == LAST and tensor.ndim == 4:
-            tensor = tensor.contiguous(memory_format=torch.channels_last)
-        return tensor
-
-    channels = problem.shape[1]
-    weight, bias = torch.ones(channels, device=device), torch.zeros(channels, device=device)
-    if numbers is not None:
-        weight, bias = (torch.tensor(a, device=device) for a in (numbers.weight, numbers.bias))
-    if problem.rows:
-        weight, bias = (v.to(_DTYPES[problem.dtype]) for v in (weight, bias))
-    affine = weight.requires_grad_(), bias.requires_grad_()
-    given = (None, None) if numbers is None else (numbers.x, numbers.dy)
-    arrays = [tuple(map(placed, given)) for _ in range(instances)]
-    for x, _ in arrays:
-        x.requires_grad_()
-    layer = _layer(problem, *(parameter.detach() for parameter in affine))
+    device, dtype, channels = _device(), _DTYPES[problem.dtype], problem.shape[1]
+    if given is None:
+        weight, bias = torch.ones(channels, device=device), torch.zeros(channels, device=device)
+        pairs = [
+            [torch.randn(problem.shape, device=device) for _ in range(2)]
+            for _ in range(how.instances)
+        ]
+    else:
+        weight, bias = (of_torch.tensor(v, device) for v in (given.weight, given.bias))
+        pairs = [[of_torch.tensor(v, device) for v in (given.x, given.dy)]] * how.instances
+    images = problem.layout == LAST and len(problem.shape) == 4
+    order = torch.channels_last if images else torch.contiguous_format
+    arrays = [[v.to(dtype, memory_format=order) for v in pair] for pair in pairs]
+    layer = _layer(problem, weight, bias)
+    affine = [v.to(dtype) if problem.rows else v for v in (weight, bias)]
+    for values in (*affine, *(x for x, _ in arrays)):
+        values.requires_grad_()
     if name == names.TORCH_COMPILED:
         # What was compiled for another shape counts towards a limit, from which on nothing is
         # compiled any more.
@@ -75,30 +64,34 @@ def program(
     def each() -> list[Any]:
         return [one(x, dy) for x, dy in arrays]
 
-    if device == "cpu":
-        return Program(each, lambda results: results, instances)
-    call, note = _captured(each, lambda: one(*arrays[0]))
-    return Program(call, _synchronised, instances, note)
+    call, note = each, ""
+    if device == "cuda":
+        call, note = _captured(each, lambda: one(*arrays[0]))
+    return Program(call, _wait, how.instances, note)
 
 
-def outputs(results: list[Any]) -> Outputs:
-    """Returns what the first instance gave."""
-    y, gradients = results[0]
-    return Outputs(*(np.ascontiguousarray(of_torch.array(t)) for t in (y, *gradients)))
+def answer(name: str, problem: Problem, given: Batch, how: How) -> Answer:
+    """Returns what the layer gives for these numbers, forward and backward."""
+    made = program(name, problem, BOTH, how, given)
+    ((y, gradients),) = made.wait(made.call())
+    y, *gradients = map(of_torch.array, (y, *gradients))
+    return Answer(y, None, *gradients)
 
 
-def copy(size: int, device: str) -> Program:
+def copy(size: int) -> Program:
     """Returns a copy of so many bytes, to where they were copied before."""
-    source = torch.randn(math.ceil(size / 4), device=device)
+    source = torch.randn(math.ceil(size / 4), device=_device())
     target = torch.empty_like(source)
-    wait = _synchronised if device == "cuda" else lambda results: results
-    return Program(lambda: target.copy_(source), wait)
+    return Program(lambda: target.copy_(source), _wait)
 
 
 def forget() -> None:
     """Gives back the memory of what is no longer there."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
+
+
+def _device() -> str:
+    return "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 
 def _layer(problem: Problem, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
@@ -142,6 +135,7 @@ def _captured(
     return replay, ""
 
 
-def _synchronised(results: Any) -> Any:
-    torch.cuda.synchronize()
+def _wait(results: Any) -> Any:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return results

@@ -39,7 +39,10 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
         raise UserError("--peers: none of them can run here")
     installed = {(found.metadata["Name"] or "").lower() for found in distributions()}
     packages = sorted(name for name in installed if name.startswith(NOTED))
-    noted = {"environment": environment(*packages), "settings": _settings(job)}
+    settings = dataclasses.asdict(job)
+    del settings["parts"], settings["dtypes"]
+    settings = json.loads(json.dumps(settings))  # as they are read again
+    noted = {"environment": environment(*packages), "settings": settings}
     old, seconds = _earlier(files, noted)
     new: list[Row] = []
 
@@ -67,12 +70,6 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
             seconds[part] = round(time.perf_counter() - started, 1)
     faulthandler.cancel_dump_traceback_later()
     return {**noted, "seconds of parts": seconds}
-
-
-def _settings(job: Job) -> dict[str, Any]:
-    settings = dataclasses.asdict(job)
-    del settings["parts"], settings["dtypes"]
-    return json.loads(json.dumps(settings))
 
 
 def _earlier(files: Files, noted: dict[str, Any]) -> tuple[list[Row], dict[str, float]]:

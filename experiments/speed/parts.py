@@ -1,8 +1,10 @@
 """Measures the parts of the experiment, one step after the other."""
 
+import concurrent.futures
 import faulthandler
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +20,11 @@ from jax import Array
 from tqdm import tqdm
 
 from experiments.lab import timer
+from experiments.lab.exact import Batch
 from experiments.lab.peers import Layer, names
 from experiments.lab.timer import Program
 
-from . import programs, roofline, training
-from .agreement import Agreement, Numbers, Outputs, numbers
+from . import agreement, programs, roofline, training
 from .cases import (
     BOTH,
     DTYPES,
@@ -34,7 +36,6 @@ from .cases import (
     PASSES,
     STEP,
     Job,
-    Pass,
     Problem,
     shape_name,
 )
@@ -51,8 +52,7 @@ class Parts:
 
     def __init__(self, job: Job, pool: Executor) -> None:
         self._job, self._pool = job, pool
-        self._torch = "cuda" if job.device == "gpu" else "cpu"
-        self._bandwidth = float("nan")  # of a copy, in bytes a millisecond
+        self._bandwidth = math.nan  # of a copy, in bytes a millisecond
 
     def bits(self) -> Iterator[list[Row]]:
         """Counts runs with other bits than the first: of y and memory, and of the gradients."""
@@ -63,46 +63,51 @@ class Parts:
             counts = differing(run, job.runs)
             return [replace(row, program=p, differing=n, calls=job.runs) for p, n in counts]
 
-        batch_norms = job.batch_norms(job.shapes_for_bits)
-        for problem in (*batch_norms, *job.layer_norms(job.rows_for_bits)):
+        for problem in job.problems(job.shapes_for_bits, job.rows_for_bits):
             self._say(f"bits: {problem}")
             entered = [n for n in job.entered(problem) if names.package(n) == "eqx_norm"]
             self._compile_ahead((name, problem, BOTH, how) for name in entered)
-            yield self._attempt((self._row("bits", problem, n, "") for n in entered), count)
+            yield _attempt((self._row("bits", problem, n, "") for n in entered), count)
 
     def agreement(self) -> Iterator[list[Row]]:
         """Measures the largest deviation of each peer from the same in float64."""
-        job = self._job
-        batch_norms = job.batch_norms(job.shapes_to_agree or job.shapes)
-        for problem in (*batch_norms, *job.layer_norms(job.rows_to_agree or job.rows)):
+        job, how = self._job, How(as_on_a_gpu=self._job.as_on_a_gpu)
+
+        def compare(given: Batch, exact: agreement.Agreement, row: Row) -> list[Row]:
+            found = _made_by(row.peer).answer(row.peer, row.problem, given, how)
+            deviation = exact.deviation(found)
+            note = "" if deviation <= exact.tolerance else DIFFERS
+            return [replace(row, deviation=deviation, note=note)]
+
+        shapes, rows = job.shapes_to_agree or job.shapes, job.rows_to_agree or job.rows
+        for problem in job.problems(shapes, rows):
             self._say(f"agreement: {problem}")
-            given = numbers(problem.shape)
-            compare = partial(self._compare, given, Agreement(given, problem))
-            rows = (self._row("agreement", problem, n, BOTH) for n in job.entered(problem))
-            yield self._attempt(rows, compare)
+            given = agreement.numbers(problem)
+            exact = agreement.Agreement(given, problem)
+            entered = (self._row("agreement", problem, n, BOTH) for n in job.entered(problem))
+            yield _attempt(entered, partial(compare, given, exact))
 
     def training(self) -> Iterator[list[Row]]:
         sizes = self._job.network
         for dtype in self._job.dtypes:
             self._say(f"training step, {dtype}: compiling, then timing")
             problem = Problem(training.images_shape(sizes), dtype, "")
-            entered = [n for n in self._job.entered(problem) if n not in IN_TORCH]
             linear = training.initial(sizes, DTYPES[dtype])
             made = {
                 self._row("training", problem, name, STEP): self._pool.submit(
                     training.program, name, linear, sizes, dtype
                 )
-                for name in (*entered, NO_NORM)
+                for name in (*self._job.entered(problem), NO_NORM)
+                if name not in IN_TORCH
             }
-            for future in made.values():
-                future.exception()  # waits: nothing should be compiled while something is timed
+            # Nothing should be compiled while something is timed.
+            concurrent.futures.wait(made.values())
             rows = self._race(
-                {row: lambda future=future: future.result()[0] for row, future in made.items()},
-                f"training step, {dtype}",
+                {row: future.result for row, future in made.items()}, f"training step, {dtype}"
             )
-            for i, (row, future) in enumerate(made.items()):
-                if not rows[i].failed and not np.isfinite(future.result()[1]()):
-                    rows[i] = because(row, FloatingPointError("the loss is not finite"))
+            for i, future in enumerate(made.values()):
+                if rows[i].calls and not np.isfinite(future.result().call()):
+                    rows[i] = because(rows[i], FloatingPointError("the loss is not finite"))
             yield rows
 
     def layer_norm(self) -> Iterator[list[Row]]:
@@ -114,43 +119,37 @@ class Parts:
     def growth(self) -> Iterator[list[Row]]:
         """Times this layer on ever larger arrays of f32.
 
-        The memory has to be the program's, or else it is the allocator that is measured.
-        Results that are new arrays at every call are, from 32 MiB on, fresh pages: glibc
-        returns larger ones to the system, and to get pages takes longer than the arithmetic. So
-        y and dx are written over those of the call before. x and dy themselves are not. To put
-        y where x is, XLA would first copy x, which the backward pass needs; and after some
-        calls such an x is zero but for a few large values.
+        Results that are new arrays at every call are, from 32 MiB on, fresh pages of the
+        system, and to get these takes longer than the arithmetic. So y and dx are written over
+        those of the call before. x and dy are not: XLA would first copy x, which the backward
+        pass needs, and after some calls it is zero but for a few large values.
 
         What is left is where the arrays lie. With a power of two in size, one after the other
-        in kept memory, they are apart by just that and a few cache lines, and get in each
-        other's way: a plain addition of two such arrays, in NumPy, takes up to 3 times as long
-        as where they are 4 KiB further apart. So there are powers of three as N, too: were it
-        the layer that does not grow linearly, they would show it.
+        in kept memory, they get in each other's way: a plain addition of two, in NumPy, takes
+        up to 3 times as long as where they are 4 KiB further apart. So there are powers of
+        three as N, too: were it the layer that does not grow linearly, they would show it.
         """
-        name, how, made = names.OURS, How(in_place=True), {}
+        name, made = names.OURS, {}
         for n in self._job.growth if name in self._job.peers else ():
             problem = Problem((n, 64, 16, 16), "f32", OWN)
-            row = self._row("growth", problem, name, BOTH)
-            made[row] = partial(programs.program, name, problem, BOTH, how)
+            make = partial(programs.program, name, problem, BOTH, How(in_place=True))
+            made[self._row("growth", problem, name, BOTH)] = make
         yield self._race(made, "growth", max(1, self._job.rounds // 2))
 
     def compile(self) -> Iterator[list[Row]]:
-        """Measures temporaries, and the time to compile forward and backward."""
+        """Measures temporaries, and the time to compile."""
         for problem in self._job.batch_norms(self._job.shapes):
             entered = [n for n in self._job.entered(problem) if n not in IN_TORCH]
             made = {name: programs.layer(name, problem) for name in entered}
-            forward = self._compiled("compile", made, problem, FORWARD, 1)
-            yield [replace(row, compile_seconds=float("nan")) for row in forward]
+            yield self._compiled("compile", made, problem, FORWARD, 1)
             yield self._compiled("compile", made, problem, BOTH, self._job.compilations)
 
     def stack(self) -> Iterator[list[Row]]:
         """Compiles many blocks of a linear layer, norm and ReLU, both ways."""
         problem, depth = Problem(self._job.stack, "f32", OWN), self._job.depth
         made = {
-            name: programs.stack(
-                programs.layer(name, problem), depth, -1 if name == names.LINEN else 1
-            )
-            for name in (names.OURS, names.EQUINOX_BATCH, names.LINEN)
+            name: programs.stack(programs.layer(name, problem), depth, axis)
+            for name, axis in ((names.OURS, 1), (names.EQUINOX_BATCH, 1), (names.LINEN, -1))
             if name in self._job.peers
         }
         yield self._compiled("stack", made, problem, BOTH, self._job.compilations, depth)
@@ -164,7 +163,7 @@ class Parts:
             "JAX, x + 1": lambda: roofline.copy_in_place(lambda x: x + 1, size),
         }
         if names.TORCH in self._job.peers:
-            made["PyTorch, copy"] = lambda: _in_torch().copy(size, self._torch)
+            made["PyTorch, copy"] = lambda: _made_by(names.TORCH).copy(size)
         row = Row(self._job.device, "copy", (size // 4,), "f32", program="copy")
         rows = self._race({replace(row, peer=n): make for n, make in made.items()}, "copy")
         speeds = [2 * size / row.median for row in rows if not row.failed]
@@ -176,39 +175,29 @@ class Parts:
             stage = list(together)  # not all of them, so that there are results early
             self._compile_ahead(
                 (name, problem, pass_, self._how(problem))
-                for problem in stage
-                for pass_ in PASSES
+                for problem, pass_ in itertools.product(stage, PASSES)
                 for name in self._job.entered(problem, pass_)
                 if name not in IN_TORCH
             )
-            for problem in stage:
-                self._say(f"timing {problem}")
-                rows = []
-                for pass_ in PASSES:
-                    rows += self._layer(part, problem, pass_)
-                    gc.collect()  # what was timed, before the next takes memory
-                    if set(IN_TORCH) & set(self._job.peers):
-                        _in_torch().forget()
-                yield rows
+            for problem, pass_ in itertools.product(stage, PASSES):
+                self._say(f"timing {problem}, {pass_}")
+                yield self._layer(part, problem, pass_)
+                gc.collect()  # what was timed, before the next takes memory
+                if set(IN_TORCH) & set(self._job.peers):
+                    _made_by(names.TORCH).forget()
 
-    def _layer(self, part: str, problem: Problem, pass_: Pass) -> list[Row]:
+    def _layer(self, part: str, problem: Problem, pass_: str) -> list[Row]:
         """Times all peers on one array, and what they are measured by."""
-        how = self._how(problem)
-        made: dict[Row, Callable[[], Program]] = {}
-        for name in self._job.entered(problem, pass_):
-            if name in IN_TORCH:
-                make = partial(
-                    _in_torch().program, name, problem, pass_, how.instances, self._torch
-                )
-            else:
-                make = partial(programs.program, name, problem, pass_, how)
-            made[self._row(part, problem, name, pass_)] = make
+        entered = self._job.entered(problem, pass_)
         if problem.layout == OWN:
-            parts = self._row(part, problem, roofline.PARTS, pass_)
-            made[parts] = lambda: roofline.sum_of_parts(problem, pass_)
-            # A copy is what it is, whatever is done with x.
-            copy = self._row(part, problem, roofline.MEMORY_COPY, pass_)
-            made[copy] = lambda: roofline.memory_copy(problem)
+            entered += roofline.NAMES
+        how = self._how(problem)
+        made = {
+            self._row(part, problem, name, pass_): partial(
+                _made_by(name).program, name, problem, pass_, how
+            )
+            for name in entered
+        }
         least = problem.least_bytes(pass_) / self._bandwidth
         found = self._race(made, f"{part}, {problem}")
         return [replace(row, share=least / row.median) for row in found]
@@ -218,15 +207,15 @@ class Parts:
         instances = min(-(-ONCE_IN // problem.bytes), self._job.most_instances)
         return How(instances, in_place=on_a_gpu, as_on_a_gpu=on_a_gpu)
 
-    def _compile_ahead(self, wanted: Iterable[tuple[str, Problem, Pass, How]]) -> None:
+    def _compile_ahead(self, wanted: Iterable[tuple[str, Problem, str, How]]) -> None:
         """Compiles several programs at once: nothing should be, while something is timed.
 
         On a CPU each is compiled as it is first called.
         """
-        programs_ = list(wanted) if self._job.as_on_a_gpu else []
-        for i, _ in enumerate(self._pool.map(_compiles, programs_), 1):
-            if i % 20 == 0:
-                self._say(f"{i} of {len(programs_)} programs are compiled")
+        if self._job.as_on_a_gpu:
+            for i, _ in enumerate(self._pool.map(_compiles, wanted), 1):
+                if i % 20 == 0:
+                    self._say(f"{i} programs are compiled")
 
     def _race(
         self, made: Mapping[Row, Callable[[], Program]], title: str, rounds: int = 0
@@ -234,17 +223,21 @@ class Parts:
         """Returns the rows with their times, or with why there are none."""
         found: dict[Row, Row] = {}
         entered: dict[Row, Program] = {}
+
+        def failed(row: Row, error: Exception) -> None:
+            found[row] = because(row, error)
+
         for row, make in made.items():
             try:
                 entered[row] = make()
             except Exception as error:  # whatever it is, the others are to be measured
-                found[row] = because(row, error)
+                failed(row, error)
         times = timer.interleave(
             entered,
             rounds or self._job.rounds,
             least=self._job.least,
             wait_for_each=not self._job.as_on_a_gpu,
-            failed=lambda row, error: found.update({row: because(row, error)}),
+            failed=failed,
             title=title,
         )
         for row, taken in times.items():
@@ -256,7 +249,7 @@ class Parts:
         part: str,
         layers: Mapping[str, Layer],
         problem: Problem,
-        pass_: Pass,
+        pass_: str,
         times: int,
         depth: int = 0,
     ) -> list[Row]:
@@ -281,28 +274,8 @@ class Parts:
             for name, several in taken.items()
         ]
 
-    def _compare(self, given: Numbers, exact: Agreement, row: Row) -> list[Row]:
-        if row.peer in IN_TORCH:
-            made = _in_torch().program(row.peer, row.problem, BOTH, 1, self._torch, given)
-            found = _in_torch().outputs(made.wait(made.call()))
-        else:
-            how = How(as_on_a_gpu=self._job.as_on_a_gpu)
-            found = outputs(row.peer, row.problem, given, how)
-        deviation = exact.deviation(found)
-        note = "" if deviation <= exact.tolerance else DIFFERS
-        return [replace(row, deviation=deviation, note=note)]
-
     def _row(self, part: str, problem: Problem, peer: str, program: str) -> Row:
         return Row(self._job.device, part, *problem, peer, program)
-
-    def _attempt(self, rows: Iterable[Row], work: Callable[[Row], list[Row]]) -> list[Row]:
-        found = []
-        for row in rows:
-            try:
-                found += work(row)
-            except Exception as error:  # whatever it is, the others are to be measured
-                found.append(because(row, error))
-        return found
 
     def _say(self, text: str) -> None:
         """Prints a line, as nobody may look on; a step that hangs ends the process."""
@@ -312,14 +285,33 @@ class Parts:
             faulthandler.dump_traceback_later(LONGEST, exit=True)
 
 
-def outputs(name: str, problem: Problem, given: Numbers, how: How) -> Outputs:
-    """Returns what a layer in JAX gives for these numbers."""
-    call, memory, *_ = programs.built(name, problem, BOTH, how)
-    x, dy = (programs.placed(name, problem, values) for values in (given.x, given.dy))
-    affine = jnp.asarray(given.weight), jnp.asarray(given.bias)
-    ((y, _, (gradients, dx)),) = call(affine, memory, [(x, dy)], None)
-    y, dx = (programs.back(name, problem, values) for values in (y, dx))
-    return Outputs(y, dx, *map(np.asarray, gradients))
+def _attempt(rows: Iterable[Row], work: Callable[[Row], list[Row]]) -> list[Row]:
+    """Returns what the work makes of each row, or the row with why there is nothing."""
+    found = []
+    for row in rows:
+        try:
+            found += work(row)
+        except Exception as error:  # whatever it is, the others are to be measured
+            found.append(because(row, error))
+    return found
+
+
+def _made_by(name: str) -> Any:
+    """Returns the module that makes programs of that name."""
+    if name in IN_TORCH:
+        from . import in_torch
+
+        return in_torch
+    return roofline if name in roofline.NAMES else programs
+
+
+def _compiles(wanted: tuple[str, Problem, str, How]) -> bool:
+    """Returns whether the program compiles; why not, it says again where it is needed."""
+    try:
+        programs.built(*wanted)
+    except Exception:
+        return False
+    return True
 
 
 def compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, int]:
@@ -346,38 +338,18 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[fl
 
 def differing(run: Callable[[], Any], runs: int) -> list[tuple[str, float]]:
     """Returns how many of so many runs gave other bits than the first, forward and backward."""
-    ((y, memory, gradients),) = run()
-    found = []
+    ((*first, gradients),) = run()
+    counts = np.zeros(2)
     for _ in range(runs - 1):
-        ((other_y, other_memory, other_gradients),) = run()
-        forward = _differ((y, memory), (other_y, other_memory))
-        found.append(jnp.stack([forward, _differ(gradients, other_gradients)]))
-    forward, backward = jnp.stack(found).sum(0).tolist()
-    return [("forward", float(forward)), ("backward", float(backward))]
+        ((*again, other_gradients),) = run()
+        counts += [_differ(first, again), _differ(gradients, other_gradients)]
+    return [("forward", float(counts[0])), ("backward", float(counts[1]))]
 
 
 @jax.jit
 def _differ(one: Any, other: Any) -> Array:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return jnp.stack([jnp.any(_bits(a) != _bits(b)) for a, b in pairs]).any()
+    def differ(a: Array, b: Array) -> Array:
+        bits = f"uint{8 * a.dtype.itemsize}"
+        return (a.view(bits) != b.view(bits)).any()
 
-
-def _bits(a: Array) -> Array:
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return a
-    return jax.lax.bitcast_convert_type(a, jnp.dtype(f"uint{8 * a.dtype.itemsize}"))
-
-
-def _compiles(wanted: tuple[str, Problem, Pass, How]) -> bool:
-    """Returns whether the program compiles; why not, it says again where it is needed."""
-    try:
-        programs.built(*wanted)
-    except Exception:
-        return False
-    return True
-
-
-def _in_torch() -> Any:
-    from . import in_torch
-
-    return in_torch
+    return jnp.stack(jax.tree.leaves(jax.tree.map(differ, one, other))).any()

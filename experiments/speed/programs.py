@@ -8,7 +8,6 @@ it would be alone: compiled for an H200, three move three times the bytes of one
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +17,13 @@ from jax import Array
 from numpy.typing import NDArray
 
 from experiments.lab import peers
-from experiments.lab.peers import Layer, names, ours
+from experiments.lab.exact import EPS, Answer, Batch
+from experiments.lab.passes import BOTH, FORWARD, batch_norm, function
+from experiments.lab.peers import Layer, names
 from experiments.lab.timer import Program
 
-from .cases import DTYPES, FORWARD, LAST, NO_NORM, OWN, Pass, Problem, Shape
+from .cases import DTYPES, LAST, OWN, Problem, Shape
 
-MOMENTUM, EPS = 0.99, 1e-5
 KERNEL = "gpu.triton", "mosaic_gpu"  # in the text of a program that has one
 
 
@@ -46,27 +46,6 @@ def layer(name: str, problem: Problem) -> Layer:
     return batch_norm(name, problem.shape[1], channel_axis=-1 if _moved(name, problem) else 1)
 
 
-def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
-    """Returns a batch norm with ReLU, or without; its output has the dtype of x."""
-    settings = peers.BatchNorm(channels, MOMENTUM, EPS, channel_axis, affine=True)
-    if name == NO_NORM:
-        unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
-        made = Layer((), unchanged, unchanged)
-    elif relu and names.package(name) == "eqx_norm":
-        return ours.batch_norm_and_relu(name, settings)
-    else:
-        made = peers.batch_norm(
-            name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis
-        )
-
-    def train(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
-        y, memory = made.train(affine, memory, x)
-        # Equinox's layer returns f32 for bf16: in a network it has to be cast.
-        return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
-
-    return made._replace(train=train)
-
-
 def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
     """Returns so many blocks of a linear layer and this one, as one layer.
 
@@ -87,33 +66,11 @@ def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
     return made._replace(memory=memories, train=train)
 
 
-def function(made: Layer, pass_: Pass, *, apart: bool = False) -> Callable[..., Any]:
-    """Returns a fresh function, so that `jax.jit` compiles it anew.
-
-    It is of (weight and bias, memory, x) to y and the memory; or of these and dy to those, and
-    the gradients of weight and bias and of x.
-    """
-
-    def forward(affine: Any, memory: Any, x: Array) -> Any:
-        return made.train(affine, memory, x)
-
-    def forward_and_backward(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
-        def train(affine: Any, x: Array) -> tuple[Array, Any]:
-            return made.train(affine, memory, x)
-
-        y, pull_back, memory = jax.vjp(train, affine, x, has_aux=True)
-        if apart:
-            y, dy = jax.lax.optimization_barrier((y, dy))
-        return y, memory, pull_back(dy)
-
-    return forward if pass_ == FORWARD else forward_and_backward
-
-
 class Built(NamedTuple):
     """Holds a layer as a program, without its arrays."""
 
-    # Of weight and bias, memory, what each instance is given, and what the call before wrote;
-    # to a list of what each instance gives.
+    # Takes weight and bias, memory, what each instance is given, and what the call before
+    # wrote; returns a list of what each instance gives.
     call: Any
     memory: Any
     affine: Any  # ones and zeros
@@ -122,14 +79,12 @@ class Built(NamedTuple):
 
 
 @functools.lru_cache(512)  # more than are compiled together
-def built(name: str, problem: Problem, pass_: Pass, how: How) -> Built:
+def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
     made = layer(name, problem)
     affine = jnp.ones(problem.shape[1]), jnp.zeros(problem.shape[1])
     one = function(made, pass_, apart=how.as_on_a_gpu)
-    if how.instances > 1:
-        one = jax.jit(
-            one
-        )  # traced once, and put into the program as often as there are instances
+    if how.instances > 1:  # it is traced once, and there as often
+        one = jax.jit(one)
 
     def each(affine: Any, memory: Any, given: Any, written: Any) -> list[Any]:
         del written
@@ -153,13 +108,11 @@ def built(name: str, problem: Problem, pass_: Pass, how: How) -> Built:
     return Built(lowered.compile(), made.memory, affine, written, note)
 
 
-def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
+def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
     """Returns the program with its arrays."""
     call, memory, affine, written, note = built(name, problem, pass_, how)
     arrays = drawn(given_shape(name, problem), problem.dtype, how.instances)
     given = [(x,) if pass_ == FORWARD else (x, dy) for x, dy in arrays]
-    if not how.in_place:
-        return Program(lambda: call(affine, memory, given, None), note=note)
     results = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), written)
 
     def call_in_place() -> Any:
@@ -167,7 +120,12 @@ def program(name: str, problem: Problem, pass_: Pass, how: How) -> Program:
         results = call(affine, memory, given, results)
         return results
 
-    return Program(call_in_place, instances=how.instances, note=note)
+    def call_anew() -> Any:
+        return call(affine, memory, given, None)
+
+    return Program(
+        call_in_place if how.in_place else call_anew, instances=how.instances, note=note
+    )
 
 
 @functools.lru_cache(2)  # the peers on one array share it, in either layout
@@ -176,6 +134,16 @@ def drawn(shape: Shape, dtype: str, instances: int = 1) -> list[tuple[Array, Arr
     keys = jax.random.split(jax.random.key(0), 2 * instances)
     arrays = [jax.random.normal(key, shape, DTYPES[dtype]) for key in keys]
     return [(0.3 + x, dy) for x, dy in zip(arrays[::2], arrays[1::2], strict=True)]
+
+
+def answer(name: str, problem: Problem, given: Batch, how: How) -> Answer:
+    """Returns what a layer gives for these numbers, forward and backward."""
+    call, memory, *_ = built(name, problem, BOTH, how)
+    affine = jnp.asarray(given.weight), jnp.asarray(given.bias)
+    x, dy = (placed(name, problem, values) for values in (given.x, given.dy))
+    ((y, _, ((dweight, dbias), dx)),) = call(affine, memory, [(x, dy)], None)
+    y, dx = (back(name, problem, values) for values in (y, dx))
+    return Answer(y, None, dx, np.asarray(dweight), np.asarray(dbias))
 
 
 def _moved(name: str, problem: Problem) -> bool:
@@ -198,7 +166,7 @@ def placed(name: str, problem: Problem, values: NDArray[Any]) -> Array:
     """Returns values of the problem's shape as a layer in JAX is given them."""
     if _moved(name, problem):
         values = np.moveaxis(values, 1, -1)
-    return jnp.asarray(values.reshape(given_shape(name, problem))).astype(DTYPES[problem.dtype])
+    return jnp.asarray(values.reshape(given_shape(name, problem)))
 
 
 def back(name: str, problem: Problem, values: Array) -> NDArray[np.float32]:

@@ -17,14 +17,13 @@ from jax import Array
 
 from experiments.lab.timer import Program
 
-from .cases import FORWARD, Pass, Problem
-from .programs import drawn
+from .cases import FORWARD, Problem
+from .programs import How, drawn
 
-MEMORY_COPY = "memory copy"
-PARTS = "sum of its parts"
+NAMES = MEMORY_COPY, PARTS = "memory copy", "sum of its parts"
 
 
-# Of x as [N, C, S]; sums in f32. (Two plain sums: XLA is faster at those than at one
+# All take x as [N, C, S], and sum in f32. (XLA is faster at two plain sums than at one
 # reduction to two results.)
 @jax.jit
 def _sum(x: Array) -> Array:
@@ -47,31 +46,27 @@ def _gradient(x: Array, dy: Array, a: Array, b: Array) -> Array:
     return (dy * a[:, None] + x * b[:, None] + b[:, None]).astype(x.dtype)
 
 
-def sum_of_parts(problem: Problem, pass_: Pass) -> Program:
-    """Returns the three passes forward, or all five."""
+@jax.jit
+def _negative(x: Array) -> Array:  # reads x and writes as much; a copy would be optimised away
+    return -x
+
+
+def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
+    """Returns a copy of x, which is what it is whatever is done with x; or all passes."""
+    del how  # one instance, with new results
     ((x, dy),) = drawn(problem.shape, problem.dtype)
+    if name == MEMORY_COPY:
+        return Program(lambda: _negative(x))
     x, dy = (values.reshape(*values.shape[:2], -1) for values in (x, dy))
     a, b = jnp.ones(x.shape[1]), jnp.zeros(x.shape[1])
-    wait = jax.block_until_ready
-
-    def forward() -> tuple[Array, ...]:
-        mean = wait(_sum(x))
-        rest, square = wait(_sums(x, x))
-        return mean, rest, square, wait(_normalise(x, a, b))
-
-    def forward_and_backward() -> tuple[Array, ...]:
-        y = forward()
-        sums = wait(_sums(dy, x))
-        return (*y, *sums, wait(_gradient(x, dy, a, b)))
-
-    return Program(forward if pass_ == FORWARD else forward_and_backward)
-
-
-def memory_copy(problem: Problem) -> Program:
-    """Returns what reads x and writes as much; a copy proper would be optimised away."""
-    ((x, _),) = drawn(problem.shape, problem.dtype)
-    negative = jax.jit(lambda x: -x)
-    return Program(lambda: negative(x))
+    passes: list[Callable[[], Any]] = [
+        lambda: _sum(x),
+        lambda: _sums(x, x),
+        lambda: _normalise(x, a, b),
+    ]
+    if pass_ != FORWARD:
+        passes += [lambda: _sums(dy, x), lambda: _gradient(x, dy, a, b)]
+    return Program(lambda: [jax.block_until_ready(each()) for each in passes])
 
 
 def copy_in_place(function: Callable[[Array], Array], size: int) -> Program:

@@ -1,10 +1,11 @@
-"""Defines the rows that are measured, and joins those of several runs."""
+"""Defines the rows that are measured; picks some of them, and joins those of several runs."""
 
 import dataclasses
 import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.lab.peers import names
 from experiments.lab.timer import Program, Times
@@ -57,6 +58,12 @@ class Row:
         return " ".join(filter(None, words))
 
     @property
+    def where(self) -> str:
+        """Returns the place, or of it the shape alone where claims name the rest."""
+        named = self.device == "cpu" and self.part != "layer_norm"
+        return shape_name(self.shape) if named else self.place
+
+    @property
     def failed(self) -> bool:
         return self.note.startswith(FAILED)
 
@@ -66,6 +73,24 @@ class Row:
         return self.host > 0.9 * self.median
 
 
+def chosen(rows: Iterable[Row], **fields: Any) -> list[Row]:
+    """Returns the rows that have these values."""
+    return [r for r in rows if all(getattr(r, name) == v for name, v in fields.items())]
+
+
+def measured(rows: Iterable[Row], quantity: str, **fields: Any) -> list[Row]:
+    """Returns of the rows that have these values those of which the quantity was measured."""
+    return [r for r in chosen(rows, **fields) if not math.isnan(getattr(r, quantity))]
+
+
+def by_shape(rows: Iterable[Row]) -> dict[Shape, dict[str, Row]]:
+    """Returns the row of each peer, for each shape."""
+    found: dict[Shape, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row.shape, {})[row.peer] = row
+    return found
+
+
 def because(row: Row, error: Exception) -> Row:
     """Returns what is in the row's place where something raised.
 
@@ -73,7 +98,7 @@ def because(row: Row, error: Exception) -> Row:
     "xla" serve everything.
     """
     said = str(error).strip().partition("\n")[0][:300]
-    by_name = row.peer not in (names.OURS, names.OURS_XLA) and row.peer not in IN_TORCH
+    by_name = row.peer not in (names.OURS, names.OURS_XLA, *IN_TORCH)
     if isinstance(error, ValueError) and by_name and said.startswith("implementation="):
         return dataclasses.replace(row, note=NOT_SERVED + said)
     return dataclasses.replace(row, note=f"{FAILED}{type(error).__name__}: {said}")
@@ -97,6 +122,5 @@ def timed(row: Row, times: Times, program: Program, spread: tuple[float, float])
 def replaced(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Returns what was measured anew, by part and dtype, and of the others the old rows."""
     new = list(new)
-    parts = {row.part for row in new}
-    anew = {(row.part, row.dtype) for row in new} | {(part, "") for part in parts}
+    anew = {(row.part, dtype) for row in new for dtype in (row.dtype, "")}
     return [*(row for row in old if (row.part, row.dtype) not in anew), *new]

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from experiments.lab.passes import batch_norm
 from experiments.lab.peers import Layer
 from experiments.lab.timer import Program
 
 from .cases import DTYPES, Shape, Sizes
-from .programs import batch_norm
 
 OPTIMISER = optax.sgd(0.01, momentum=0.9)
 BLOCK = 4  # convolutions: of sizes 1, 3 and 1, and one beside them
@@ -38,24 +38,18 @@ def images_shape(sizes: Sizes) -> Shape:
 @eqx.filter_jit  # as one program: array by array it takes longer than all steps
 def initial(sizes: Sizes, dtype: Any) -> Linear:
     """Returns convolutions in `dtype`, and the last layer in float32."""
-    keys = iter(jax.random.split(jax.random.key(0), BLOCK * len(sizes.stages) + 2))
-
-    def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> eqx.nn.Conv2d:
-        padding, key = size // 2, next(keys)
-        return eqx.nn.Conv2d(
-            inputs, outputs, size, stride, padding, use_bias=False, dtype=dtype, key=key
-        )
-
-    found, channels = [convolution(3, sizes.stem, 7, 2)], sizes.stem
+    # Inputs, outputs, size, stride.
+    settings, channels = [(3, sizes.stem, 7, 2)], sizes.stem
     for width in sizes.stages:
-        found += [
-            convolution(channels, width, 1),
-            convolution(width, width, 3, 2),
-            convolution(width, 4 * width, 1),
-            convolution(channels, 4 * width, 1, 2),
-        ]
+        settings += [(channels, width, 1, 1), (width, width, 3, 2), (width, 4 * width, 1, 1)]
+        settings += [(channels, 4 * width, 1, 2)]
         channels = 4 * width
-    return Linear(found, eqx.nn.Linear(channels, sizes.classes, key=next(keys)))
+    *keys, last = jax.random.split(jax.random.key(0), len(settings) + 1)
+    convolutions = [
+        eqx.nn.Conv2d(*setting, setting[2] // 2, use_bias=False, dtype=dtype, key=key)
+        for setting, key in zip(settings, keys, strict=True)
+    ]
+    return Linear(convolutions, eqx.nn.Linear(channels, sizes.classes, key=last))
 
 
 def norms(name: str, linear: Linear) -> list[Layer]:
@@ -87,16 +81,15 @@ def logits(
     return jax.vmap(linear.head)(x.mean((2, 3)).astype(jnp.float32)), after
 
 
-def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> tuple[Program, Any]:
-    """Returns training, each step on the same images; and what says the last loss.
+def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> Program:
+    """Returns training, each step on the same images, whose call gives the loss.
 
     It is compiled here, so that several may be at once.
     """
     layers = norms(name, linear)
     keys = jax.random.split(jax.random.key(1))
-    shape = images_shape(sizes)
-    images = jax.random.normal(keys[0], shape, DTYPES[dtype])
-    labels = jax.random.randint(keys[1], shape[:1], 0, sizes.classes)
+    images = jax.random.normal(keys[0], images_shape(sizes), DTYPES[dtype])
+    labels = jax.random.randint(keys[1], (sizes.batch,), 0, sizes.classes)
     channels = [conv.out_channels for conv in linear.convolutions]
     affines = [(jnp.ones(c), jnp.zeros(c)) for c in channels]
     arrays, static = eqx.partition((linear, affines), eqx.is_inexact_array)
@@ -122,4 +115,4 @@ def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> tuple[Progra
         carried = compiled(carried, images, labels)
         return carried[-1]
 
-    return Program(call), lambda: float(carried[-1])
+    return Program(call)

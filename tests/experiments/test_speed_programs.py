@@ -53,21 +53,21 @@ def test_other_peers_agree(layout, dtype):
 
     problem = Problem(TABLE if layout == ROWS else IMAGES, dtype, layout)
     assert_agreement(FLAX if layout != ROWS else (names.LINEN,), problem)
-    given = agreement.numbers(problem.shape)
+    given = agreement.numbers(problem)
     exact = agreement.Agreement(given, problem)
-    made = in_torch.program(names.TORCH, problem, BOTH, 2, "cpu", given)
-    results = made.wait(made.call())
-    assert (made.instances, len(results)) == (2, 2)
-    assert exact.deviation(in_torch.outputs(results)) <= exact.tolerance
+    made = in_torch.program(names.TORCH, problem, BOTH, How(2))
+    assert (made.instances, len(made.wait(made.call()))) == (2, 2)
+    found = in_torch.answer(names.TORCH, problem, given, How())
+    assert exact.deviation(found) <= exact.tolerance
 
 
 def assert_agreement(entered, problem):
-    given = agreement.numbers(problem.shape)
+    given = agreement.numbers(problem)
     exact = agreement.Agreement(given, problem)
     for name in entered:
         if name == names.EQUINOX_EMA and problem.dtype == "bf16":
             continue
-        found = parts.outputs(name, problem, given, How())
+        found = programs.answer(name, problem, given, How())
         assert exact.deviation(found) <= exact.tolerance, name
         # What is timed as forward is the same y.
         forward = programs.built(name, problem, FORWARD, How())
@@ -81,10 +81,10 @@ def assert_agreement(entered, problem):
 @pytest.mark.parametrize("layout", [OWN, ROWS])
 def test_disagreement_is_seen(layout):
     problem = Problem(TABLE, "f32", layout)
-    given = agreement.numbers(problem.shape)
+    given = agreement.numbers(problem)
     exact = agreement.Agreement(given, problem)
-    right = parts.outputs(names.OURS, problem, given, How())
-    for field in right._fields:
+    right = programs.answer(names.OURS, problem, given, How())
+    for field in ("y", "dx", "dweight", "dbias"):
         for wrong in (1.01, math.nan):
             found = right._replace(**{field: wrong * getattr(right, field)})
             assert exact.deviation(found) > exact.tolerance, field

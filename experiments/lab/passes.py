@@ -1,0 +1,57 @@
+"""Makes functions to time and to compile: a layer forward, and with its backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array
+
+from . import peers
+from .exact import EPS
+from .peers import Layer, names, ours
+
+MOMENTUM = 0.99
+FORWARD, BOTH, NO_NORM = "forward", "forward + backward", "no norm"
+
+
+def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
+    """Returns a batch norm with ReLU, or without; its output has the dtype of x."""
+    settings = peers.BatchNorm(channels, MOMENTUM, EPS, channel_axis, affine=True)
+    if name == NO_NORM:
+        unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
+        made = Layer((), unchanged, unchanged)
+    elif relu and names.package(name) == "eqx_norm":
+        return ours.batch_norm_and_relu(name, settings)
+    else:
+        made = peers.batch_norm(
+            name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis
+        )
+
+    def train(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
+        y, memory = made.train(affine, memory, x)
+        # Equinox's layer returns f32 for bf16: in a network it has to be cast.
+        return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
+
+    return made._replace(train=train)
+
+
+def function(made: Layer, pass_: str, *, apart: bool = False) -> Callable[..., Any]:
+    """Returns a fresh function, so that `jax.jit` compiles it anew.
+
+    It is of (parameters, memory, x) to y and the memory; or of these and dy to those, and the
+    gradients of parameters and x. `apart`: dy is not there before y, as in a network.
+    """
+
+    def forward(parameters: Any, memory: Any, x: Array) -> Any:
+        return made.train(parameters, memory, x)
+
+    def forward_and_backward(parameters: Any, memory: Any, x: Array, dy: Array) -> Any:
+        def train(parameters: Any, x: Array) -> tuple[Array, Any]:
+            return made.train(parameters, memory, x)
+
+        y, pull_back, memory = jax.vjp(train, parameters, x, has_aux=True)
+        if apart:
+            y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, memory, pull_back(dy)
+
+    return forward if pass_ == FORWARD else forward_and_backward
