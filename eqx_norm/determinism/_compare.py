@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ._ledger import Contents, LedgerError, Row, printable, read
+from ._ledger import RAN_BY, Contents, LedgerError, Row, printable, read
 
 
 class Verdict(NamedTuple):
@@ -114,7 +114,7 @@ def _notes(first: Contents, second: Contents) -> list[str]:
         for contents in (first, second)
         if contents.is_truncated
     ]
-    for what in ("jax", "platform", "device"):
+    for what in RAN_BY:
         if first.header[what] != second.header[what]:
             pair = (printable(contents.header[what]) for contents in (first, second))
             notes.append(f"they were written with different {what}: {' and '.join(pair)}")

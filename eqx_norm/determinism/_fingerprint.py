@@ -6,7 +6,7 @@ the host, for arrays that JAX would narrow. `summarise` describes a whole tree i
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -36,38 +36,35 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
 
     $$s_j = c + k j \qquad a_j = \mathrm{mix}(w_j \oplus s_j)$$
 
-    with $c$ and an odd $k$ that are fixed, and a fixed bijection of the 32-bit words. The
+    by a fixed bijection of the 32-bit words, with a fixed $c$ and a fixed, odd $k$. The
     fingerprint is
 
     $$\Big(\sum_j a_j, \; \sum_j (a_j + d) \, (s_j \mid 1)\Big) \bmod 2^{32}.$$
 
     Sums of integers are exact, so it depends neither on the order in which the device sums nor
-    on how the array is sharded. It depends on each bit and on where it is: a change in a single
-    word always changes it, and any other goes unseen with a chance of about $2^{-60}$. Zeros
-    of either sign and NaNs are told apart by their bits.
+    on how the array is sharded. A change in a single word always changes it, and any other goes
+    unseen with a chance of about $2^{-60}$. Zeros of either sign and NaNs are told apart.
 
     The fingerprint of several arrays is that of the array of their fingerprints, in the order
     of the tree's leaves. It may be taken under `jax.jit` and `jax.vmap`.
 
-    Of a NumPy array it is taken on the host, so that it is the same with `jax_enable_x64` and
-    without. But `jax.jit(fingerprint)(x)` is given what `jit` has made of `x` (as `jax.vmap`
-    does): without x64, an array of 64 bits has 32 there.
+    A NumPy array is taken on the host, so that its fingerprint does not depend on
+    `jax_enable_x64`. But `jax.jit` and `jax.vmap` give `fingerprint` what they have made of
+    it: without x64, 32 bits of 64.
 
     **Arguments:**
 
-    - `tree`: arrays of any dtype, keys included. What is no array is left out.
+    - `tree`: arrays of any dtype, keys included. Other leaves are left out.
 
     **Returns:** two numbers of 32 bits; `hexadecimal` gives them as text.
 
-    **Raises:** `ValueError` where there is no array; `TypeError` for a NumPy array of what is
-    no number (objects, text, dates, records), or with a mask.
+    **Raises:** `ValueError` where there is no array; `TypeError` for a NumPy array of anything
+    but numbers (objects, text, dates, records), or with a mask.
     """
     prints = [
         jnp.asarray(of_numpy(leaf)) if is_numpy(leaf) else of_array(leaf)
-        for leaf in _arrays(tree)
+        for leaf in _arrays(tree, f"fingerprint({tree!r})")
     ]
-    if not prints:
-        raise ValueError(f"fingerprint({tree!r}): there is no array in it.")
     return prints[0] if len(prints) == 1 else of_array(jnp.stack(prints))
 
 
@@ -87,8 +84,11 @@ def is_numpy(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
 
 
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+def _arrays(tree: Any, call: str) -> list[Any]:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    if not arrays:
+        raise ValueError(f"{call}: there is no array in it.")
+    return arrays
 
 
 def _mix(word: Any) -> Any:
@@ -241,17 +241,16 @@ class Summary(NamedTuple):
 def summarise(tree: Any, name: str) -> Summary:
     """Returns the sum of all values of a tree, and its fingerprint.
 
-    The sum is that of the numbers as they are, rounded once to float64: like the fingerprint,
-    and unlike a sum in floats, it does not depend on the order. But it does not depend on where
-    a number is, either, so the fingerprint is what to go by.
+    The sum is exact, and rounded once to float64, so that it does not depend on the order of
+    summing. It does not depend on where a number is, either: the fingerprint does.
 
     After the line "Sum of weights" in D. Riach, "Determinism in Deep Learning" (GTC 2019,
     S9911).
 
     **Arguments:**
 
-    - `tree`: the weights, for example. What is no array is left out; keys count for the
-        fingerprint only.
+    - `tree`: the weights, for example. Leaves that are no arrays are left out; keys count for
+        the fingerprint only.
     - `name`: what the line begins with.
 
     **Returns:** a `Summary`, which prints as `weights: sum 3.25, fingerprint 0123456789abcdef
@@ -260,17 +259,14 @@ def summarise(tree: Any, name: str) -> Summary:
     **Raises:** `ValueError` where there is no array; `OverflowError` for a sum that float64
     cannot hold, or cannot on the way there.
     """
-    arrays = _arrays(tree)
-    if not arrays:
-        raise ValueError(f"summarise({tree!r}, {name!r}): there is no array in it.")
-    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in arrays]
-    pairs = zip(arrays, is_key, strict=True)
-    numbers: list[Any] = [np.asarray(leaf) for leaf, key in pairs if not key]
+    arrays = _arrays(tree, f"summarise({tree!r}, {name!r})")
+    keys = jax.dtypes.prng_key
+    numbers: list[Any] = [np.asarray(x) for x in arrays if not jnp.issubdtype(x.dtype, keys)]
     total: complex | float = _exact(x.real for x in numbers)
     if any(map(np.iscomplexobj, numbers)):
         total = complex(total, _exact(x.imag for x in numbers if np.iscomplexobj(x)))
-    # Of all arrays at once: operation by operation each shape is compiled several times.
-    # NumPy's go in as words, since `jit` would narrow them.
+    # All in one program, since each operation would be compiled for each shape. NumPy's arrays
+    # go in as words, since `jit` would narrow them.
     words = [words_of_numpy(leaf) if is_numpy(leaf) else leaf for leaf in arrays]
     bits = hexadecimal(jax.jit(fingerprint)(words))
     return Summary(name, total, bits, sum(leaf.size for leaf in arrays), len(arrays))
@@ -278,27 +274,19 @@ def summarise(tree: Any, name: str) -> Summary:
 
 def _exact(arrays: Iterable[Any]) -> float:
     """Returns the sum of all values, rounded once."""
-    terms: list[Iterable[float]] = []
-    not_finite = 0.0
+    integers, not_finite, terms = 0, 0.0, []
     for x in arrays:
         if x.dtype.kind in "biu":
-            terms.append(_as_floats(sum(x.reshape(-1).tolist())))
+            integers += sum(x.reshape(-1).tolist())
             continue
         with np.errstate(invalid="ignore"):
             not_finite += float(x[~np.isfinite(x)].sum(dtype=np.float64))
-        terms.append(_in_parts(x.reshape(-1)))
+        terms.append(map(float, x.flat))  # one after the other: never all in memory
     # No order of infinities and NaNs gives another sum.
-    return not_finite if not_finite != 0 else math.fsum(itertools.chain(*terms))
-
-
-def _in_parts(x: Any) -> Iterator[float]:
-    """Yields the values of an array as floats, of which there are never many at once."""
-    for start in range(0, x.size, _CHUNK):
-        yield from x[start : start + _CHUNK].astype(np.float64).tolist()
-
-
-def _as_floats(integer: int) -> Iterator[float]:
-    """Yields floats, of 53 bits each, whose sum the integer is."""
-    while integer:
-        yield float(integer)
-        integer -= int(float(integer))
+    if not_finite != 0:
+        return not_finite
+    parts = []  # of the integer, 53 bits each
+    while integers:
+        parts.append(float(integers))
+        integers -= int(parts[-1])
+    return math.fsum(itertools.chain(parts, *terms))

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Shaped, UInt32
+from numpy import ndarray
 
 # What is marked; "recomputed" is what `remat` computes for a second time, in the backward pass,
 # and "done" a value whose row has been taken.
@@ -47,8 +48,8 @@ class Record(eqx.Module):
     records)`).
     """
 
-    fingerprints: UInt32[Array, "*mapped rows 2"]
-    values: tuple[Shaped[Array, "..."], ...]
+    fingerprints: UInt32[Array | ndarray, "*mapped rows 2"]
+    values: tuple[Shaped[Array | ndarray, "..."], ...]
     plan: Plan = eqx.field(static=True)
 
 

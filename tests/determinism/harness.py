@@ -8,9 +8,19 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from eqx_norm.determinism import Ledger, Record, read
+import jax
+import jax.numpy as jnp
+
+from eqx_norm.determinism import Ledger, Record, monitor, read
+from tests.helpers import normal
 
 ROOT = Path(__file__).parents[2]
+X = normal(0, (2, 3))
+
+
+def tree(x: Any) -> Any:
+    """Returns a tree that is monitored: the rows `in.half`, `in.key` and `in.x`."""
+    return monitor({"x": x, "half": x.astype(jnp.bfloat16), "key": jax.random.key(3)}, "in")
 
 
 def written(path: Path, *records: Record, start: int = 0) -> Path:
