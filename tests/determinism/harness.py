@@ -1,9 +1,6 @@
-"""Writes ledgers, forges them, and starts Python, for several tests of the probe."""
+"""Writes ledgers and forges them, for several tests of the probe."""
 
 import json
-import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import jax.numpy as jnp
 from eqx_norm.determinism import Ledger, Record, monitor, read
 from tests.helpers import normal
 
-ROOT = Path(__file__).parents[2]
 X = normal(0, (2, 3))
 
 
@@ -48,15 +44,3 @@ def with_header(path: Path, **fields: Any) -> Path:
     del header["crc"]
     path.write_bytes(sealed(json.dumps(header)[:-1].encode()) + b"".join(rest))
     return path
-
-
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a process of its own, on the CPU."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from eqx_norm.determinism import Ledger, monitor, read, recorded
-from tests.determinism.harness import ROOT, X, written
+from tests.determinism.harness import X, written
 from tests.helpers import bits
+from tests.processes import ROOT
 
 
 @pytest.fixture
