@@ -1,7 +1,7 @@
 """`fingerprint` sums the bits of an array to two integers, which no order of summing changes.
 
-There are two implementations: one by JAX, for values inside of a program, and one by NumPy, on
-the host, for arrays that JAX would narrow. `summarise` describes a whole tree in one line.
+It is implemented by JAX, for values inside of a program, and by NumPy, for arrays that JAX
+would narrow. `summarise` describes a whole tree in one line.
 """
 
 import itertools
@@ -17,12 +17,12 @@ from jax import lax
 from jaxtyping import Array, Shaped, UInt32
 from numpy.typing import NDArray
 
-# Word j is salted with _FIRST + j * _STEP: a bijection, as the step is odd. It is 2**32 over
-# the golden ratio, so that words near each other get salts far apart.
+# Word j is salted with _FIRST + j * _STEP: a bijection, as the step is odd. The step is 2**32
+# over the golden ratio, so that words near each other get salts far apart.
 _FIRST, _STEP = np.uint32(0x243F6A88), 0x9E3779B9
-# A word may happen to be mixed to 0; its part of the second sum is then not 0 as well.
+# Keeps the term of the second sum from being 0 where a word is mixed to 0.
 _SECOND = np.uint32(0x7F4A7C15)
-# Of the finaliser of MurmurHash3 (Appleby, public domain), a bijection.
+# From the finaliser of MurmurHash3 (Appleby, public domain), which is a bijection.
 _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 # How many words NumPy takes at once: its temporaries stay in the cache.
 _CHUNK = 2**16
@@ -107,8 +107,8 @@ def of_array(
 ) -> UInt32[Array, "2"]:
     """Returns the fingerprint of `x.transpose(order)`.
 
-    Given `part`, x is that part of an array which is cut up along its first axis: the
-    fingerprint of the whole is the sum of those of its parts.
+    With `part`, x is that part of an array which is cut up along its first axis: the parts'
+    fingerprints add up to that of the whole.
     """
     words = _words(x)
     order = tuple(range(x.ndim)) if order is None else order
@@ -120,19 +120,19 @@ def of_array(
         start = start + part * _salts(size)
 
     def on_cpu(words: Array, start: Array) -> Array:
-        # Channels last, as XLA:CPU has what it convolves: its loops follow the axes as they are
-        # named here, whatever the layout, and are 4 times as slow across it as along it.
+        # Channels last, which is XLA:CPU's layout for convolutions: its loops follow the order
+        # of the axes, not the layout, and are 4 times as slow across the layout as along it.
         axes = (0, *range(2, words.ndim), 1) if words.ndim > 3 else tuple(range(words.ndim))
         terms = _terms(words.transpose(axes), [strides[axis] for axis in axes], start)
-        # Both sums in one pass, 2 to 3 times as fast as one after the other; and row by row at
-        # first, since it takes a sum of all to a single number on one core only.
+        # Both sums in one pass are 2 to 3 times as fast as two passes. Rows are summed first,
+        # since XLA sums to a single number on one core only.
         for summed in (tuple(range(1, words.ndim)), tuple(range(words.ndim))[:1]):
             if summed:
                 terms = lax.reduce(terms, (np.uint32(0), np.uint32(0)), _add, summed)
         return jnp.stack(terms)
 
     def elsewhere(words: Array, start: Array) -> Array:
-        # On a GPU it is one pass if they are two: of a sum of pairs it would store the pairs.
+        # On a GPU, XLA fuses two sums into one pass; for a sum of pairs it stores the pairs.
         axes = tuple(range(words.ndim))
         terms = _terms(words, strides, start)
         return jnp.stack([lax.reduce(term, np.uint32(0), lax.add, axes) for term in terms])
@@ -166,8 +166,7 @@ def _salts(words: int) -> np.uint32:
 
 def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, Array]:
     """Returns the terms of both sums. The strides are those of the words in row-major order."""
-    # One term an axis, rather than the position in a flattened array, so that XLA can leave a
-    # sharded array where it is.
+    # One term an axis: a position in a flattened array would make XLA move a sharded array.
     salt = jnp.broadcast_to(start, words.shape)
     for axis, stride in enumerate(strides):
         salt = salt + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * _salts(stride)
@@ -214,12 +213,12 @@ def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]
         return x.view(np.uint32)
     words = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
     if x.dtype.itemsize == 1 and x.dtype != bool:
-        # Of a byte that holds 4 bits the others mean nothing.
+        # A byte that holds 4 bits has 4 more, which mean nothing.
         words &= np.uint32(2 ** _bits(x.dtype) - 1)
     return words
 
 
-# --- Of a whole tree, to compare by eye.
+# --- The sum of a tree, to compare by eye.
 
 
 class Summary(NamedTuple):

@@ -1,9 +1,9 @@
 """`Ledger` writes the rows of a run to a file that survives the run's death; `read` reads it.
 
-The file has lines of JSON. The first says by what it was written; each other is a `Row`; the
-last field of each line is a checksum of what comes before it in the line. The file is only ever
-appended to, so that its first lines are a ledger, too. Values that were kept are in a folder
-beside it, one file of plain bytes a step, which is on the disk before the rows that need it.
+The file has lines of JSON: a header that says what wrote it, then a `Row` each. The last field
+of a line is a checksum of what is before it in the line. The file is only appended to, so that
+its first lines are a ledger, too. Values that were kept are in a folder beside it, one file of
+plain bytes a step, which is on the disk before the step's rows.
 """
 
 import contextlib
@@ -32,12 +32,11 @@ _FORMAT, _VERSION = "eqx_norm.determinism ledger", 2
 # What the header tells of the run besides, each as text.
 RAN_BY = ("jax", "platform", "device")
 _CHECKSUM = b',"crc":"%08x"}\n'
-# Bytes of a line at most, of which its probe's name is all but some hundred.
-_LONGEST_LINE = 2**16
-# Bytes of a file at most: some 25 million rows, which take three times as much in memory.
-_LARGEST_FILE = 2**32
+# In bytes. The probe's name is all of a line but some hundred; a file has 25 million rows at
+# most, which take three times as much in memory.
+_LONGEST_LINE, _LARGEST_FILE = 2**16, 2**32
 
-# Where there is no such flag there is nothing that it would keep from waiting, or following.
+# Systems without these flags have no pipes and links that need them.
 _DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0)
 _DO_NOT_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -67,7 +66,7 @@ class Row(NamedTuple):
 
 
 class LedgerError(ValueError):
-    """Tells of a file that is no ledger, is damaged, or is of another program."""
+    """Says why a file is no ledger, is damaged, or is of another program."""
 
 
 def printable(text: str) -> str:
@@ -120,10 +119,8 @@ class Ledger:
                     "if the run is not needed any more."
                 )
         device = jax.devices()[0]
-        ran_by = jax.__version__, device.platform, device.device_kind
-        header = {"format": _FORMAT, "version": _VERSION} | dict(
-            zip(RAN_BY, ran_by, strict=True)
-        )
+        header = {"format": _FORMAT, "version": _VERSION, "jax": jax.__version__}
+        header |= {"platform": device.platform, "device": device.device_kind}
         # Without a buffer, in which a step that could not be written would be left.
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (`close` closes it)
         self._has_values = False
