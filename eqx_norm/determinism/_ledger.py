@@ -158,15 +158,18 @@ class Ledger:
             )
         step, values = operator.index(step), [np.asarray(x) for x in record.values]
         prints = np.asarray(record.fingerprints)
-        rows, kept = [], []
+        rows, kept, size = [], [], 0
         for place, pair in zip(places(record.plan), prints, strict=True):
             name, kind, shape, dtype, _ = place.probe
+            where = (step, name, kind, place.iteration, place.again)
             # Sums of 0 are those of a branch that was not taken, or of no values.
             passed = hexadecimal(pair) if pair.any() or 0 in shape else None
-            where = (step, name, kind, place.iteration, place.again)
-            rows.append(Row(*where, passed, shape, dtype, None))
-            if values:
-                kept.append(values[place.number][place.iteration])
+            bounds = None
+            if values and passed:
+                kept.append(np.ascontiguousarray(values[place.number][place.iteration]))
+                bounds = size, kept[-1].nbytes
+                size += kept[-1].nbytes
+            rows.append(Row(*where, passed, shape, dtype, bounds))
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self.path} has been closed: step {step} comes too late.")
@@ -175,8 +178,8 @@ class Ledger:
                     f"{self.path} has a step {step} already. Count the steps through, or give "
                     "each run a ledger of its own."
                 )
-            if kept:
-                rows = self._keep(step, rows, kept)
+            if values:
+                self._keep(step, kept)
             self._write(b"".join(_encoded(row._asdict()) for row in rows))
             self._steps.add(step)
 
@@ -208,31 +211,21 @@ class Ledger:
 
     def _take_back(self) -> None:
         """Removes what was written of lines that could not be written whole."""
-        if self._file.seek(0, os.SEEK_END) != self._end:
-            self._file.truncate(self._end)
-            self._file.seek(self._end)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
 
-    def _keep(self, step: int, rows: list[Row], values: list[NDArray[Any]]) -> list[Row]:
-        """Writes the values of a step to a file, and returns the rows with their places in it.
-
-        The file is on the disk before the rows are written.
-        """
+    def _keep(self, step: int, values: list[NDArray[Any]]) -> None:
+        """Writes the values of a step to a file, which is on the disk when this returns."""
         if not self._has_values:
             self._values.mkdir()
             self._has_values = True
             _sync(self._values.parent)
         path = self._values / str(step)
         unfinished = path.with_suffix(".unfinished")
-        kept = []
         try:
             with open(unfinished, "wb") as file:
-                for row, x in zip(rows, values, strict=True):
-                    if row.fingerprint is None:
-                        kept.append(row)
-                        continue
-                    kept.append(row._replace(values=(file.tell(), x.nbytes)))
-                    # NumPy's formats do not know JAX's small floats: bytes.
-                    file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+                # As bytes, since NumPy's formats do not know JAX's small floats.
+                file.writelines(x.reshape(-1).view(np.uint8).data for x in values)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -241,7 +234,6 @@ class Ledger:
                 unfinished.unlink()
             raise
         _sync(self._values)
-        return kept
 
 
 def _sync(folder: Path) -> None:
@@ -291,7 +283,7 @@ class Contents(NamedTuple):
         try:
             if folder.is_symlink():
                 raise OSError(errno.ELOOP, "its folder is a link")
-            values = _array(row, _part(file, *row.values))
+            values = _values(file, row, *row.values)
             found = hexadecimal(of_numpy(values))
         except Exception as error:  # NumPy has one of its own for each shape and dtype
             raise LedgerError(f"{damaged} cannot be read ({_reason(error)}).") from None
@@ -435,7 +427,20 @@ def _decoded(line: bytes) -> Any:
         return {}
 
 
-# --- Of files.
+# --- Values and files.
+
+
+def _values(path: Path, row: Row, start: int, size: int) -> NDArray[Any]:
+    with _opened(path, _DO_NOT_FOLLOW) as file:
+        if start + size > os.fstat(file.fileno()).st_size:
+            raise EOFError("it is too short")
+        file.seek(start)
+        raw = file.read(size)
+    if row.dtype.startswith("key<"):
+        words = np.frombuffer(raw, np.uint32)
+        return words.reshape(*row.shape, words.size // max(1, math.prod(row.shape)))
+    dtype: np.dtype[Any] = jnp.dtype(row.dtype)
+    return np.frombuffer(raw, dtype).reshape(row.shape)
 
 
 def _opened(path: Path, flags: int = 0) -> BinaryIO:
@@ -454,19 +459,3 @@ def _opened(path: Path, flags: int = 0) -> BinaryIO:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def _part(path: Path, start: int, size: int) -> bytes:
-    with _opened(path, _DO_NOT_FOLLOW) as file:
-        if start + size > os.fstat(file.fileno()).st_size:
-            raise EOFError("it is too short")
-        file.seek(start)
-        return file.read(size)
-
-
-def _array(row: Row, raw: bytes) -> NDArray[Any]:
-    if row.dtype.startswith("key<"):
-        words = np.frombuffer(raw, np.uint32)
-        return words.reshape(*row.shape, words.size // max(1, math.prod(row.shape)))
-    dtype: np.dtype[Any] = jnp.dtype(row.dtype)
-    return np.frombuffer(raw, dtype).reshape(row.shape)
