@@ -43,17 +43,13 @@ def test_any_changed_byte_is_noticed(ledger):
         changed = bytearray(content)
         changed[place] ^= 1
         ledger.write_bytes(changed)
-        with pytest.raises(LedgerError, match="is damaged|is no ledger"):
+        line = 1 + content[:place].count(b"\n")
+        says = f"is damaged: the checksum of line {line} is not" if line > 1 else "is no ledger"
+        with pytest.raises(LedgerError, match=says):
             read(ledger)
     # The last line without its end is one that was not finished.
     ledger.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert read(ledger) == (ledger, whole.header, whole.rows[:-1], True)
-
-
-def a_changed_step(path):
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[4] = lines[4].replace(b'"step":1', b'"step":2')
-    path.write_bytes(b"".join(lines))
 
 
 def rows_twice(path):
@@ -80,7 +76,6 @@ NOT_REGULAR = "cannot be read \\(it is no regular file"
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (a_changed_step, "checksum of line 5"),
         (rows_twice, "has the step 0 twice"),
         (lambda path: path.write_bytes(2 * path.read_bytes()), "second ledger from line 11 on"),
         (lambda path: path.unlink(), "cannot be read \\(No such file"),
