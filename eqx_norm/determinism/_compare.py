@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ._ledger import Contents, LedgerError, Row, printable, read
+from ._ledger import RAN_BY, Contents, LedgerError, Row, printable, read
 
 
 class Verdict(NamedTuple):
-    """Holds what `compare` has found. As text, `str(verdict)`, it is for people.
+    """Holds what `compare` has found; `str(verdict)` is for people.
 
-    `step` and `probe`, `kind` say what is the first to differ, in the order of the program;
-    they are `None` where all is the same, and where one run has ended before the other, or was
-    killed while it wrote.
+    `step`, `probe` and `kind` say what differs first, in the order of the program. They are
+    `None` where nothing differs, and where one run ends before the other, or was killed.
     """
 
     same: bool
@@ -41,10 +40,10 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
     - `a`, `b`: the files.
 
     **Returns:** a `Verdict`. An incomplete ledger is compared as far as it goes, and is never
-    the same as another: what came next is not known.
+    the same as another, as what came next is not known.
 
-    **Raises:** `LedgerError` for a file that is no ledger or is damaged, where the two are not
-    of the same program (other probes, or other steps), and where neither has any rows.
+    **Raises:** `LedgerError` for a file that is no ledger or is damaged, for two that are not
+    of the same program (other probes or steps), and where neither has any rows.
     """
     first, second = read(a), read(b)
     if not first.rows and not second.rows:
@@ -114,28 +113,28 @@ def _notes(first: Contents, second: Contents) -> list[str]:
         for contents in (first, second)
         if contents.is_truncated
     ]
-    for what in ("jax", "platform", "device"):
+    for what in RAN_BY:
         if first.header[what] != second.header[what]:
             pair = (printable(contents.header[what]) for contents in (first, second))
             notes.append(f"they were written with different {what}: {' and '.join(pair)}")
     return notes
 
 
-def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
-    """Returns by how much two arrays of one dtype differ, in words: in how many elements, where
-    first, and what the largest difference is, for floats in ulps as well."""
+def difference(a: Any, b: Any) -> list[str]:
+    """Returns in words in how many elements two arrays of one dtype differ, where first, and
+    the largest difference, for floats also in ulps."""
     if a.shape != b.shape:
-        if a.size != b.size:
-            return [f"shapes {a.shape} and {b.shape}"]
-        b = b.reshape(a.shape)
-    differs = _bytes(a) != _bytes(b)
-    differs = differs.reshape(*a.shape, -1).any(axis=-1)
+        return [f"shapes {a.shape} and {b.shape}"]
+    raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
+    differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
     first = tuple(map(int, np.argwhere(differs)[0])) if differs.any() else ()
     lines = [
         f"{differs.sum()} of {a.size} elements differ",
         f"the first is [{', '.join(map(str, first))}]: {a[first]!s} and {b[first]!s}",
     ]
-    x, y = _real(a[differs]), _real(b[differs])
+    x, y = a[differs], b[differs]
+    if np.iscomplexobj(x):
+        x, y = (np.stack([z.real, z.imag]) for z in (x, y))
     if jnp.issubdtype(x.dtype, jnp.floating):
         finite = np.isfinite(x.astype(np.float64)) & np.isfinite(y.astype(np.float64))
         if not finite.all():
@@ -151,17 +150,8 @@ def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
     return lines
 
 
-def _real(x: Any) -> NDArray[Any]:
-    """Returns real and imaginary parts as numbers of their own."""
-    return np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
-
-
-def _bytes(x: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(x).reshape(-1).view(np.uint8).reshape(x.size, -1)
-
-
 def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
-    """Returns the largest difference, in numbers of the dtype from the one to the other."""
+    """Returns the largest difference, in steps from a number of the dtype to the next."""
     size = jnp.finfo(x.dtype).bits
     unsigned = np.dtype(f"uint{max(size, 8)}")
     sign = np.uint64(1) << np.uint64(size - 1)

@@ -1,12 +1,12 @@
 """`fingerprint` sums the bits of an array to two integers, which no order of summing changes.
 
-There are two implementations: one by JAX, for values inside of a program, and one by NumPy, on
-the host, for arrays that JAX would narrow. `summarise` describes a whole tree in one line.
+It is implemented by JAX, for values inside of a program, and by NumPy, for arrays that JAX
+would narrow. `summarise` describes a whole tree in one line.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,12 +17,12 @@ from jax import lax
 from jaxtyping import Array, Shaped, UInt32
 from numpy.typing import NDArray
 
-# Word j is salted with _FIRST + j * _STEP: a bijection, as the step is odd. It is 2**32 over
-# the golden ratio, so that words near each other get salts far apart.
+# Word j is salted with _FIRST + j * _STEP: a bijection, as the step is odd. The step is 2**32
+# over the golden ratio, so that words near each other get salts far apart.
 _FIRST, _STEP = np.uint32(0x243F6A88), 0x9E3779B9
-# A word may happen to be mixed to 0; its part of the second sum is then not 0 as well.
+# Keeps the term of the second sum from being 0 where a word is mixed to 0.
 _SECOND = np.uint32(0x7F4A7C15)
-# Of the finaliser of MurmurHash3 (Appleby, public domain), a bijection.
+# From the finaliser of MurmurHash3 (Appleby, public domain), which is a bijection.
 _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 # How many words NumPy takes at once: its temporaries stay in the cache.
 _CHUNK = 2**16
@@ -36,38 +36,35 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
 
     $$s_j = c + k j \qquad a_j = \mathrm{mix}(w_j \oplus s_j)$$
 
-    with $c$ and an odd $k$ that are fixed, and a fixed bijection of the 32-bit words. The
+    by a fixed bijection of the 32-bit words, with a fixed $c$ and a fixed, odd $k$. The
     fingerprint is
 
     $$\Big(\sum_j a_j, \; \sum_j (a_j + d) \, (s_j \mid 1)\Big) \bmod 2^{32}.$$
 
     Sums of integers are exact, so it depends neither on the order in which the device sums nor
-    on how the array is sharded. It depends on each bit and on where it is: a change in a single
-    word always changes it, and any other goes unseen with a chance of about $2^{-60}$. Zeros
-    of either sign and NaNs are told apart by their bits.
+    on how the array is sharded. A change in a single word always changes it, and any other goes
+    unseen with a chance of about $2^{-60}$. Zeros of either sign and NaNs are told apart.
 
     The fingerprint of several arrays is that of the array of their fingerprints, in the order
     of the tree's leaves. It may be taken under `jax.jit` and `jax.vmap`.
 
-    Of a NumPy array it is taken on the host, so that it is the same with `jax_enable_x64` and
-    without. But `jax.jit(fingerprint)(x)` is given what `jit` has made of `x` (as `jax.vmap`
-    does): without x64, an array of 64 bits has 32 there.
+    A NumPy array is taken on the host, so that its fingerprint does not depend on
+    `jax_enable_x64`. But `jax.jit` and `jax.vmap` give `fingerprint` what they have made of
+    it: without x64, 32 bits of 64.
 
     **Arguments:**
 
-    - `tree`: arrays of any dtype, keys included. What is no array is left out.
+    - `tree`: arrays of any dtype, keys included. Other leaves are left out.
 
     **Returns:** two numbers of 32 bits; `hexadecimal` gives them as text.
 
-    **Raises:** `ValueError` where there is no array; `TypeError` for a NumPy array of what is
-    no number (objects, text, dates, records), or with a mask.
+    **Raises:** `ValueError` where there is no array; `TypeError` for a NumPy array of anything
+    but numbers (objects, text, dates, records), or with a mask.
     """
     prints = [
         jnp.asarray(of_numpy(leaf)) if is_numpy(leaf) else of_array(leaf)
-        for leaf in _arrays(tree)
+        for leaf in _arrays(tree, f"fingerprint({tree!r})")
     ]
-    if not prints:
-        raise ValueError(f"fingerprint({tree!r}): there is no array in it.")
     return prints[0] if len(prints) == 1 else of_array(jnp.stack(prints))
 
 
@@ -87,8 +84,11 @@ def is_numpy(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic)
 
 
-def _arrays(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+def _arrays(tree: Any, call: str) -> list[Any]:
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    if not arrays:
+        raise ValueError(f"{call}: there is no array in it.")
+    return arrays
 
 
 def _mix(word: Any) -> Any:
@@ -107,8 +107,8 @@ def of_array(
 ) -> UInt32[Array, "2"]:
     """Returns the fingerprint of `x.transpose(order)`.
 
-    Given `part`, x is that part of an array which is cut up along its first axis: the
-    fingerprint of the whole is the sum of those of its parts.
+    With `part`, x is that part of an array which is cut up along its first axis: the parts'
+    fingerprints add up to that of the whole.
     """
     words = _words(x)
     order = tuple(range(x.ndim)) if order is None else order
@@ -120,19 +120,19 @@ def of_array(
         start = start + part * _salts(size)
 
     def on_cpu(words: Array, start: Array) -> Array:
-        # Channels last, as XLA:CPU has what it convolves: its loops follow the axes as they are
-        # named here, whatever the layout, and are 4 times as slow across it as along it.
+        # Channels last, which is XLA:CPU's layout for convolutions: its loops follow the order
+        # of the axes, not the layout, and are 4 times as slow across the layout as along it.
         axes = (0, *range(2, words.ndim), 1) if words.ndim > 3 else tuple(range(words.ndim))
         terms = _terms(words.transpose(axes), [strides[axis] for axis in axes], start)
-        # Both sums in one pass, 2 to 3 times as fast as one after the other; and row by row at
-        # first, since it takes a sum of all to a single number on one core only.
+        # Both sums in one pass are 2 to 3 times as fast as two passes. Rows are summed first,
+        # since XLA sums to a single number on one core only.
         for summed in (tuple(range(1, words.ndim)), tuple(range(words.ndim))[:1]):
             if summed:
                 terms = lax.reduce(terms, (np.uint32(0), np.uint32(0)), _add, summed)
         return jnp.stack(terms)
 
     def elsewhere(words: Array, start: Array) -> Array:
-        # On a GPU it is one pass if they are two: of a sum of pairs it would store the pairs.
+        # On a GPU, XLA fuses two sums into one pass; for a sum of pairs it stores the pairs.
         axes = tuple(range(words.ndim))
         terms = _terms(words, strides, start)
         return jnp.stack([lax.reduce(term, np.uint32(0), lax.add, axes) for term in terms])
@@ -166,8 +166,7 @@ def _salts(words: int) -> np.uint32:
 
 def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, Array]:
     """Returns the terms of both sums. The strides are those of the words in row-major order."""
-    # One term an axis, rather than the position in a flattened array, so that XLA can leave a
-    # sharded array where it is.
+    # One term an axis: a position in a flattened array would make XLA move a sharded array.
     salt = jnp.broadcast_to(start, words.shape)
     for axis, stride in enumerate(strides):
         salt = salt + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * _salts(stride)
@@ -214,12 +213,12 @@ def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]
         return x.view(np.uint32)
     words = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
     if x.dtype.itemsize == 1 and x.dtype != bool:
-        # Of a byte that holds 4 bits the others mean nothing.
+        # A byte that holds 4 bits has 4 more, which mean nothing.
         words &= np.uint32(2 ** _bits(x.dtype) - 1)
     return words
 
 
-# --- Of a whole tree, to compare by eye.
+# --- The sum of a tree, to compare by eye.
 
 
 class Summary(NamedTuple):
@@ -241,17 +240,16 @@ class Summary(NamedTuple):
 def summarise(tree: Any, name: str) -> Summary:
     """Returns the sum of all values of a tree, and its fingerprint.
 
-    The sum is that of the numbers as they are, rounded once to float64: like the fingerprint,
-    and unlike a sum in floats, it does not depend on the order. But it does not depend on where
-    a number is, either, so the fingerprint is what to go by.
+    The sum is exact, and rounded once to float64, so that it does not depend on the order of
+    summing. It does not depend on where a number is, either: the fingerprint does.
 
     After the line "Sum of weights" in D. Riach, "Determinism in Deep Learning" (GTC 2019,
     S9911).
 
     **Arguments:**
 
-    - `tree`: the weights, for example. What is no array is left out; keys count for the
-        fingerprint only.
+    - `tree`: the weights, for example. Leaves that are no arrays are left out; keys count for
+        the fingerprint only.
     - `name`: what the line begins with.
 
     **Returns:** a `Summary`, which prints as `weights: sum 3.25, fingerprint 0123456789abcdef
@@ -260,17 +258,14 @@ def summarise(tree: Any, name: str) -> Summary:
     **Raises:** `ValueError` where there is no array; `OverflowError` for a sum that float64
     cannot hold, or cannot on the way there.
     """
-    arrays = _arrays(tree)
-    if not arrays:
-        raise ValueError(f"summarise({tree!r}, {name!r}): there is no array in it.")
-    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in arrays]
-    pairs = zip(arrays, is_key, strict=True)
-    numbers: list[Any] = [np.asarray(leaf) for leaf, key in pairs if not key]
+    arrays = _arrays(tree, f"summarise({tree!r}, {name!r})")
+    keys = jax.dtypes.prng_key
+    numbers: list[Any] = [np.asarray(x) for x in arrays if not jnp.issubdtype(x.dtype, keys)]
     total: complex | float = _exact(x.real for x in numbers)
     if any(map(np.iscomplexobj, numbers)):
         total = complex(total, _exact(x.imag for x in numbers if np.iscomplexobj(x)))
-    # Of all arrays at once: operation by operation each shape is compiled several times.
-    # NumPy's go in as words, since `jit` would narrow them.
+    # All in one program, since each operation would be compiled for each shape. NumPy's arrays
+    # go in as words, since `jit` would narrow them.
     words = [words_of_numpy(leaf) if is_numpy(leaf) else leaf for leaf in arrays]
     bits = hexadecimal(jax.jit(fingerprint)(words))
     return Summary(name, total, bits, sum(leaf.size for leaf in arrays), len(arrays))
@@ -278,27 +273,19 @@ def summarise(tree: Any, name: str) -> Summary:
 
 def _exact(arrays: Iterable[Any]) -> float:
     """Returns the sum of all values, rounded once."""
-    terms: list[Iterable[float]] = []
-    not_finite = 0.0
+    integers, not_finite, terms = 0, 0.0, []
     for x in arrays:
         if x.dtype.kind in "biu":
-            terms.append(_as_floats(sum(x.reshape(-1).tolist())))
+            integers += sum(x.reshape(-1).tolist())
             continue
         with np.errstate(invalid="ignore"):
             not_finite += float(x[~np.isfinite(x)].sum(dtype=np.float64))
-        terms.append(_in_parts(x.reshape(-1)))
+        terms.append(map(float, x.flat))  # one after the other: never all in memory
     # No order of infinities and NaNs gives another sum.
-    return not_finite if not_finite != 0 else math.fsum(itertools.chain(*terms))
-
-
-def _in_parts(x: Any) -> Iterator[float]:
-    """Yields the values of an array as floats, of which there are never many at once."""
-    for start in range(0, x.size, _CHUNK):
-        yield from x[start : start + _CHUNK].astype(np.float64).tolist()
-
-
-def _as_floats(integer: int) -> Iterator[float]:
-    """Yields floats, of 53 bits each, whose sum the integer is."""
-    while integer:
-        yield float(integer)
-        integer -= int(float(integer))
+    if not_finite != 0:
+        return not_finite
+    parts = []  # of the integer, 53 bits each
+    while integers:
+        parts.append(float(integers))
+        integers -= int(parts[-1])
+    return math.fsum(itertools.chain(parts, *terms))

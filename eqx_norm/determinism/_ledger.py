@@ -1,9 +1,9 @@
 """`Ledger` writes the rows of a run to a file that survives the run's death; `read` reads it.
 
-The file has lines of JSON. The first says by what it was written; each other is a `Row`; the
-last field of each line is a checksum of what comes before it in the line. The file is only ever
-appended to, so that its first lines are a ledger, too. Values that were kept are in a folder
-beside it, one file of plain bytes a step, which is on the disk before the rows that need it.
+The file has lines of JSON: a header that says what wrote it, then a `Row` each. The last field
+of a line is a checksum of what is before it in the line. The file is only appended to, so that
+its first lines are a ledger, too. Values that were kept are in a folder beside it, one file of
+plain bytes a step, which is on the disk before the step's rows.
 """
 
 import contextlib
@@ -16,9 +16,8 @@ import re
 import stat
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, SupportsIndex
 
 import jax
@@ -27,16 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._fingerprint import hexadecimal, of_numpy
-from ._record import Plan, Record, places
+from ._record import Record, places
 
 _FORMAT, _VERSION = "eqx_norm.determinism ledger", 2
+# What the header tells of the run besides, each as text.
+RAN_BY = ("jax", "platform", "device")
 _CHECKSUM = b',"crc":"%08x"}\n'
-# Bytes of a line at most, of which its probe's name is all but some hundred.
-_LONGEST_LINE = 2**16
-# Bytes of a file at most: some 25 million rows, which take three times as much in memory.
-_LARGEST_FILE = 2**32
+# In bytes. The probe's name is all of a line but some hundred; a file has 25 million rows at
+# most, which take three times as much in memory.
+_LONGEST_LINE, _LARGEST_FILE = 2**16, 2**32
 
-# Where there is no such flag there is nothing that it would keep from waiting, or following.
+# Systems without these flags have no pipes and links that need them.
 _DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0)
 _DO_NOT_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
 
 class LedgerError(ValueError):
-    """Tells of a file that is no ledger, is damaged, or is of another program."""
+    """Says why a file is no ledger, is damaged, or is of another program."""
 
 
 def printable(text: str) -> str:
@@ -92,14 +92,13 @@ class Ledger:
         ledger.append(i, record)
     ```
 
-    A step's rows are written together, and `append` returns once the system says that they are
-    on the disk (`fsync`): a run that is killed, even by the loss of power, leaves all steps
-    that it has appended, and perhaps a part of the next, of which readers leave out an
-    incomplete last line. Where `append` fails, on a full disk, say, what it has written of the
-    step is taken back, and it may be called again.
+    A step's rows are written together, and `append` returns once they are on the disk
+    (`fsync`): a run that is killed leaves all steps that it has appended, and perhaps a part of
+    the next, whose incomplete last line readers leave out. Where `append` fails, on a full disk
+    for example, the step is taken back, and may be appended again.
 
-    Values that were kept are in the folder `a.jsonl.values/`, which belongs to the ledger: who
-    renames or deletes the one does so with the other.
+    Values that were kept are in the folder `a.jsonl.values/`: rename and delete the two
+    together.
 
     **Arguments:**
 
@@ -120,13 +119,8 @@ class Ledger:
                     "if the run is not needed any more."
                 )
         device = jax.devices()[0]
-        header = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "jax": jax.__version__,
-            "platform": device.platform,
-            "device": device.device_kind,
-        }
+        header = {"format": _FORMAT, "version": _VERSION, "jax": jax.__version__}
+        header |= {"platform": device.platform, "device": device.device_kind}
         # Without a buffer, in which a step that could not be written would be left.
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (`close` closes it)
         self._has_values = False
@@ -162,26 +156,20 @@ class Ledger:
                 f"{record.fingerprints.shape}, those of a step (rows, 2). Take one out of a "
                 "vmap or scan by jax.tree.map(lambda a: a[i], record)."
             )
-        values = tuple(map(np.asarray, record.values))
-        self.write(operator.index(step), record.plan, np.asarray(record.fingerprints), values)
-
-    def write(
-        self,
-        step: int,
-        plan: Plan,
-        fingerprints: NDArray[np.uint32],
-        values: tuple[NDArray[Any], ...],
-    ) -> None:
-        """Does what `append` does, with the parts of a record, on the host."""
-        rows, kept = [], []
-        for place, pair in zip(places(plan), fingerprints, strict=True):
+        step, values = operator.index(step), [np.asarray(x) for x in record.values]
+        prints = np.asarray(record.fingerprints)
+        rows, kept, size = [], [], 0
+        for place, pair in zip(places(record.plan), prints, strict=True):
             name, kind, shape, dtype, _ = place.probe
+            where = (step, name, kind, place.iteration, place.again)
             # Sums of 0 are those of a branch that was not taken, or of no values.
             passed = hexadecimal(pair) if pair.any() or 0 in shape else None
-            where = (step, name, kind, place.iteration, place.again)
-            rows.append(Row(*where, passed, shape, dtype, None))
-            if values:
-                kept.append(values[place.number][place.iteration])
+            bounds = None
+            if values and passed:
+                kept.append(np.ascontiguousarray(values[place.number][place.iteration]))
+                bounds = size, kept[-1].nbytes
+                size += kept[-1].nbytes
+            rows.append(Row(*where, passed, shape, dtype, bounds))
         with self._lock:
             if self._file.closed:
                 raise ValueError(f"{self.path} has been closed: step {step} comes too late.")
@@ -190,8 +178,8 @@ class Ledger:
                     f"{self.path} has a step {step} already. Count the steps through, or give "
                     "each run a ledger of its own."
                 )
-            if kept:
-                rows = self._keep(step, rows, kept)
+            if values:
+                self._keep(step, kept)
             self._write(b"".join(_encoded(row._asdict()) for row in rows))
             self._steps.add(step)
 
@@ -204,12 +192,7 @@ class Ledger:
     def __enter__(self) -> "Ledger":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
     def _write(self, lines: bytes) -> None:
@@ -228,31 +211,21 @@ class Ledger:
 
     def _take_back(self) -> None:
         """Removes what was written of lines that could not be written whole."""
-        if self._file.seek(0, os.SEEK_END) != self._end:
-            self._file.truncate(self._end)
-            self._file.seek(self._end)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
 
-    def _keep(self, step: int, rows: list[Row], values: list[NDArray[Any]]) -> list[Row]:
-        """Writes the values of a step to a file, and returns the rows with their places in it.
-
-        The file is on the disk before the rows are written.
-        """
+    def _keep(self, step: int, values: list[NDArray[Any]]) -> None:
+        """Writes the values of a step to a file, which is on the disk when this returns."""
         if not self._has_values:
             self._values.mkdir()
             self._has_values = True
             _sync(self._values.parent)
         path = self._values / str(step)
         unfinished = path.with_suffix(".unfinished")
-        kept = []
         try:
             with open(unfinished, "wb") as file:
-                for row, x in zip(rows, values, strict=True):
-                    if row.fingerprint is None:
-                        kept.append(row)
-                        continue
-                    kept.append(row._replace(values=(file.tell(), x.nbytes)))
-                    # NumPy's formats do not know JAX's small floats: bytes.
-                    file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+                # As bytes, since NumPy's formats do not know JAX's small floats.
+                file.writelines(x.reshape(-1).view(np.uint8).data for x in values)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -261,7 +234,6 @@ class Ledger:
                 unfinished.unlink()
             raise
         _sync(self._values)
-        return kept
 
 
 def _sync(folder: Path) -> None:
@@ -307,21 +279,18 @@ class Contents(NamedTuple):
         # Beside the file, and not beside a link to it.
         folder = _folder_of_values(self.path.resolve())
         file = folder / str(row.step)
+        damaged = f"{self.path} has values kept in {file}, which"
         try:
             if folder.is_symlink():
                 raise OSError(errno.ELOOP, "its folder is a link")
-            values = _array(row, _part(file, *row.values))
+            values = _values(file, row, *row.values)
             found = hexadecimal(of_numpy(values))
         except Exception as error:  # NumPy has one of its own for each shape and dtype
-            raise LedgerError(
-                f"{self.path} has values kept in {file}, which cannot be read "
-                f"({_reason(error)})."
-            ) from None
+            raise LedgerError(f"{damaged} cannot be read ({_reason(error)}).") from None
         if found != row.fingerprint:
             raise LedgerError(
-                f"{self.path} has values kept in {file}, which are not those that {row.place} "
-                f"saw: their fingerprint is {found}, and its {row.fingerprint}. They are "
-                "damaged, or another run's."
+                f"{damaged} are not those that {row.place} saw: their fingerprint is {found}, "
+                f"and its {row.fingerprint}. They are damaged, or another run's."
             )
         return values
 
@@ -336,53 +305,142 @@ def read(path: str | os.PathLike[str]) -> Contents:
     version, or is damaged, saying where.
     """
     path = Path(path)
-    lines = _lines(path)
-    first = next(lines, b"")
-    if not first.endswith(b"\n"):
-        raise LedgerError(
-            f"{path} is no ledger, or one of a run that was killed before it had written the "
-            "first line."
-        )
-    header = _header(path, first)
-    rows, is_truncated = [], False
-    for number, line in enumerate(lines, start=2):
-        if line.endswith(b"\n"):
-            rows.append(_row(path, number, line))
-        else:
-            is_truncated = True
-    last: dict[int, int] = {}
-    for i, row in enumerate(rows):
-        if row.step in last and last[row.step] != i - 1:
-            raise LedgerError(f"{path} has the step {row.step} twice.")
-        last[row.step] = i
+    try:
+        lines = enumerate(_lines(path), start=1)
+        header = _header(next(lines, (1, b""))[1])
+        rows, is_truncated = [], False
+        for number, line in lines:
+            if line.endswith(b"\n"):
+                rows.append(_row(number, line))
+            else:
+                is_truncated = True
+        last: dict[int, int] = {}
+        for i, row in enumerate(rows):
+            if last.get(row.step, i - 1) != i - 1:
+                raise LedgerError(f"has the step {row.step} twice.")
+            last[row.step] = i
+    except LedgerError as error:
+        raise LedgerError(f"{path} {error}") from None
+    except (OSError, ValueError) as error:
+        raise LedgerError(f"{path} cannot be read ({_reason(error)}).") from None
     # With callbacks, one step may be written before another; the sort is stable.
     rows.sort(key=lambda row: row.step)
     return Contents(path, header, tuple(rows), is_truncated)
 
 
+# Each of these raises a `LedgerError` that says what the file is or has; `read` names the file.
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     """Yields each line of a file, with its end."""
-    try:
-        with _opened(path) as file:
-            # No further than it was then: a run that is under way may be writing it.
-            left = os.fstat(file.fileno()).st_size
-            if left > _LARGEST_FILE:
+    with _opened(path) as file:
+        # No further than it was then: a run that is under way may be writing it.
+        left = os.fstat(file.fileno()).st_size
+        if left > _LARGEST_FILE:
+            raise LedgerError(
+                f"has {left} bytes, and a ledger that is read has {_LARGEST_FILE} at most. "
+                "Compare a part of the run: its first lines are a ledger, too."
+            )
+        while left and (line := file.readline(min(left, _LONGEST_LINE + 1))):
+            if len(line) > _LONGEST_LINE:
                 raise LedgerError(
-                    f"{path} has {left} bytes, and a ledger that is read has {_LARGEST_FILE} "
-                    "at most. Compare a part of the run: its first lines are a ledger, too."
+                    f"is no ledger: it has a line of more than {_LONGEST_LINE} bytes."
                 )
-            while left and (line := file.readline(min(left, _LONGEST_LINE + 1))):
-                if len(line) > _LONGEST_LINE:
-                    raise LedgerError(
-                        f"{path} is no ledger: it has a line of more than {_LONGEST_LINE} "
-                        "bytes."
-                    )
-                left -= len(line)
-                yield line
-    except LedgerError:
-        raise
-    except (OSError, ValueError) as error:
-        raise LedgerError(f"{path} cannot be read ({_reason(error)}).") from None
+            left -= len(line)
+            yield line
+
+
+def _header(line: bytes) -> dict[str, Any]:
+    if not line.endswith(b"\n"):
+        raise LedgerError(
+            "is no ledger, or one of a run that was killed before it had written the first "
+            "line."
+        )
+    header = _decoded(line)
+    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+        raise LedgerError(
+            "is no ledger: its first line is not that of one. Ledgers are written by "
+            "eqx_norm.determinism.Ledger."
+        )
+    version = header.get("version")
+    if type(version) is not int or version != _VERSION:
+        raise LedgerError(
+            f"is a ledger of version {version}, and this eqx_norm reads version {_VERSION}."
+        )
+    for what in RAN_BY:
+        if not isinstance(header.get(what), str):
+            raise LedgerError(f"is no ledger: its first line tells of no {what}.")
+    return header
+
+
+def _row(number: int, line: bytes) -> Row:
+    fields = _decoded(line)
+    if fields is None:
+        raise LedgerError(
+            f"is damaged: the checksum of line {number} is not that of what is in it. (Only "
+            "the last line may be incomplete.)"
+        )
+    if isinstance(fields, dict):
+        if fields.get("format") == _FORMAT:
+            raise LedgerError(
+                f"has a second ledger from line {number} on. Compare each run in a file of "
+                "its own."
+            )
+        # A right checksum alone does not say that it is a row.
+        parts: Any = {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
+        if set(parts) == set(_IS_SOUND) and all(_IS_SOUND[k](v) for k, v in parts.items()):
+            return Row(**parts)
+    raise LedgerError(f"is damaged: line {number} is not that of a probe.")
+
+
+def _is_text(pattern: str) -> Callable[[Any], bool]:
+    matches = re.compile(pattern, re.DOTALL).fullmatch
+    return lambda x: isinstance(x, str) and matches(x) is not None
+
+
+def _are_counts(x: Any) -> bool:
+    return type(x) is tuple and all(type(n) is int and n >= 0 for n in x)
+
+
+# What each field of a row may be.
+_IS_SOUND: dict[str, Callable[[Any], bool]] = {
+    "step": lambda x: type(x) is int,
+    "probe": _is_text(".+"),
+    "kind": _is_text("forward|tangent|cotangent"),
+    "iteration": _are_counts,
+    "again": lambda x: _are_counts((x,)),
+    "fingerprint": lambda x: x is None or _is_text("[0-9a-f]{16}")(x),
+    "shape": _are_counts,
+    "dtype": _is_text(".+"),
+    "values": lambda x: x is None or (_are_counts(x) and len(x) == 2),
+}
+
+
+def _decoded(line: bytes) -> Any:
+    """Returns what the JSON of a line says; `None` where its checksum is wrong."""
+    text = line[: -len(_CHECKSUM % 0)]
+    if line != text + _CHECKSUM % zlib.crc32(text):
+        return None
+    try:
+        return json.loads(text.decode("ascii") + "}")
+    except (ValueError, RecursionError):  # no JSON, a number of 5,000 digits, deep nesting
+        return {}
+
+
+# --- Values and files.
+
+
+def _values(path: Path, row: Row, start: int, size: int) -> NDArray[Any]:
+    with _opened(path, _DO_NOT_FOLLOW) as file:
+        if start + size > os.fstat(file.fileno()).st_size:
+            raise EOFError("it is too short")
+        file.seek(start)
+        raw = file.read(size)
+    if row.dtype.startswith("key<"):
+        words = np.frombuffer(raw, np.uint32)
+        return words.reshape(*row.shape, words.size // max(1, math.prod(row.shape)))
+    dtype: np.dtype[Any] = jnp.dtype(row.dtype)
+    return np.frombuffer(raw, dtype).reshape(row.shape)
 
 
 def _opened(path: Path, flags: int = 0) -> BinaryIO:
@@ -401,90 +459,3 @@ def _opened(path: Path, flags: int = 0) -> BinaryIO:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def _header(path: Path, line: bytes) -> dict[str, Any]:
-    header = _decoded(line)
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise LedgerError(
-            f"{path} is no ledger: its first line is not that of one. Ledgers are written by "
-            "eqx_norm.determinism.Ledger."
-        )
-    version = header.get("version")
-    if type(version) is not int or version != _VERSION:
-        raise LedgerError(
-            f"{path} is a ledger of version {version}, and this eqx_norm reads "
-            f"version {_VERSION}."
-        )
-    for what in ("jax", "platform", "device"):
-        if not isinstance(header.get(what), str):
-            raise LedgerError(f"{path} is no ledger: its first line tells of no {what}.")
-    return header
-
-
-def _row(path: Path, number: int, line: bytes) -> Row:
-    fields = _decoded(line)
-    if fields is None:
-        raise LedgerError(
-            f"{path} is damaged: the checksum of line {number} is not that of what is in "
-            "it. (Only the last line may be incomplete.)"
-        )
-    if isinstance(fields, dict) and fields.get("format") == _FORMAT:
-        raise LedgerError(
-            f"{path} has a second ledger from line {number} on. Compare each run in a file of "
-            "its own."
-        )
-    # A right checksum alone does not say that it is a row.
-    if isinstance(fields, dict) and set(fields) == set(Row._fields):
-        parts: Any = {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
-        row = Row(**parts)
-        if _is_sound(row):
-            return row
-    raise LedgerError(f"{path} is damaged: line {number} is not that of a probe.")
-
-
-def _is_sound(row: Any) -> bool:
-    def are_counts(numbers: Any) -> bool:
-        return type(numbers) is tuple and all(type(n) is int and n >= 0 for n in numbers)
-
-    def is_text(text: Any, pattern: str) -> bool:
-        return isinstance(text, str) and re.fullmatch(pattern, text, re.DOTALL) is not None
-
-    return (
-        type(row.step) is int
-        and is_text(row.probe, ".+")
-        and is_text(row.kind, "forward|tangent|cotangent")
-        and are_counts(row.iteration)
-        and are_counts((row.again,))
-        and (row.fingerprint is None or is_text(row.fingerprint, "[0-9a-f]{16}"))
-        and are_counts(row.shape)
-        and is_text(row.dtype, ".+")
-        and (row.values is None or (are_counts(row.values) and len(row.values) == 2))
-    )
-
-
-def _decoded(line: bytes) -> Any:
-    """Returns what the JSON of a line says; `None` where its checksum is wrong."""
-    text = line[: -len(_CHECKSUM % 0)]
-    if line != text + _CHECKSUM % zlib.crc32(text):
-        return None
-    try:
-        return json.loads(text.decode("ascii") + "}")
-    except (ValueError, RecursionError):  # no JSON, a number of 5,000 digits, deep nesting
-        return {}
-
-
-def _part(path: Path, start: int, size: int) -> bytes:
-    with _opened(path, _DO_NOT_FOLLOW) as file:
-        if start + size > os.fstat(file.fileno()).st_size:
-            raise EOFError("it is too short")
-        file.seek(start)
-        return file.read(size)
-
-
-def _array(row: Row, raw: bytes) -> NDArray[Any]:
-    if row.dtype.startswith("key<"):
-        words = np.frombuffer(raw, np.uint32)
-        return words.reshape(*row.shape, words.size // max(1, math.prod(row.shape)))
-    dtype: np.dtype[Any] = jnp.dtype(row.dtype)
-    return np.frombuffer(raw, dtype).reshape(row.shape)

@@ -4,10 +4,9 @@ A mark is a primitive of JAX that returns its operand: an equation of the traced
 derivative is a mark on the tangent, and the transpose of that a mark on the cotangent.
 `recorded` looks for these equations; without it they vanish in compilation.
 
-Here, in `_trace` and in `_rules`, and nowhere else in `determinism`, JAX's interface for
-primitives and for reading programs is used (`jax.extend.core`, `jax.interpreters`, the
-parameters of equations), which may change: checked with jax 0.10.2 and 0.12.0.1, and by
-tests/determinism/test_transformations.py.
+This file, `_trace` and `_rules` use JAX's interface for primitives and for reading programs
+(`jax.extend.core`, `jax.interpreters`, the parameters of equations), which may change. Checked
+with jax 0.10.2 and 0.12.0.1, by tests/determinism/test_transformations.py.
 """
 
 import functools
@@ -37,33 +36,31 @@ def monitor(tree: Tree, name: str) -> Tree:
     ```
 
     Each array gets a row in the record: `encoder` for an array, `encoder.0` and `encoder.mean`
-    for those of a tree. Where a derivative is taken, so do its tangent (forward mode) and its
-    cotangent (reverse mode), under the same name and a kind of their own. Without `recorded`
-    or `recorded_into` the probes vanish when the program is compiled, and may stay.
+    for those of a tree. So do its tangent (forward mode) and its cotangent (reverse mode), as
+    rows of another kind. Without `recorded` or `recorded_into` the probes vanish when the
+    program is compiled, and may stay.
 
-    It may stand under `jit`, `grad`, `jvp`, functions with a derivative rule of their own, and
+    It may stand under `jit`, `grad`, `jvp`, custom derivative rules, and
 
     - `vmap`: the batch is one value, with one row;
     - `scan`: there is a row for each iteration;
     - `cond`: the branch that is not taken has a row that says so (under `vmap` both are taken);
     - `remat`: what is computed again for a gradient is recorded once;
     - `shard_map`: the parts on all devices are one value, put together along the first axis;
-        where that is how it is sharded, the row is the same on any number of devices. (With
-        `check_vma=False` JAX does not tell which values are the same on all devices: they,
-        too, are then taken for parts.)
+        if it is sharded like that, the row is the same on any number of devices. (With
+        `check_vma=False`, values that are the same on all devices are taken for parts, too.)
 
-    **Use what it returns.** Derivatives go through it, and JAX drops from them what nothing
-    depends on.
+    **Use what it returns:** JAX drops from derivatives what nothing depends on.
 
     **Arguments:**
 
-    - `tree`: any tree. Arrays of every dtype, keys included, are recorded, the rest is not.
+    - `tree`: any tree. Arrays of every dtype, keys included, are recorded.
     - `name`: its name in the record. Where it occurs a second time in a step, `again` is 2.
 
     **Returns:** `tree`, the same values. NumPy's arrays become JAX's.
 
-    **Raises:** `TypeError` or `ValueError` for a name that is none; `ValueError` for a NumPy
-    array of 64 bits whose values JAX would round, as it does without `jax_enable_x64`.
+    **Raises:** `TypeError` for a name that is no str, `ValueError` for an empty one, and for a
+    NumPy array of 64 bits whose values JAX would round, as it does without `jax_enable_x64`.
     """
     if not isinstance(name, str):
         raise TypeError(f"monitor(..., name={name!r}): the name is a str, as in 'encoder'.")
@@ -125,21 +122,16 @@ def _transpose(cotangent: Any, x: Any, *, kind: Kind, **rest: Any) -> list[Any]:
 
 
 def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
-    """Marks the whole batch as one value. Its fingerprint is that of the batch axis in front,
-    wherever `vmap` has put it: `order` says so, and nothing is moved."""
+    """Marks the whole batch as one value, whose `order` has the batch axis in front."""
     (x,), (batch,) = arrays, axes
     order = (batch, *(axis + (axis >= batch) for axis in order))
     return PROBE.bind(x, order=order, **rest), batch
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
-    """Returns a mark under `remat` for the first time and for the second.
-
-    With the two equations: whether the result is unknown the first time, whether the second has
-    it, and what has to be saved for that. A mark costs nothing, so that it does not matter what
-    the policy, `saveable`, says.
-    """
-    del saveable
+    """Returns the mark that `remat` has in the first pass, and in the second; whether the
+    result is unknown in the first, whether the second has it, and what is saved for that."""
+    del saveable  # a mark costs nothing, whatever the policy says
     if unknown[0]:
         return None, equation, [True], [True], []
     again = equation.replace(params={**equation.params, "kind": "recomputed"})
@@ -173,20 +165,19 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
     ```
 
     gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is any
-    `eqx.Module` that can be called, wherever it is in the model. Of a block that is made of
-    layers, these are monitored and then the block; so, if it has a name, is the model. A model
-    that is itself the one layer goes by the name of its class if it is given none: `Linear`.
-    Where a layer returns an `eqx.nn.State` as well, the state is left out.
+    `eqx.Module` that can be called, wherever it is in the model. A block of layers has a row
+    after theirs, and so has the model if it is given a name. A model that is a single layer
+    goes by the name of its class if it is given none: `Linear`. An `eqx.nn.State` that a layer
+    returns is left out.
 
-    Each layer stays what it was: an instance of (a subclass of) its class, with its fields and
-    its leaves. So `isinstance`, attributes, `eqx.tree_at`, `eqx.filter`,
-    `eqx.nn.inference_mode` and serialisation work on the result as on the model, and a file
-    written from one can be read into the other. Used inside the loss as above, the model that
-    is trained is not changed.
+    Each layer becomes an instance of a subclass, with its fields and its leaves. So
+    `isinstance`, attributes, `eqx.tree_at`, `eqx.filter`, `eqx.nn.inference_mode` and
+    serialisation work on the result as on the model (`type(layer) is eqx.nn.Linear` does not),
+    and a file written from one can be read into the other. Used inside the loss as above, it
+    does not change the model that is trained.
 
-    Not seen are functions (but `jax.nn.relu` in an `eqx.nn.Lambda` is), methods other than
-    `__call__`, and the inside of a `BatchNorm` or `LayerNorm`. Comparisons like
-    `type(layer) is eqx.nn.Linear` fail.
+    It does not see functions (but `jax.nn.relu` in an `eqx.nn.Lambda`), methods other than
+    `__call__`, and the inside of a `BatchNorm` or `LayerNorm`.
 
     **Arguments:**
 

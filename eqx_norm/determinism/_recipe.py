@@ -49,23 +49,23 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     ```
 
     It sets what JAX reads when it starts, the seeds of Python's and NumPy's global generators,
-    and JAX's configuration; looks at what cannot be set from here; and says of each what it is
-    for. The same device, the same number of devices and the same versions are still needed:
-    `docs/determinism.md` has what was measured. JAX's random numbers are those of the keys
-    that the program makes: there is no hidden generator to seed. Nothing of it is undone.
+    and JAX's configuration; looks at what cannot be set from here; and tells what each is for.
+    The runs still need the same device, number of devices and versions: see
+    `docs/determinism.md`. JAX's random numbers come from the program's keys; there is no hidden
+    generator to seed. The settings stay for the rest of the process.
 
     **Arguments:**
 
     - `seed`: for Python's `random` and for `numpy.random`, where code uses them without a
         generator of its own.
-    - `cpu_threads`: the number of threads by which XLA cuts up its work on a CPU. Without it,
-        that is the number of cores, and with another number the bits may be others.
+    - `cpu_threads`: the number of threads by which XLA cuts up its work on a CPU, on which bits
+        may depend; the number of cores if `None`.
 
     **Returns:** a `Recipe`, which prints as a table.
 
     **Raises:** `RuntimeError` where JAX has started already, without a setting that matters;
-    `ValueError` where the environment says otherwise, and for a seed or a number of threads
-    that is none. Then nothing has been changed.
+    `ValueError` where the environment says otherwise, and for a wrong seed or number of
+    threads. Nothing is changed then.
     """
     call = f"deterministic(seed={seed}, cpu_threads={cpu_threads})"
     if not 0 <= seed < 2**32:

@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 import equinox as eqx
 from jaxtyping import Array, Shaped, UInt32
+from numpy import ndarray
 
-# What is marked; "recomputed" is what `remat` computes for a second time, in the backward pass,
-# and "done" a value whose row has been taken.
+# The kind of a mark. `remat` marks what it computes again as "recomputed"; "done" is a value
+# whose row has been taken.
 Kind = Literal["forward", "tangent", "cotangent", "recomputed", "done"]
 
 
@@ -42,13 +43,12 @@ Plan = tuple[Probe | Loop, ...]
 class Record(eqx.Module):
     """Holds what the probes of one step have seen: 8 bytes a row. For `Ledger.append`.
 
-    It is a tree of arrays, so that it may be returned from `jax.jit`, `jax.vmap` and
-    `jax.lax.scan` (and be cut into members and steps again: `jax.tree.map(lambda a: a[i],
-    records)`).
+    It is a tree of arrays, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
+    `jax.tree.map(lambda a: a[i], records)` takes out one member or step.
     """
 
-    fingerprints: UInt32[Array, "*mapped rows 2"]
-    values: tuple[Shaped[Array, "..."], ...]
+    fingerprints: UInt32[Array | ndarray, "*mapped rows 2"]
+    values: tuple[Shaped[Array | ndarray, "..."], ...]
     plan: Plan = eqx.field(static=True)
 
 

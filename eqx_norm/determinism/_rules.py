@@ -1,7 +1,7 @@
 """Stages the equations that have programs inside of them.
 
 Each is built anew by the public function that the user wrote it with, around the staged inside.
-Custom derivative rules have been applied before; what is left of them are plain calls.
+JAX has applied custom derivative rules before, so that they are plain calls here.
 """
 
 import functools
@@ -57,7 +57,7 @@ def _jit(equation: Any, context: Context, stage: Stage) -> Staged:
     return _compiled(stage, context, *(equation.params[key] for key in keys))
 
 
-# Of one function, that is called again and again outside of a jit, one is compiled.
+# A function that is called again and again outside of a jit is compiled once.
 @functools.lru_cache(maxsize=64)
 def _compiled(
     stage: Stage, context: Context, jaxpr: Any, into: Any, out: Any, donated: Any
@@ -142,7 +142,7 @@ def _cond(equation: Any, context: Context, stage: Stage) -> Staged:
                 rows.append(results.rows)
                 values.extend(results.values)
                 continue
-            # Both sums 0, which no row is that there is (but one in 2**64).
+            # Both sums are 0, as a value's are with a chance of 2**-64.
             blank = jnp.zeros((len(places(branch.plan)), 2), jnp.uint32)
             rows.append(_varying(blank, context.axes, context))
             if context.keep_values:
@@ -161,7 +161,7 @@ def _cond(equation: Any, context: Context, stage: Stage) -> Staged:
 
 
 def _varying(x: Array, axes: tuple[str, ...], context: Context) -> Array:
-    """Returns zeros that vary over the mesh, for `check_vma`, as the branch that is taken."""
+    """Returns `x`, typed as varying over those of `axes` that are mapped, for `check_vma`."""
     axes = tuple(axis for axis in axes if axis in context.axes)
     return lax.pcast(x, axes, to="varying") if axes and context.check_vma else x
 
@@ -199,7 +199,7 @@ def _shard_map(equation: Any, context: Context, stage: Stage) -> Staged:
     return Staged(inside.plan, run)
 
 
-# By the name of the primitive, in jax 0.10.2 or 0.12.0.1.
+# A rule by the name of its primitive, in jax 0.10.2 or 0.12.0.1.
 RULES = {
     "jit": _jit,
     "closed_call": _inline,

@@ -1,10 +1,10 @@
 """`recorded` traces a step, and returns what its probes have seen as well.
 
-It traces the step, with all its derivatives and maps, into the one program that JAX is going to
-run, and has that evaluated here equation by equation, taking the fingerprint of each marked
-value. So the order of the rows is that of the program, forward before backward; no
-transformation is left that could miss a probe or pass it twice; and no callback is needed.
-Equations that have programs inside of them are built anew by `_rules`.
+It traces the step, with all its derivatives and maps, into the program that JAX is going to
+run, and evaluates that equation by equation, taking the fingerprint of each marked value. So
+the rows have the order of the program, forward before backward; no transformation can miss a
+probe or pass it twice; and no callback is needed. `_rules` builds those equations anew that
+have programs inside of them.
 """
 
 import functools
@@ -15,7 +15,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 from jax.extend.core import Literal, jaxprs_in_params
@@ -44,22 +43,21 @@ def recorded(
             ledger.append(i, record)
     ```
 
-    There is no callback: the fingerprints are outputs of the program, which is otherwise as it
-    was. It goes around the whole step, the part that takes the gradient included, and inside
-    of `jit`. (Outside of one, everything is traced again at each call.)
+    The fingerprints are outputs of the program; there is no callback. `recorded` goes around
+    the whole step, including the part that takes the gradient, and inside of `jit`, outside of
+    which everything is traced again at each call.
 
-    Compare recorded runs with recorded runs: XLA compiles a program with more outputs now, and
-    where it had merged a multiplication with an addition, it may not do so with a probe
-    between them.
+    Compare recorded runs with recorded runs: with more outputs, XLA may not merge a
+    multiplication with an addition where a probe is between them.
 
     **Arguments:**
 
-    - `function`: takes and returns any trees; it must be possible to trace it, as for
-        `jax.jit`. What is no array in its arguments is static.
-    - `keep_values`: whether the record takes along the values of all probes, for `compare` to
-        tell by how much they differ. That is much memory: meant for a few steps.
+    - `function`: takes and returns any trees, and can be traced by `jax.jit`. Arguments that
+        are no arrays are static.
+    - `keep_values`: whether the record has the values of all probes, from which `compare` tells
+        by how much they differ. It takes much memory, and is meant for a few steps.
 
-    **Returns:** a function of the same arguments, that returns the pair of `function`'s result
+    **Returns:** a function of the same arguments, which returns the pair of `function`'s result
     and a `Record`.
 
     **Raises:** on tracing, `NotImplementedError` for a probe in a `while_loop` or inside of an
@@ -96,9 +94,8 @@ def recorded_into(
     ```
 
     Use it where what a step returns cannot be changed, or in a `lax.scan` over steps. One
-    callback a step brings all its rows, those of `recorded`, in the order of the program. It
-    takes longer than `recorded`: a program with a callback is launched by JAX from Python,
-    which takes a time for each array that goes in or out.
+    callback a step writes the rows that `recorded` would return. It takes longer: JAX launches
+    a program with a callback from Python, which takes a time for each array in or out.
 
     **Arguments:**
 
@@ -115,12 +112,7 @@ def recorded_into(
     # Not `functools.wraps`: the signature is another one, which `eqx.filter_jit` asks for.
     def into(step: Int[ArrayLike, ""], *args: Any, **kwargs: Any) -> Any:
         output, record = with_record(*args, **kwargs)
-
-        def deliver(step: Any, fingerprints: Any, values: Any) -> None:
-            values = tuple(map(np.asarray, values))
-            ledger.write(int(step), record.plan, np.asarray(fingerprints), values)
-
-        io_callback(deliver, None, step, record.fingerprints, record.values)
+        io_callback(ledger.append, None, step, record)
         return output
 
     return into

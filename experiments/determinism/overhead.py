@@ -51,10 +51,10 @@ class _Counted(Ledger):
 
     writes, takes = 0, True
 
-    def write(self, *args: Any, **kwargs: Any) -> None:
+    def append(self, *args: Any, **kwargs: Any) -> None:
         self.writes += 1
         if self.takes:
-            super().write(*args, **kwargs)
+            super().append(*args, **kwargs)
 
 
 def measure(rounds: int, network: str) -> list[Overhead]:

@@ -1,16 +1,22 @@
-"""Writes ledgers, forges them, and starts Python, for several tests of the probe."""
+"""Writes ledgers and forges them, for several tests of the probe."""
 
 import json
-import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
-from eqx_norm.determinism import Ledger, Record, read
+import jax
+import jax.numpy as jnp
 
-ROOT = Path(__file__).parents[2]
+from eqx_norm.determinism import Ledger, Record, monitor, read
+from tests.helpers import normal
+
+X = normal(0, (2, 3))
+
+
+def tree(x: Any) -> Any:
+    """Returns a tree that is monitored: the rows `in.half`, `in.key` and `in.x`."""
+    return monitor({"x": x, "half": x.astype(jnp.bfloat16), "key": jax.random.key(3)}, "in")
 
 
 def written(path: Path, *records: Record, start: int = 0) -> Path:
@@ -38,15 +44,3 @@ def with_header(path: Path, **fields: Any) -> Path:
     del header["crc"]
     path.write_bytes(sealed(json.dumps(header)[:-1].encode()) + b"".join(rest))
     return path
-
-
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a process of its own, on the CPU."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )

@@ -11,7 +11,7 @@ import pytest
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.determinism import monitor_module, recorded
 from eqx_norm.determinism._record import places
-from tests.helpers import bits, normal
+from tests.helpers import bits, normal, over_batch, same
 
 X = normal(0, (4, 3))
 
@@ -33,13 +33,9 @@ class Network(eqx.Module):
 
     def __init__(self, key):
         keys = jax.random.split(key, 5)
-        self.encoder = eqx.nn.Sequential(
-            [
-                eqx.nn.Linear(3, 3, key=keys[0]),
-                BatchNorm(3, "batch", approach="batch", activation=eqx.nn.PReLU()),
-                eqx.nn.Lambda(jnp.tanh),
-            ]
-        )
+        norm = BatchNorm(3, "batch", approach="batch", activation=eqx.nn.PReLU())
+        linear = eqx.nn.Linear(3, 3, key=keys[0])
+        self.encoder = eqx.nn.Sequential([linear, norm, eqx.nn.Lambda(jnp.tanh)])
         self.blocks = [
             Block(BatchNorm(3, "batch", approach="batch"), eqx.nn.Linear(3, 3, key=keys[1])),
             Block(eqx.nn.BatchNorm(3, "batch", mode="ema"), eqx.nn.Linear(3, 3, key=keys[2])),
@@ -70,8 +66,7 @@ def made():
 
 def step(model, state, x, wrap):
     def loss(model):
-        mapped = jax.vmap(wrap(model), axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        y, new_state = mapped(x, state)
+        y, new_state = over_batch(wrap(model))(x, state)
         return jnp.sum(y["mean"] ** 2), new_state
 
     return eqx.filter_value_and_grad(loss, has_aux=True)(model)
@@ -96,21 +91,19 @@ def test_every_layer_is_recorded_by_its_path_and_nothing_changes(made):
 def test_a_name_is_put_in_front_and_given_to_the_whole(made):
     model, state = made
 
+    @eqx.filter_jit
+    @recorded
     def forward(model, state, x):
-        mapped = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        return mapped(x, state)
+        return over_batch(model)(x, state)
 
-    monitored = monitor_module(model, "net")
-    record = eqx.filter_jit(recorded(forward))(monitored, state, X)[1]
-    inside = [*FORWARD, "mean", "x"]
-    assert rows(record) == [(f"net.{name}", "forward") for name in inside]
+    _, record = forward(monitor_module(model, "net"), state, X)
+    assert rows(record) == [(f"net.{name}", "forward") for name in [*FORWARD, "mean", "x"]]
 
 
 def test_it_stays_what_it_was(made, tmp_path):
     model, _ = made
     monitored = monitor_module(model)
-    theirs, ours = (jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (model, monitored))
-    assert [*map(bits, ours)] == [*map(bits, theirs)]
+    assert same(*(eqx.filter(m, eqx.is_array) for m in (model, monitored)))
     # Made twice, it is of the same kind: nothing is compiled anew. So is what was monitored.
     structure = jax.tree.structure(monitored)
     assert jax.tree.structure(monitor_module(model)) == structure

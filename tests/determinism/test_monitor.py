@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm.determinism import fingerprint, hexadecimal, monitor, recorded
 from eqx_norm.determinism._record import places
 from tests.determinism.harness import rows_of
-from tests.helpers import bits, normal
+from tests.helpers import bits, normal, same
 
 W, X = normal(0, (3, 3)), normal(1, (4, 3))
 
@@ -58,84 +58,63 @@ EVERY = {
 }
 
 
-def key_bits(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return bits(jax.random.key_data(leaf) if is_key else leaf)
-
-
-def whole_and_rows(tree):
-    """Returns the fingerprint of each leaf, and then that of each of its rows."""
-    return jax.tree.map(
-        lambda leaf: jnp.stack([fingerprint(leaf), *jax.vmap(fingerprint)(leaf)]), tree
-    )
+def through_all(tree):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
+    specs: Any = {"in_specs": P("devices"), "out_specs": P("devices")}
+    tree = jax.vmap(lambda t: monitor(t, "vmap"))(tree)
+    tree = lax.scan(lambda _, t: (None, monitor(t, "scan")), None, tree)[1]
+    tree = jax.checkpoint(lambda t: monitor(t, "remat"))(tree)
+    yes, no = (functools.partial(monitor, name=name) for name in ("yes", "no"))
+    tree = lax.cond(jnp.sum(tree["inexact"][0]) > -1e3, yes, no, tree)
+    tree = jax.shard_map(lambda t: monitor(t, "shard_map"), mesh=mesh, **specs)(tree)
+    return jax.jit(lambda t: monitor(t, "jit"))(tree)
 
 
 def test_every_dtype_under_every_transformation(tmp_path):
-    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
-    specs: Any = {"in_specs": P("devices"), "out_specs": P("devices")}
+    def loss(inexact):
+        tree = through_all({**EVERY, "inexact": inexact})
+        return sum(jnp.sum(jnp.real(x).astype(jnp.float32)) for x in tree["inexact"]), tree
 
-    def through(m, tree):
-        tree = jax.vmap(lambda t: m(t, "vmap"))(tree)
-        tree = lax.scan(lambda _, t: (None, m(t, "scan")), None, tree)[1]
-        tree = jax.checkpoint(lambda t: m(t, "remat"))(tree)
-        yes, no = (functools.partial(m, name=name) for name in ("yes", "no"))
-        tree = lax.cond(jnp.sum(tree["inexact"][0]) > -1e3, yes, no, tree)
-        tree = jax.shard_map(lambda t: m(t, "shard_map"), mesh=mesh, **specs)(tree)
-        return jax.jit(lambda t: m(t, "jit"))(tree)
-
-    def step(m, inexact):
-        def loss(inexact):
-            tree = through(m, {**EVERY, "inexact": inexact})
-            return sum(jnp.sum(jnp.real(x).astype(jnp.float32)) for x in tree["inexact"]), tree
-
-        return jax.value_and_grad(loss, has_aux=True)(inexact)
-
-    (_, tree), gradient = jax.jit(functools.partial(step, monitor))(EVERY["inexact"])
-    assert [*map(key_bits, jax.tree.leaves(tree))] == [*map(key_bits, jax.tree.leaves(EVERY))]
-    assert all(bits(g) == bits(jnp.ones_like(g)) for g in gradient)
-    record = jax.jit(recorded(functools.partial(step, monitor)))(EVERY["inexact"])[1]
-    rows = rows_of(tmp_path / "rows", record)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(EVERY)
-    prints = {
-        kind: jax.tree.leaves(jax.jit(whole_and_rows)(tree))
-        for kind, tree in (
-            ("forward", EVERY),
-            ("cotangent", jax.tree.map(jnp.ones_like, EVERY["inexact"])),
-        )
+    step = jax.value_and_grad(loss, has_aux=True)
+    ((_, tree), gradient), record = jax.jit(recorded(step))(EVERY["inexact"])
+    assert same(data(tree), data(EVERY))
+    assert same(gradient, jax.tree.map(jnp.ones_like, gradient))
+    given = {"forward": EVERY, "cotangent": {"inexact": gradient}}
+    leaves = {
+        (kind, jax.tree_util.keystr(path, simple=True, separator=".")): leaf
+        for kind, tree in given.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(data(tree))
     }
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    for row in rows:
+    counts = Counter()
+    for row in rows_of(tmp_path / "rows", record):
         where, _, name = row.probe.partition(".")
-        number = names.index(name)
-        assert row.shape == leaves[number][1].shape[len(row.iteration) :]
-        place = 1 + row.iteration[0] if row.iteration else 0
-        expected = hexadecimal(prints[row.kind][number][place])
-        assert row.fingerprint == (None if where == "no" else expected)
-    counts = Counter((row.probe.partition(".")[0], row.kind) for row in rows)
+        counts[where, row.kind, name] += 1
+        leaf = np.asarray(leaves[row.kind, name])[row.iteration]
+        assert row.fingerprint == (None if where == "no" else hexadecimal(fingerprint(leaf)))
     per_pass = {"vmap": 1, "scan": 4, "remat": 1, "yes": 1, "no": 1, "shard_map": 1, "jit": 1}
-    assert counts == {
-        **{(where, "forward"): n * len(leaves) for where, n in per_pass.items()},
-        **{(where, "cotangent"): n * len(EVERY["inexact"]) for where, n in per_pass.items()},
-    }
+    assert counts == {(where, *leaf): per_pass[where] for where in per_pass for leaf in leaves}
 
 
-def test_any_tree_and_each_of_its_arrays():
-    arrays = {
-        "key": jax.random.key(0),
-        "mask": X > 0,
-        "numpy": np.arange(4, dtype=np.int16),
-        "steps": jnp.arange(3),
-        "weights": [X, X.astype(jnp.bfloat16)],
-    }
+def data(tree):
+    """Returns the tree with each key's data in its place."""
+
+    def of(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(of, tree)
+
+
+def test_each_array_of_any_tree_has_a_row():
+    arrays = {"numpy": np.arange(4, dtype=np.int16), "weights": [X, X > 0]}
     rest = {"none": None, "function": jnp.sin, "number": 1.5}
     step = eqx.filter_jit(recorded(lambda tree: monitor(tree, "tree")))
     tree, record = step(arrays | rest)
     assert rest == {name: tree[name] for name in rest}
     names = [place.probe.name for place in places(record.plan)]
-    inside = ("key", "mask", "numpy", "steps", "weights.0", "weights.1")
-    assert names == [f"tree.{name}" for name in inside]
-    expected = [bits(fingerprint_of(leaf)) for leaf in jax.tree.leaves(arrays)]
-    assert [*map(bits, record.fingerprints)] == expected
+    assert names == ["tree.numpy", "tree.weights.0", "tree.weights.1"]
+    expected = [fingerprint(leaf) for leaf in jax.tree.leaves(arrays)]
+    assert same([*record.fingerprints], expected)
 
 
 def in_while(x):

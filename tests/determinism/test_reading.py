@@ -2,31 +2,12 @@
 
 import os
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.determinism import LedgerError, _ledger, compare, monitor, read, recorded
-from tests.determinism.harness import with_header, written
-from tests.helpers import bits, normal
-
-X = normal(0, (2, 3))
-
-
-def tree(x):
-    return monitor({"x": x, "half": x.astype(jnp.bfloat16), "key": jax.random.key(3)}, "in")
-
-
-@pytest.fixture(scope="module")
-def bare():
-    return jax.jit(recorded(tree))(X)[1]
-
-
-@pytest.fixture(scope="module")
-def records():
-    step = jax.jit(recorded(tree, keep_values=True))
-    return [step(x)[1] for x in (X, 2 * X)]
+from eqx_norm.determinism import LedgerError, _ledger, read
+from tests.determinism.harness import X, with_header, written
+from tests.helpers import bits
 
 
 @pytest.fixture
@@ -62,17 +43,13 @@ def test_any_changed_byte_is_noticed(ledger):
         changed = bytearray(content)
         changed[place] ^= 1
         ledger.write_bytes(changed)
-        with pytest.raises(LedgerError, match="is damaged|is no ledger"):
+        line = 1 + content[:place].count(b"\n")
+        says = f"is damaged: the checksum of line {line} is not" if line > 1 else "is no ledger"
+        with pytest.raises(LedgerError, match=says):
             read(ledger)
     # The last line without its end is one that was not finished.
     ledger.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert read(ledger) == (ledger, whole.header, whole.rows[:-1], True)
-
-
-def a_changed_step(path):
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[4] = lines[4].replace(b'"step":1', b'"step":2')
-    path.write_bytes(b"".join(lines))
 
 
 def rows_twice(path):
@@ -99,7 +76,6 @@ NOT_REGULAR = "cannot be read \\(it is no regular file"
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (a_changed_step, "checksum of line 5"),
         (rows_twice, "has the step 0 twice"),
         (lambda path: path.write_bytes(2 * path.read_bytes()), "second ledger from line 11 on"),
         (lambda path: path.unlink(), "cannot be read \\(No such file"),
@@ -174,20 +150,3 @@ def test_damaged_values_are_told(kept, damage, says):
     damage(kept.parent / "a.jsonl.values" / "0")
     with pytest.raises(LedgerError, match=says):
         contents.values(contents.rows[2])
-
-
-def test_a_killed_run_is_compared_as_far_as_it_went(ledger, tmp_path):
-    shorter = tmp_path / "shorter.jsonl"
-    shorter.write_bytes(ledger.read_bytes()[:-200])
-    for pair in ((ledger, shorter), (shorter, ledger)):
-        verdict = compare(*pair)
-        assert (verdict.same, verdict.step, verdict.agreed) == (False, None, 7)
-        assert f"{shorter} ends before step 2: `in.key` forward" in str(verdict)
-        assert f"{shorter} is incomplete: the run was killed" in str(verdict)
-
-
-def test_another_version_of_jax_is_told(ledger, bare, tmp_path):
-    other = with_header(written(tmp_path / "other.jsonl", *3 * [bare]), jax="0.0.1")
-    verdict = compare(ledger, other)
-    assert verdict.same
-    assert f"written with different jax: {jax.__version__} and 0.0.1" in str(verdict)
