@@ -13,8 +13,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array
 
 from .arithmetic import Arithmetic
-from .new_primitive import Static, bind
-from .primitives import AFFINE
+from .primitives import AFFINE, Static, bind
 from .reference import Activation
 
 

@@ -36,7 +36,7 @@ from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
 
-from . import totals
+from . import reference
 
 # Combines two sets of vectors to one, by adding them or by merging moments.
 Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
@@ -46,7 +46,7 @@ Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 
 
 def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """Returns the sums, as a `totals.Total` does: along the last axis, which holds the values
+    """Returns the sums, as any `reference.Total`, along the last axis, which holds the values
     of an example, then along any other, which holds examples."""
     last = arrays[0].ndim - 1
     for axis in sorted(axes, reverse=True):
@@ -68,7 +68,7 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
     if size == 1:
         return arrays
     if len(arrays) > 1:
-        return totals.by_tree(arrays, [axis], small=True)
+        return reference.by_tree(arrays, [axis], small=True)
     whole = size - size % 2
     front, back, odd = jnp.split(arrays[0], [whole // 2, whole], axis)
     half = lax.add(*_of_values([front, back]))
@@ -112,6 +112,29 @@ def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
 
 def _merge_moments(a: Any, b: Any) -> list[Array]:
     return jax.tree.leaves(Moments(*a).merge(Moments(*b)))
+
+
+def statistics(x: Array, mask: Array | None = None) -> Any:
+    """Returns `reference.statistics`, in this order, each operation rounded by itself."""
+    return rounded(_statistics)(x, mask)
+
+
+def _statistics(x: Array, mask: Array | None) -> Any:
+    if x.shape[-3] == x.shape[-1] == 1:
+        count, *moments = _statistics_of_one(x, mask)
+    else:
+        count, *moments = reference.statistics(x, mask, total=total)
+    # A constant, XLA would divide by in other ways than by the counts of other devices.
+    return jnp.where(jnp.isnan(moments[0]), 1, count), *moments
+
+
+def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
+    """Returns the statistics of one value each, without the passes that find them."""
+    x = reference.counted(x.astype(reference.compute_dtype(x.dtype)), mask)
+    count = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape)
+    nothing = x - x  # or NaN, as it would be
+    vectors = count.astype(x.dtype), x + nothing, nothing, nothing
+    return tuple(vector[..., 0, :, 0] for vector in vectors)
 
 
 def merged(
@@ -164,6 +187,16 @@ def rounded(f: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
+
+
+def of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `compute`, rounded; of the sums that it is given first, -0 is 0, as it is where
+    several devices have added 0 to it."""
+
+    def call(sums: Array, *arrays: Array, **parameters: Any) -> Any:
+        return compute(jnp.where(sums == 0, 0, sums), *arrays, **parameters)
+
+    return rounded(call)
 
 
 def _evaluate(closed: Any, arrays: Sequence[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ from eqx_norm.strategies import Moments
 from . import elementwise
 from .arithmetic import Arithmetic, Implementation
 from .gpu import choice
-from .new_primitive import Shape, Static, bind, flattened, like, new_primitive
+from .primitives import Shape, Static, bind, flattened, like, new_primitive
 from .reference import Activation, compute_dtype
 from .values import Values
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm import LayerNorm
 from eqx_norm._normalise import primitives
 from eqx_norm._normalise.arithmetic import Arithmetic
-from eqx_norm._normalise.new_primitive import Static, bind
+from eqx_norm._normalise.primitives import Static, bind
 from tests.helpers import f32, make
 
 DEVICES = 8

@@ -12,10 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm._normalise import reference, totals
+from eqx_norm._normalise import reference
 from eqx_norm._normalise.arithmetic import Arithmetic
-from eqx_norm._normalise.new_primitive import Static, bind
-from eqx_norm._normalise.primitives import ACTIVATED, AFFINE, DEVIATIONS, STATISTICS, SUMS
+from eqx_norm._normalise.primitives import (
+    ACTIVATED,
+    AFFINE,
+    DEVIATIONS,
+    STATISTICS,
+    SUMS,
+    Static,
+    bind,
+)
 from tests.compiling import jit
 from tests.helpers import f32
 
@@ -329,7 +336,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("total", [totals.plain, totals.by_tree])
+@pytest.mark.parametrize("total", [reference.plain, reference.by_tree])
 @pytest.mark.parametrize(("shape", "axes"), SHAPES, ids=str)
 def test_totals(total, shape, axes):
     """Sums whole numbers, which is exact in whatever order."""
@@ -342,7 +349,7 @@ def test_totals(total, shape, axes):
         assert result.dtype == np.float32
 
 
-@pytest.mark.parametrize("total", [totals.plain, totals.by_tree])
+@pytest.mark.parametrize("total", [reference.plain, reference.by_tree])
 def test_totals_of_fractions(total):
     values = RANDOM.standard_normal((64, 3, 1024)) + 1
     single = np.asarray(values, np.float32).astype(np.float64)

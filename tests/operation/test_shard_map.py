@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqx_norm._normalise.arithmetic import Arithmetic
-from eqx_norm._normalise.new_primitive import Static
-from eqx_norm._normalise.primitives import AFFINE
+from eqx_norm._normalise.primitives import AFFINE, Static
 from tests.compiling import XLA_FLAGS
 from tests.processes import on_devices
 

@@ -62,7 +62,8 @@ def of_activated_vjp(
     ) -> list[Array]:
         del shape
         sums = backend.vjp_sums(activation, g, bias, *inner)
-        return [*sums, reference.activation_jvp(activation, g.astype(bias.dtype), bias, *inner)]
+        g = g.astype(bias.dtype)
+        return [*sums, reference.activation_jvp(g, bias, *inner, activation=activation)]
 
     return backend and activated_vjp
 

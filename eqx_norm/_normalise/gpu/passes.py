@@ -203,7 +203,9 @@ def _statistics_kernel(masked: bool, program: Any) -> None:
 
 def _sums_kernel(activation: Activation | None, program: Any) -> None:
     mean, mean_rest, *affine = program.vectors()
-    derivative = program.restated(functools.partial(reference.activation_jvp, activation))
+    derivative = program.restated(
+        functools.partial(reference.activation_jvp, activation=activation)
+    )
 
     def step(totals: Totals, chunk: Any, places: Places) -> Totals:
         tiles = program.tiles(chunk, places)

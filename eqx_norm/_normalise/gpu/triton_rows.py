@@ -155,7 +155,9 @@ def _rows_vjp_kernel(
         rstd = lax.rsqrt(m2 / n + eps)
         if activation is not None:
             g = [
-                reference.activation_jvp(activation, g, bias, rstd * weight, x, mean, mean_rest)
+                reference.activation_jvp(
+                    g, bias, rstd * weight, x, mean, mean_rest, activation=activation
+                )
                 for g, x, (weight, bias) in zip(g, x, affine, strict=True)
             ]
         # An activation may have no derivative where there is nothing.
