@@ -23,20 +23,21 @@ function and in its derivatives.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
 
 from . import reference
+from .jaxprs import evaluated
 
 # Combines two sets of vectors to one, by adding them or by merging moments.
 Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
@@ -183,7 +184,8 @@ def rounded(f: Callable[..., Any]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(functools.partial(f, **static), return_shape=True)(
             *args
         )
-        results = _evaluate(closed, jax.tree.leaves(args))
+        leaves, calls = jax.tree.leaves(args), frozenset(("jit", "pjit"))
+        results = evaluated(closed.jaxpr, closed.consts, leaves, _instead, calls)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
@@ -199,28 +201,9 @@ def of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
     return rounded(call)
 
 
-def _evaluate(closed: Any, arrays: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    values = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True)
-    )
-
-    def read(atoms: Any) -> Iterator[Any]:
-        return (a.val if isinstance(a, Literal) else values[a] for a in atoms)
-
-    for equation in jaxpr.eqns:
-        name, inputs = equation.primitive.name, list(read(equation.invars))
-        floats = jnp.issubdtype(getattr(equation.outvars[0].aval, "dtype", bool), np.floating)
-        if name in ("jit", "pjit"):
-            results = _evaluate(equation.params["jaxpr"], inputs)
-        elif floats and name in _ROUNDED:
-            results = [_ROUNDED[name](*inputs, **equation.params)]
-        else:
-            parameters = equation.primitive.get_bind_params(equation.params)
-            results = equation.primitive.bind(*inputs, **parameters)
-            results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(read(jaxpr.outvars))
+def _instead(equation: Any) -> Callable[..., Array] | None:
+    floats = jnp.issubdtype(getattr(equation.outvars[0].aval, "dtype", bool), np.floating)
+    return _ROUNDED.get(equation.primitive.name) if floats else None
 
 
 def product(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
@@ -256,7 +239,7 @@ _ROUNDED: dict[str, Callable[..., Array]] = {
     "mul": product,
     "div": _quotient,
     "rsqrt": lambda x, **_: rsqrt(x),
-    "square": lambda x: product(x, x),
+    "square": lambda x, **_: product(x, x),
     "integer_pow": _power,
 }
 

@@ -150,13 +150,7 @@ def new_primitive(
                 f"{', '.join(map(str, arrays))}: its derivatives would be wrong. Bind it by "
                 "primitives.bind, which aligns them."
             )
-        # `update` keeps the mesh axes over which an abstract value varies.
-        return [
-            arrays[0].update(
-                shape=shape, dtype=dtype, weak_type=False, sharding=_sharding(arrays, shape)
-            )
-            for shape, dtype in shapes(*arrays, **parameters)
-        ]
+        return [_result(arrays, *result) for result in shapes(*arrays, **parameters)]
 
     def batch(arrays: Any, axes: Any, **parameters: Any) -> tuple[Any, list[int]]:
         size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
@@ -188,30 +182,26 @@ def flattened(compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]) -
 
 
 def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:
-    """Returns the primitive's results for the arrays that there are, `aligned`."""
-    return primitive.bind(*aligned(*(a for a in arrays if a is not None)), **parameters)
-
-
-def aligned(*arrays: Array) -> list[Array]:
-    """Returns the arrays, all of them varying over the axes of a mesh over which any does.
+    """Returns the primitive's results for the arrays that there are, all of which vary over the
+    axes of a mesh over which any does.
 
     As for JAX's own primitives: inside `shard_map`, the type of an array says whether it may
     differ from device to device, and the transpose of "may differ from now on" is a sum over
     the devices. An array which is made on the way, of zeros for example, has a type of its own.
     """
-    varying = [_varying(jax.typeof(array)) for array in arrays]
+    given = [array for array in arrays if array is not None]
+    varying = [_varying(jax.typeof(array)) for array in given]
     axes = frozenset[Any]().union(*varying)
-    return [
+    aligned = [
         array if own == axes else lax.pcast(array, tuple(axes - own), to="varying")
-        for array, own in zip(arrays, varying, strict=True)
+        for array, own in zip(given, varying, strict=True)
     ]
+    return primitive.bind(*aligned, **parameters)
 
 
 def like(array: Array, shape: Shape, dtype: Any) -> Any:
     """Returns an abstract array of `shape` and `dtype`, varying over a mesh as `array` does."""
-    aval: Any = jax.typeof(array)
-    sharding = _sharding([aval], shape)
-    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    return _result([jax.typeof(array)], shape, dtype)
 
 
 def _flat_parameters(
@@ -227,12 +217,13 @@ def _varying(aval: Any) -> frozenset[Any]:
     return aval.manual_axis_type.varying
 
 
-def _sharding(arrays: Sequence[Any], shape: Shape) -> Any:
-    """Returns where a result is, on a mesh with explicit axes: where an operand of its shape
-    is; sums are nowhere in particular."""
+def _result(arrays: Sequence[Any], shape: Shape, dtype: Any) -> Any:
+    """Returns an abstract result. It varies over the mesh as the operands do; on a mesh with
+    explicit axes it is where an operand of its shape is, and sums are nowhere in particular."""
     alike = [array.sharding for array in arrays if array.shape == shape]
     unsharded = jax.sharding.PartitionSpec(*[None] * len(shape))
-    return alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
+    sharding = alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
+    return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def _refuse_kernels(implementation: str, has_kernel: bool) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_norm import LayerNorm
-from eqx_norm._normalise import elementwise
+from eqx_norm._normalise import jaxprs
 from tests.helpers import APPROACHES, make, normal, over_batch
 
 N, C, L = 8, 3, 40
@@ -133,7 +133,7 @@ def stacked(f, *operands):
     closed = jax.make_jaxpr(jax.grad(loss, tuple(range(len(operands)))))(*operands)
     forward = next(
         equation
-        for equation in elementwise.equations(closed.jaxpr)
+        for equation in jaxprs.equations(closed.jaxpr)
         if equation.primitive.name == "scan"
     )
     kept = [var.aval for var in forward.outvars if var.aval.shape[:1] == (DEPTH,)]
