@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from eqx_norm.strategies import Running
-from tests.compiling import filter_jit, jit
-from tests.helpers import APPROACHES, copy, make, over_batch
+from tests.compiling import jit
+from tests.helpers import APPROACHES, make, over_batch
 
 from .derivatives import (
     ACTIVATIONS,
@@ -25,7 +25,6 @@ from .derivatives import (
     C,
     L,
     N,
-    X,
     arrays,
     assert_agree,
     compiled,
@@ -177,26 +176,3 @@ def test_x_that_does_not_vary_over_the_named_axis(name, x64):
 
     one = (weight, bias, x[0]), (*d_vectors, dx[0])
     assert_agree((gradient, directional, slope_of_gradient), f, repeated, *one, **exactly)
-
-
-@some_approaches
-def test_no_gradient_flows_into_memory(approach):
-    layer, state = make(C, "batch", approach=approach, activation=jax.nn.silu)
-    x = jnp.asarray(X, jnp.float32)
-
-    @filter_jit
-    @eqx.filter_grad
-    def remembered(both):
-        layer, x = both
-        _, new_state = over_batch(layer)(x, copy(state))
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(new_state.get(layer.memory_index)))
-
-    @jit
-    @jax.grad
-    def output(memory):
-        return jnp.sum(over_batch(layer)(x, state.set(layer.memory_index, memory))[0] ** 2)
-
-    dlayer, dx = remembered((layer, x))
-    dmemory = output(Running(*(jnp.asarray(a, jnp.float32) for a in (MEAN, VARIANCE, 1))))
-    for zeros in jax.tree.leaves((dlayer, dx, dmemory)):
-        np.testing.assert_array_equal(zeros, np.zeros(zeros.shape))

@@ -112,6 +112,7 @@ def test_a_mask_is_kept_as_booleans():
     assert all(size <= N * L for dtype, size in kept if dtype == "bool")
 
 
+@pytest.mark.x32  # Equinox's layer promotes
 def test_more_is_found_where_there_is_more():
     vectors, x = operands(jnp.float32)
     kept = held(theirs(), vectors, x)
