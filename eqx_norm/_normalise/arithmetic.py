@@ -1,4 +1,4 @@
-"""How a batch is summed and how vectors are multiplied, as one object: an `Arithmetic`.
+"""Defines how a batch is summed and how vectors are multiplied: an `Arithmetic`.
 
 The layers' `implementation` names it, and every pass over x takes it as a static argument.
 `Arithmetic` itself sums as each platform does it best; `DeviceInvariant` sums in an order that

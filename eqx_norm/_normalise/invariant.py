@@ -77,7 +77,7 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
 
 
 def _of_examples(vectors: Sequence[Array], combine: Combine) -> Sequence[Array]:
-    """Combines along the first axis: an odd number of neighbours each, then by halves."""
+    """Combines an odd number of neighbours each along the first axis, then by halves."""
     size = len(vectors[0])
     halves = size & -size
     blocks = [v.reshape(halves, size // halves, *v.shape[1:]) for v in vectors]

@@ -1,4 +1,4 @@
-"""The passes over x, as primitives of JAX.
+"""Defines the passes over x, as primitives of JAX.
 
     statistics(x)                        count, mean, m2, mean_rest      (not differentiated)
     deviations(x; mean)                  0 and 0, whose derivatives are `sums`
@@ -54,7 +54,7 @@ Shapes = Callable[..., list[tuple[Shape, Any]]]
 
 
 class Static(NamedTuple):
-    """The static arguments of a pass over x."""
+    """Holds the static arguments of a pass over x."""
 
     spatial: int  # how many axes, the last, hold the values of one channel
     arithmetic: Arithmetic

@@ -1,4 +1,4 @@
-"""The formulas: what every implementation of a pass over x computes.
+"""Computes the formulas that every implementation of a pass over x keeps to.
 
 Arrays have one number of axes; the last three of x are (examples, channels, values), and a
 vector has size 1 along an axis where it does not differ. The mean is given as an unevaluated

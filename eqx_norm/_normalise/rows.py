@@ -1,12 +1,11 @@
-"""A row normalised by its own moments, as one operation: what LayerNorm is.
+"""Normalises a row by its own moments, as one operation: what LayerNorm is.
 
     rows(x, weight, bias)          y, and mean, m2, mean_rest
     rows_jvp(x', w', b'; ...)      the tangent of y               linear in x', w' and b'
     rows_vjp(g; ...)               the cotangents of x, w and b   linear in g
 
-They compute what `Values` computes, its moments and then what they normalise, and their
-derivatives are derived from its: `rows_jvp` and `rows_vjp` are each other's transpose, and all
-higher orders remain. Nothing stands between the halves but a square root; so, as one, a kernel
+They compute what `Values` computes, and their derivatives are derived from its: `rows_jvp` and
+`rows_vjp` are each other's transpose, and all higher orders remain. As one operation, a kernel
 can hold a row in its registers and read it once each way, where two passes read it twice.
 
 Flattened, arrays are `(*mapped, 1, values)`; of weight and bias, the mapped axes have size 1
@@ -33,7 +32,7 @@ from .values import Values
 
 
 class Row(NamedTuple):
-    """How a row is normalised."""
+    """Holds how a row is normalised."""
 
     eps: float
     activation: Activation | None  # without arrays of its own

@@ -1,7 +1,6 @@
-"""`Values`: an example's values, given once; their moments, and how they are normalised.
+"""Defines `Values`: an example's values, given once, whose moments are taken and normalised by.
 
-Both halves work on one example, `(channels, *spatial)`, under a `vmap` that binds the axis
-name. Between them stands a strategy. The derivative of both is that of `SUMS` and `AFFINE`:
+Between the two halves stands a strategy. The derivative of both is that of `SUMS` and `AFFINE`:
 
 - moments: d mean = sum(dx) / n and d m2 = 2 sum(dx (x - mean)): one `SUMS`. Moments are
   polynomials of degree 2, so around a mean that does not move, D = sum(x - mean) and
@@ -10,9 +9,8 @@ name. Between them stands a strategy. The derivative of both is that of `SUMS` a
   du = scale dx + affine(dbias - scale dmean, dscale; x, mean): one `AFFINE`.
 
 Transposed, the backward pass of both is two sums in one pass over x and dy, then vectors, then
-one pass for dx. What lies between, a strategy and the square root, is ordinary JAX on vectors,
-and differentiated as such: any strategy costs what the plainest does. For the backward pass x
-is kept as it was given, and vectors. The derivative of the activation is computed again.
+one pass for dx. A strategy and the square root are ordinary JAX on vectors: any strategy costs
+what the plainest does.
 """
 
 import functools
@@ -34,7 +32,7 @@ from .reference import Activation, compute_dtype
 
 
 class Values:
-    """The values of one example, of which a layer takes moments and which it normalises.
+    """Holds the values of one example, of which a layer takes moments and which it normalises.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Derivatives inside and outside of `jax.shard_map`, against one device.
+"""Compares derivatives inside and outside of `jax.shard_map` with those of one device.
 
 `python -m tests.operation.over_mesh` is a program of its own, because the number of CPU devices
 is fixed when JAX starts. It prints, as JSON, the largest error of each case and transformation,
@@ -34,7 +34,7 @@ compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 
 
 class Case(NamedTuple):
-    """`f` is called on all examples, or inside `shard_map` on those of one device."""
+    """Holds a function to call on all examples, or inside `shard_map` on those of a device."""
 
     f: Callable[..., Any]
     arrays: tuple[jax.Array, ...]
@@ -51,7 +51,7 @@ def silu_and_more(u: jax.Array) -> jax.Array:
 
 
 def of_primitives() -> dict[str, Case]:
-    """Each pass over x, in all its operands. The vectors are the same on all devices."""
+    """Returns each pass over x, in all its operands; vectors are the same on all devices."""
     full, column = (N, C, L), (1, C, 1)
     g, x = normal(*full), normal(*full)
     mean, rest, a, b, da, db = (normal(*column) for _ in range(6))
@@ -93,7 +93,7 @@ def of_primitives() -> dict[str, Case]:
 
 
 def of_layers() -> dict[str, Case]:
-    """The layers: x is split over devices, weight and bias are the same on all."""
+    """Returns layers: x is split over devices, weight and bias are the same on all."""
 
     def layer_norm(dtype: Any = jnp.float32, **how: Any) -> Case:
         layer = LayerNorm(5, **how)
@@ -155,7 +155,7 @@ def directional(f: Callable[..., Any], arrays: Any, tangents: Any) -> Any:
 
 
 def transposed(f: Callable[..., Any], arrays: Any, tangents: Any) -> Any:
-    """The linear transpose of the derivative, at its own result."""
+    """Returns the linear transpose of the derivative, at its own result."""
     y, linear = jax.linearize(f, *arrays)
     del tangents
     return jax.linear_transpose(linear, *arrays)(y)

@@ -1,4 +1,4 @@
-"""An activation in the layer is as one after it, in its own derivatives as well."""
+"""Tests that an activation in the layer is as one after it, in its derivatives as well."""
 
 import functools
 from typing import Any, cast
@@ -104,7 +104,7 @@ MODULES = {
 
 
 class AsFloat(eqx.Module):
-    """As a layer hands on what its activation returns."""
+    """Returns an activation's result in the dtype of its input, as a layer does."""
 
     activation: Any
 
@@ -121,7 +121,7 @@ class AsFloat(eqx.Module):
     ],
 )
 def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
-    """In its values, and in the gradients of x, weight, bias and its own parameters."""
+    """Compares values, and gradients of x, weight, bias and its own parameters."""
     activation = (COUPLED | OTHERS | MODULES)[name]
     mask = jnp.asarray(np.arange(X.shape[-1]) < 2)
 
@@ -161,7 +161,7 @@ def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
 
 
 def test_numpy_s_functions_are_refused_at_once():
-    """A second `jax.jit(numpy.tanh)` ends the process."""
+    """Guards from a second `jax.jit(numpy.tanh)`, which ends the process."""
     for layer in (LayerNorm, functools.partial(BatchNorm, axis_name="batch", approach="batch")):
         with pytest.raises(ValueError, match=r"activation=<ufunc 'tanh'>.*jax\.numpy\.tanh"):
             layer(3, activation=cast(Any, np.tanh))

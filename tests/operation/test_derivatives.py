@@ -1,4 +1,4 @@
-"""Derivatives of all orders, by every transformation, are those of the written-out formula."""
+"""Compares derivatives of all orders, by every transformation, with the written-out formula."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def test_float32_against_the_formula_in_float64(name):
 
 
 def test_compiled_before_it_is_differentiated(x64):
-    """Then what is differentiated has been mapped already: grad(jit(vmap(layer)))."""
+    """Differentiates what has been mapped already: grad(jit(vmap(layer)))."""
 
     def mapped_and_compiled(model):
         return jax.jit(over_batch(model))
@@ -107,7 +107,7 @@ def test_compiled_before_it_is_differentiated(x64):
 @pytest.mark.parametrize("name", ["none", "silu"])
 @some_approaches
 def test_a_gradient_taken_inside_of_the_named_vmap(approach, name, x64):
-    """Each example's loss also depends on the others: JAX adds up what they send back."""
+    """Adds up what the others send back: each example's loss also depends on them."""
 
     def inside(model):
         def one(x, c, state):
@@ -130,7 +130,7 @@ def test_a_gradient_taken_inside_of_the_named_vmap(approach, name, x64):
 @pytest.mark.parametrize("activation", [None, jax.nn.silu], ids=["none", "silu"])
 @some_approaches
 def test_through_all_steps_of_a_scan(approach, activation, x64):
-    """No gradient flows from one step to the next by way of the memory."""
+    """Tests that no gradient flows from one step to the next by way of the memory."""
     layer, state = make(C, "batch", approach=approach, momentum=MOMENTUM, activation=activation)
     memory = Running(*map(jnp.asarray, (MEAN, VARIANCE, SEEN)))
 

@@ -1,4 +1,4 @@
-"""The passes over x as primitives: every rule that JAX asks of one, against the formulas.
+"""Tests every rule that JAX asks of a primitive on the passes over x, by their formulas.
 
 Here x has two spatial axes, which are flattened when a program is lowered. The interface for
 new primitives is the one that JAX may change; this is where it is noticed.
@@ -34,7 +34,7 @@ RANDOM = np.random.RandomState(0)
 
 
 def operands(*ensemble):
-    """Of each operand one, or one for each member of an ensemble."""
+    """Returns one of each operand, or one for each member of an ensemble."""
     full, column = (*ensemble, N, C, H, W), (*ensemble, *COLUMN)
     g, x = f32(RANDOM.standard_normal((2, *full)) + 1)
     mean, rest, a, b = RANDOM.standard_normal((4, *column))
@@ -57,7 +57,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 
 
 def activation(u):
-    """Neither 0 nor flat at 0, which is what a masked place must not show."""
+    """Is neither 0 nor flat at 0, which is what a masked place must not show."""
     return jax.nn.silu(u) + jnp.cos(u)
 
 
@@ -95,7 +95,7 @@ def right_statistics(x, mask=None):
 
 
 def right_deviations(x, mask=None):
-    """Both are 0, but they change as sum(d) and sum(d^2) do."""
+    """Returns two zeros that change as sum(d) and sum(d^2) do."""
     mean, rest = (ONE[name].astype(x.dtype) for name in ("mean", "rest"))
     d = right_affine(0, 1, x, mean, rest, mask)
     changes = (moving - jax.lax.stop_gradient(moving) for moving in (d, d * d))
@@ -157,7 +157,7 @@ def assert_close(result, right):
 @with_and_without_mask
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_eager_and_compiled(f, right, names, masked, dtype):
-    """In x of any precision; where the mask is false, there may be anything."""
+    """Takes x of any precision; where the mask is false, there may be anything."""
     arrays = {name: ONE[name] for name in named(names, masked)}
     arrays["x"] = arrays["x"].astype(dtype)
     expected = in_float64(right, arrays.values())
@@ -212,7 +212,7 @@ def test_mapped_over_an_axis_that_is_not_the_first_and_twice(f, right, names):
 
 @with_and_without_mask
 def test_transposes_of_an_ensemble(masked):
-    """`sums` in g and `affine` in (a, b) are each other's transpose."""
+    """Tests that `sums` in g and `affine` in (a, b) are each other's transpose."""
     names = named(("x", "mean", "rest"), masked)
     centre = [SEVERAL[name] for name in names]
     g, a, b = (SEVERAL[name] for name in ("g", "a", "b"))

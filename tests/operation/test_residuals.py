@@ -1,4 +1,4 @@
-"""For the backward pass x is kept, in its own dtype, and vectors; nothing of an activation.
+"""Tests that x is kept for the backward pass, in its own dtype, and but vectors beside it.
 
 What is read here finds more where there is more: eqx.nn.BatchNorm followed by a ReLU.
 """
@@ -44,7 +44,7 @@ def forward(layer, state):
 
 
 def held(f, *operands):
-    """(dtype, size) of what the function of the backward pass holds."""
+    """Returns (dtype, size) of what the function of the backward pass holds."""
     _, backward = jax.vjp(f, *operands)
     short = {"float32": "f32", "bfloat16": "bf16"}
     return [
@@ -126,7 +126,7 @@ DEPTH, SHAPE = 3, (4, 5, 6, 7)
 
 
 def stacked(f, *operands):
-    """Shape and dtype of what the forward scan of `grad(f)` keeps for each layer, if large."""
+    """Returns shape and dtype of what the scan in `grad(f)` keeps for each layer, if large."""
 
     def loss(*operands):
         return jnp.sum(f(*operands).astype(jnp.float32))
@@ -142,7 +142,7 @@ def stacked(f, *operands):
 
 
 def scanned(block):
-    """`block(x, weights)`, one after the other."""
+    """Returns a function of `block(x, weights)`, one after the other."""
     return lambda x, weights: jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
 
 
@@ -164,7 +164,7 @@ each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 
 
 def network(dtype):
-    """x and the convolutions of each layer."""
+    """Returns x and the convolutions of each layer."""
     weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
     return normal(0, SHAPE).astype(dtype), weights
 
@@ -173,7 +173,7 @@ def network(dtype):
 @each_dtype
 @pytest.mark.parametrize("activation", [jax.nn.relu, eqx.nn.PReLU(0.25)], ids=["relu", "prelu"])
 def test_scanned_over_depth(norm, dtype, activation):
-    """conv, norm with its activation, conv: the input of each is kept, and nothing else."""
+    """Keeps the inputs of conv, of norm with its activation and of conv, and nothing else."""
     f = norm(activation)
     block = scanned(lambda x, w: conv(f(conv(x, w[0])), w[1]))
     assert stacked(block, *network(NAMES[dtype])) == [(SHAPE, NAMES[dtype])] * 3

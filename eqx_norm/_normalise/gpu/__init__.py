@@ -1,4 +1,4 @@
-"""The operation's kernels for GPUs, written in Pallas.
+"""Holds the operation's kernels for GPUs, written in Pallas.
 
 `choice` decides where a kernel stands in for a pass. `tiling` cuts up the work, `tiles` says
 where a program finds its values, and `lanes` keeps moments and sums in its registers. `passes`

@@ -1,4 +1,4 @@
-"""Which activations a kernel can compute the derivative of, and in what terms.
+"""Tells which activations a kernel can compute the derivative of, and in what terms.
 
 All that they are made of is elementwise. (jax 0.10.2 and 0.12.0.1; the tests lower each.)
 """

@@ -1,4 +1,4 @@
-"""The kernels of `passes` by Pallas's Mosaic GPU backend, from an H100 on.
+"""Runs the kernels of `passes` by Pallas's Mosaic GPU backend, from an H100 on.
 
 It is to replace Triton's, which jax will remove, and serves columns that fill whole lines,
 without a mask. The work is cut up as it is for Triton; but values are copied ahead to shared

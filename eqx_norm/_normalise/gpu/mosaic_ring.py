@@ -1,4 +1,4 @@
-"""How Mosaic gets values from memory to the registers: copied ahead, into a ring of slots.
+"""Copies values ahead from memory into a ring of slots, for the kernels by Mosaic.
 
 A program reads its slice chunk after chunk. The copy engine of the GPU (TMA) writes each chunk
 to a slot of shared memory, and tells a barrier when it is there; while the threads work on one

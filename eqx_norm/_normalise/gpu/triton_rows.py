@@ -1,4 +1,4 @@
-"""A row normalised by its own moments, as kernels for GPUs: each of them reads a row once.
+"""Normalises rows by their own moments with kernels for GPUs: each reads a row once.
 
 `rows` and `rows_vjp` compute what the primitives `rows.ROWS` and `rows.ROWS_VJP` compute, for
 rows that the registers of one program hold. Forward, a program reads some rows, finds their

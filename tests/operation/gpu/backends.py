@@ -1,4 +1,4 @@
-"""The backends of the operation's passes, and the bounds that all of them keep."""
+"""Lists the backends of the operation's passes, and holds them to their bounds."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which program is compiled for a CUDA device, read on a machine that has none.
+"""Tests which program is compiled for a CUDA device, on a machine that has none.
 
 That the kernels compute the right thing, test_backends.py holds.
 """
@@ -32,7 +32,7 @@ def lowered(f, *shaped, device=H200):
 
 
 def kernels(text):
-    """The kernels in it, but for those that merge the results of others."""
+    """Returns the kernels in it, but for those that merge the results of others."""
     if "__gpu$xla.gpu.triton" not in text:
         return set()
     names = (FORWARD, BACKWARD, ROWS, ROWS_VJP)
@@ -40,7 +40,7 @@ def kernels(text):
 
 
 def forward(shape, dtype=jnp.float32, axis_name="batch", **arguments):
-    """Of a whole layer; and its x."""
+    """Returns a whole layer, and its x."""
 
     def f(x):
         make = eqx.nn.make_with_state(BatchNorm)
@@ -71,7 +71,7 @@ def test_auto_takes_a_kernel_each_way(shape, dtype, device):
 
 
 def layer_norm(*shape, dtype=jnp.float32, **arguments):
-    """Forward and backward over (examples, values); and its arguments."""
+    """Returns a LayerNorm's forward and backward pass, and its arguments."""
     layer = LayerNorm(shape[-1], **arguments)
 
     def f(x, dy, layer=layer):
@@ -131,7 +131,7 @@ def jvp(f, x):
 
 
 def exported(f, x):
-    """`jax.export` refuses custom calls that it cannot promise to keep."""
+    """Checks in `jax.export`, which refuses custom calls that it cannot promise to keep."""
 
     def text(x):
         exported = jax.export.export(jax.jit(lambda x: f(x)[0]), platforms=("cuda", "cpu"))(x)
@@ -142,12 +142,12 @@ def exported(f, x):
 
 
 def of_rows(**arguments):
-    """LayerNorm, forward alone."""
+    """Returns a LayerNorm, forward alone, and its x."""
     return jax.vmap(LayerNorm(768, **arguments)), jax.ShapeDtypeStruct((2048, 768), jnp.float32)
 
 
 def weights_of_members():
-    """An ensemble with weights of its own for each member."""
+    """Returns an ensemble with weights of its own for each member."""
     f, x, dy = layer_norm(2048, 768)
     layer = jax.tree.map(lambda v: jnp.stack([v] * 3), LayerNorm(768))
     return jax.vmap(f), *stacked(x, dy), layer
@@ -260,7 +260,7 @@ def test_mosaic_with_a_jax_that_has_no_such_thing():
 
 @pytest.mark.parametrize("implementation", ["auto", "pallas_triton"])
 def test_operands_that_jit_has_sharded_are_not_gathered(implementation):
-    """In a process of its own, which has two devices."""
+    """Runs in a process of its own, which has two devices."""
     script = SHARDED.format(implementation=implementation)
     ran = on_devices(2, "-W", "error", "-c", script)
     said = {"auto": "no kernel", "pallas_triton": "ValueError: XLA partitions this program"}

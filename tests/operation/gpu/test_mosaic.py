@@ -1,4 +1,4 @@
-"""What is particular to Mosaic's kernels: their ring of copies, activations, and GPUs.
+"""Tests what only Mosaic's kernels have: their ring of copies, activations, and GPUs.
 
 The interpreter also tells where a thread might read what is being written, or the reverse.
 What it cannot tell, experiments/compiled reads off the compiled code.
@@ -42,7 +42,7 @@ def test_a_merge_of_merges(cut, monkeypatch):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_in_other_words(name):
-    """A derivative is wrong by ulps of 1, of u (the exponent of a softplus) or of itself."""
+    """Allows ulps of 1, of u (the exponent of a softplus) or of the derivative itself."""
     u, g = normal((999,)) * 4, normal((999,), seed=1)
 
     def derivative(u, g):
@@ -58,7 +58,7 @@ def test_activations_in_other_words(name):
 
 @pytest.fixture
 def races():
-    """The backend that looks for them. After it has found one it has to be cleaned up."""
+    """Yields the backend that looks for races; after it has found one it is cleaned up."""
     yield Mosaic(plgpu.InterpretGPUParams(detect_races=True))
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 

@@ -1,4 +1,4 @@
-"""The kernels for whole rows, interpreted on a CPU, against the formula."""
+"""Tests the kernels for whole rows, interpreted on a CPU, against the formula."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ ACTIVATIONS = {"none": None, "relu": jax.nn.relu, "silu": jax.nn.silu}
 
 
 def arrays(shape, dtype="float32", mean=0.0, seed=0):
-    """x, g, weight and bias, as `rows` has them."""
+    """Returns x, g, weight and bias, as `rows` has them."""
     rng = np.random.default_rng(seed)
     count, values = shape
     x, g = rng.normal(size=(2, count, 1, values))
@@ -29,14 +29,14 @@ def arrays(shape, dtype="float32", mean=0.0, seed=0):
 
 
 def exactly(f, *inputs):
-    """In float64."""
+    """Returns the function's results in float64."""
     with jax.enable_x64(True):
         return f(*(jnp.asarray(np.asarray(v, "float64")) for v in inputs))
 
 
 @functools.partial(jit, static_argnames="activation")
 def reference(x, g, *affine, activation):
-    """y; the gradients of x, weight and bias."""
+    """Returns y, and the gradients of x, weight and bias."""
 
     def normalised(x, *affine):
         d = x - x.mean(-1, keepdims=True)
@@ -78,7 +78,7 @@ def test_values_and_gradients(shape, name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype):
-    """As float32, rounded once."""
+    """Tests that results are those of float32, rounded once."""
     given = arrays((37, 200), dtype, mean=2.0)
     right = by_kernels(*(v.astype("float32") for v in given))
     found = by_kernels(*given)
@@ -112,7 +112,7 @@ def test_a_constant_row_gives_exactly_the_bias(values):
 
 
 def test_the_moments_far_from_zero():
-    """Keep the bounds of float32: see tests/layers/test_accuracy.py."""
+    """Holds them to the bounds of tests/layers/test_accuracy.py."""
     x, *_ = arrays((20, 1000), mean=1e6)
     _, *moments = kernel(x)
     mean, m2, mean_rest = (np.asarray(v, "float64") for v in moments)
@@ -125,7 +125,7 @@ def test_the_moments_far_from_zero():
 
 
 def test_the_sums_are_exact_enough_over_many_rows():
-    """Within 2e-7 of the sum of what is added, as all sums are."""
+    """Holds sums to 2e-7 of the sum of what is added."""
     x, g, *affine = arrays((20000, 8), seed=3)
     g = jnp.abs(g)
     *_, dbias = by_kernels(x, g, *affine)
