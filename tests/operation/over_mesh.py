@@ -38,8 +38,12 @@ class Case(NamedTuple):
 
     f: Callable[..., Any]
     arrays: tuple[jax.Array, ...]
-    specs: tuple[P, ...]
     out: P = SPLIT  # WHOLE where `f` sums over examples, and so over devices
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """Returns that examples are split over devices, and vectors the same on all."""
+        return tuple(SPLIT if len(array) == N else WHOLE for array in self.arrays)
 
 
 def normal(*shape: int) -> jax.Array:
@@ -56,38 +60,24 @@ def of_primitives() -> dict[str, Case]:
     g, x = normal(*full), normal(*full)
     mean, rest, a, b, da, db = (normal(*column) for _ in range(6))
     static = Static(1, Arithmetic(), activation=silu_and_more, dtype=jnp.dtype("float32"))
-    inner, inner_specs = (a, b, x, mean, rest), (WHOLE, WHOLE, SPLIT, WHOLE, WHOLE)
+    inner = a, b, x, mean, rest
 
     def of(primitive: Any, **parameters: Any) -> Callable[..., Any]:
         return lambda *arrays: bind(primitive, *arrays, static=static, **parameters)
 
     sums, vjp = (of(p, shape=column) for p in (primitives.SUMS, primitives.ACTIVATED_VJP))
     return {
-        "sums": Case(sums, (g, x, mean, rest), (SPLIT, SPLIT, WHOLE, WHOLE), WHOLE),
-        "affine": Case(of(primitives.AFFINE), inner, inner_specs),
+        "sums": Case(sums, (g, x, mean, rest), WHOLE),
+        "affine": Case(of(primitives.AFFINE), inner),
         "activated": Case(
-            lambda a, b, x, *mean: of(primitives.ACTIVATED)(a, b, x, x, *mean),
-            inner,
-            inner_specs,
+            lambda a, b, x, *mean: of(primitives.ACTIVATED)(a, b, x, x, *mean), inner
         ),
-        "activation_jvp": Case(
-            of(primitives.ACTIVATION_JVP), (g, *inner), (SPLIT, *inner_specs)
-        ),
-        "activated_jvp": Case(
-            of(primitives.ACTIVATED_JVP),
-            (da, db, g, *inner),
-            (WHOLE, WHOLE, SPLIT, *inner_specs),
-        ),
-        "activated_vjp, sums": Case(
-            lambda *arrays: vjp(*arrays)[:2], (g, *inner), (SPLIT, *inner_specs), WHOLE
-        ),
-        "activated_vjp": Case(
-            lambda *arrays: vjp(*arrays)[2], (g, *inner), (SPLIT, *inner_specs)
-        ),
+        "activation_jvp": Case(of(primitives.ACTIVATION_JVP), (g, *inner)),
+        "activated_jvp": Case(of(primitives.ACTIVATED_JVP), (da, db, g, *inner)),
+        "activated_vjp, sums": Case(lambda *arrays: vjp(*arrays)[:2], (g, *inner), WHOLE),
+        "activated_vjp": Case(lambda *arrays: vjp(*arrays)[2], (g, *inner)),
         "recompute_barrier": Case(
-            lambda x, mean: [x * primitives.RECOMPUTE_BARRIER.bind(mean)[0]],
-            (x, mean),
-            (SPLIT, WHOLE),
+            lambda x, mean: [x * primitives.RECOMPUTE_BARRIER.bind(mean)[0]], (x, mean)
         ),
     }
 
@@ -105,7 +95,7 @@ def of_layers() -> dict[str, Case]:
             return jax.vmap(model)(x)
 
         moved = tuple(a + 0.1 * normal(*a.shape) for a in arrays)
-        return Case(f, (x, *moved), (SPLIT, *[WHOLE] * len(moved)))
+        return Case(f, (x, *moved))
 
     def batch_norm(dtype: Any = jnp.float32, mask: Any = None, **how: Any) -> Case:
         layer, state = make(C, "batch", approach="batch", inference=True, **how)
@@ -115,9 +105,7 @@ def of_layers() -> dict[str, Case]:
             model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
             return jax.vmap(lambda x: model(x, state, mask=mask)[0])(x)
 
-        return Case(
-            f, (normal(N, C, L).astype(dtype), normal(C), normal(C)), (SPLIT, WHOLE, WHOLE)
-        )
+        return Case(f, (normal(N, C, L).astype(dtype), normal(C), normal(C)))
 
     half = jnp.bfloat16
     return {

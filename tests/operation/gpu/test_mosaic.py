@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_norm._normalise.gpu import mosaic_ring, tiling
+from eqx_norm._normalise.gpu import tiling
 from eqx_norm._normalise.gpu.activations import restated
-from eqx_norm._normalise.gpu.mosaic import BACKEND, Mosaic
-from eqx_norm._normalise.gpu.mosaic_ring import plgpu
+from eqx_norm._normalise.gpu.mosaic import BACKEND, STAGES, Mosaic, plgpu
 from eqx_norm._normalise.gpu.tiles import geometry
 from experiments.compiled.assembly import unfenced
 
@@ -70,7 +69,7 @@ def races():
 def test_no_races(cut, races, request):
     x = normal((397, 32, 1))
     if request.node.callspec.params["cut"] == "loops":
-        assert geometry(x, 1).tiling.chunks > 2 * mosaic_ring.STAGES
+        assert geometry(x, 1).tiling.chunks > 2 * STAGES
     else:
         assert geometry(x, 1).tiling.slices > 1  # and a merge
     statistics(races, x)
