@@ -26,7 +26,7 @@ from eqx_norm.strategies import Moments
 from . import elementwise
 from .arithmetic import Arithmetic, Implementation
 from .gpu import choice
-from .primitives import Shape, Static, bind, flattened, like, new_primitive
+from .primitives import Compute, Shape, Shapes, Static, bind, flattened, like, new_primitive
 from .reference import Activation, compute_dtype
 from .values import Values
 
@@ -156,13 +156,15 @@ ROWS_VJP = new_primitive(
 )
 
 
-def composed_jvp(*arrays: Array, **parameters: Any) -> Any:
-    """Returns what `ROWS_JVP` does, by what it is composed of, to be differentiated."""
-    shapes = [shape for shape, _ in _jvp_shapes(*arrays, **parameters)]
-    return flattened(_rows_jvp, ["row"], shapes)(*arrays, **parameters)
+def _composed(compute: Compute, shapes: Shapes) -> Compute:
+    """Returns what a primitive computes for arrays as they are, to be differentiated."""
+
+    def call(*arrays: Array, **parameters: Any) -> Any:
+        results = [shape for shape, _ in shapes(*arrays, **parameters)]
+        return flattened(compute, ["row"], results)(*arrays, **parameters)
+
+    return call
 
 
-def composed_vjp(*arrays: Array, **parameters: Any) -> Any:
-    """Returns what `ROWS_VJP` does, by what it is composed of, to be differentiated."""
-    shapes = [shape for shape, _ in _vjp_shapes(*arrays, **parameters)]
-    return flattened(_rows_vjp, ["row"], shapes)(*arrays, **parameters)
+composed_jvp = _composed(_rows_jvp, _jvp_shapes)
+composed_vjp = _composed(_rows_vjp, _vjp_shapes)

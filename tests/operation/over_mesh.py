@@ -43,7 +43,7 @@ class Case(NamedTuple):
     @property
     def specs(self) -> tuple[P, ...]:
         """Returns that examples are split over devices, and vectors the same on all."""
-        return tuple(SPLIT if len(array) == N else WHOLE for array in self.arrays)
+        return tuple(SPLIT if array.shape[:1] == (N,) else WHOLE for array in self.arrays)
 
 
 def normal(*shape: int) -> jax.Array:
