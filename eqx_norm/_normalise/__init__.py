@@ -1,4 +1,4 @@
-"""The one operation, and the only door to its implementations (`kernels` chooses).
+"""Offers the one operation: `Values`, whose moments are taken and which are normalised.
 
 A layer gives its `Values` once, takes their moments, has a strategy decide which moments to
 use, and normalises by those. A row is normalised by its own moments at once. All this knows

@@ -17,7 +17,6 @@ from jaxtyping import Array
 
 from . import elementwise, invariant, reference, rows
 from .invariant import PRODUCT
-from .new_primitive import Shape, Static, bind
 from .primitives import (
     ACTIVATED,
     ACTIVATED_JVP,
@@ -27,6 +26,9 @@ from .primitives import (
     DEVIATIONS,
     RECOMPUTE_BARRIER,
     SUMS,
+    Shape,
+    Static,
+    bind,
 )
 from .rows import ROWS, ROWS_JVP, ROWS_VJP
 

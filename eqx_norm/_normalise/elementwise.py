@@ -1,7 +1,6 @@
 """Analyses and applies functions of each normalised value: activations, weights per value."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any, cast
 
 import equinox as eqx
@@ -13,8 +12,8 @@ from jax.tree_util import Partial
 from jaxtyping import Array
 
 from .arithmetic import Arithmetic
-from .new_primitive import Static, bind
-from .primitives import AFFINE
+from .jaxprs import CALLS, equations
+from .primitives import AFFINE, Static, bind
 from .reference import Activation
 
 
@@ -116,15 +115,6 @@ def has_forward_derivative(
     return "custom_lin[" not in str(closed)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, and after each call those of what is called."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if equation.primitive.name in CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            yield from equations(getattr(inner, "jaxpr", inner))
-
-
 def _is_elementwise(activation: Activation, own: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Returns whether it does the same to each value, whatever array that is in.
 
@@ -158,7 +148,6 @@ def _step(equation: Any) -> Any:
     return name, constants, parameters
 
 
-CALLS = frozenset(("jit", "pjit", "custom_jvp_call", "remat2", "checkpoint", "closed_call"))
 _NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt

@@ -23,20 +23,21 @@ function and in its derivatives.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
 
-from . import totals
+from . import reference
+from .jaxprs import evaluated
 
 # Combines two sets of vectors to one, by adding them or by merging moments.
 Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
@@ -46,7 +47,7 @@ Combine = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 
 
 def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """Returns the sums, as a `totals.Total` does: along the last axis, which holds the values
+    """Returns the sums, as any `reference.Total`, along the last axis, which holds the values
     of an example, then along any other, which holds examples."""
     last = arrays[0].ndim - 1
     for axis in sorted(axes, reverse=True):
@@ -68,7 +69,7 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
     if size == 1:
         return arrays
     if len(arrays) > 1:
-        return totals.by_tree(arrays, [axis], small=True)
+        return reference.by_tree(arrays, [axis], small=True)
     whole = size - size % 2
     front, back, odd = jnp.split(arrays[0], [whole // 2, whole], axis)
     half = lax.add(*_of_values([front, back]))
@@ -76,7 +77,7 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
 
 
 def _of_examples(vectors: Sequence[Array], combine: Combine) -> Sequence[Array]:
-    """Combines along the first axis: an odd number of neighbours each, then by halves."""
+    """Combines an odd number of neighbours each along the first axis, then by halves."""
     size = len(vectors[0])
     halves = size & -size
     blocks = [v.reshape(halves, size // halves, *v.shape[1:]) for v in vectors]
@@ -112,6 +113,29 @@ def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
 
 def _merge_moments(a: Any, b: Any) -> list[Array]:
     return jax.tree.leaves(Moments(*a).merge(Moments(*b)))
+
+
+def statistics(x: Array, mask: Array | None = None) -> Any:
+    """Returns `reference.statistics`, in this order, each operation rounded by itself."""
+    return rounded(_statistics)(x, mask)
+
+
+def _statistics(x: Array, mask: Array | None) -> Any:
+    if x.shape[-3] == x.shape[-1] == 1:
+        count, *moments = _statistics_of_one(x, mask)
+    else:
+        count, *moments = reference.statistics(x, mask, total=total)
+    # A constant, XLA would divide by in other ways than by the counts of other devices.
+    return jnp.where(jnp.isnan(moments[0]), 1, count), *moments
+
+
+def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
+    """Returns the statistics of one value each, without the passes that find them."""
+    x = reference.counted(x.astype(reference.compute_dtype(x.dtype)), mask)
+    count = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape)
+    nothing = x - x  # or NaN, as it would be
+    vectors = count.astype(x.dtype), x + nothing, nothing, nothing
+    return tuple(vector[..., 0, :, 0] for vector in vectors)
 
 
 def merged(
@@ -160,34 +184,26 @@ def rounded(f: Callable[..., Any]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(functools.partial(f, **static), return_shape=True)(
             *args
         )
-        results = _evaluate(closed, jax.tree.leaves(args))
+        leaves, calls = jax.tree.leaves(args), frozenset(("jit", "pjit"))
+        results = evaluated(closed.jaxpr, closed.consts, leaves, _instead, calls)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
 
 
-def _evaluate(closed: Any, arrays: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    values = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arrays], strict=True)
-    )
+def of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `compute`, rounded; of the sums that it is given first, -0 is 0, as it is where
+    several devices have added 0 to it."""
 
-    def read(atoms: Any) -> Iterator[Any]:
-        return (a.val if isinstance(a, Literal) else values[a] for a in atoms)
+    def call(sums: Array, *arrays: Array, **parameters: Any) -> Any:
+        return compute(jnp.where(sums == 0, 0, sums), *arrays, **parameters)
 
-    for equation in jaxpr.eqns:
-        name, inputs = equation.primitive.name, list(read(equation.invars))
-        floats = jnp.issubdtype(getattr(equation.outvars[0].aval, "dtype", bool), np.floating)
-        if name in ("jit", "pjit"):
-            results = _evaluate(equation.params["jaxpr"], inputs)
-        elif floats and name in _ROUNDED:
-            results = [_ROUNDED[name](*inputs, **equation.params)]
-        else:
-            parameters = equation.primitive.get_bind_params(equation.params)
-            results = equation.primitive.bind(*inputs, **parameters)
-            results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(read(jaxpr.outvars))
+    return rounded(call)
+
+
+def _instead(equation: Any) -> Callable[..., Array] | None:
+    floats = jnp.issubdtype(getattr(equation.outvars[0].aval, "dtype", bool), np.floating)
+    return _ROUNDED.get(equation.primitive.name) if floats else None
 
 
 def product(a: ArrayLike, b: ArrayLike, **_: Any) -> Array:
@@ -223,7 +239,7 @@ _ROUNDED: dict[str, Callable[..., Array]] = {
     "mul": product,
     "div": _quotient,
     "rsqrt": lambda x, **_: rsqrt(x),
-    "square": lambda x: product(x, x),
+    "square": lambda x, **_: product(x, x),
     "integer_pow": _power,
 }
 

@@ -1,4 +1,4 @@
-"""The passes over x, as primitives of JAX.
+"""Defines the passes over x, as primitives of JAX.
 
     statistics(x)                        count, mean, m2, mean_rest      (not differentiated)
     deviations(x; mean)                  0 and 0, whose derivatives are `sums`
@@ -13,24 +13,29 @@
 `sums` and `affine` are each other's transpose, so are `activated_jvp` and `activated_vjp`, and
 `activation_jvp` is its own. So the backward pass of a normalisation, differentiated and
 transposed by JAX, is one `activated_vjp` and one `affine`; forward mode and all higher orders
-remain; and of the size of x nothing is kept but x. (`activated_jvp` and `activated_vjp` are
-made of the others. As one, a kernel can compute the activation's derivative while it sums.)
-
-In jax.numpy alone the transpose would have four sums where two suffice, and would keep
-x - mean and what the activation needs. And a primitive is lowered for each platform in its own
-way (on a CPU it sums by a tree, see `totals`); `lax.platform_dependent` would branch while
-tracing.
+remain; and of the size of x nothing is kept but x. In jax.numpy alone the transpose would have
+four sums where two suffice, and would keep x - mean and what the activation needs.
 
 Operands are positional: `bias, scale, x, mean, mean_rest` and, if there is one, `mask`. All
 have as many axes as x, of size 1 where they do not differ. `deviations` and `activated` also
 take `wide`, which is x in the dtype to calculate in. They do not use its value: its tangent is
 what their derivatives take for that of x, so that the cotangents which x gets from both are
 added before they are rounded to half precision.
+
+A pass takes x as the caller has it, `(*mapped, channels, *spatial)`, so that x is kept once for
+the backward pass, in that form. When a program is lowered, for each platform in its own way,
+arrays are flattened to `(*mapped, channels, values)`, because loops follow an array's axes, and
+rows of 7 or 8 are too short for a vector unit. In a compiled program that costs nothing.
+
+Here, in `derivatives` and in `invariant`, and of this package else only in `determinism`, JAX's
+interface for new primitives is used (`jax.extend.core`, `jax.interpreters`), which may change:
+checked with jax 0.10.2 and 0.12.0.1, and by tests/operation/test_primitives.py.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +44,207 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import invariant, reference, totals
+from . import invariant, reference
+from .arithmetic import Arithmetic
 from .gpu import choice
-from .new_primitive import Shape, Static, new_primitive
+
+Shape = tuple[int, ...]
+Compute = Callable[..., Sequence[Array] | Array]
+Shapes = Callable[..., list[tuple[Shape, Any]]]
 
 
-def _deviations(wide: Array, *centre: Array, shape: Shape) -> list[Array]:
-    del centre
-    return [jnp.zeros(shape, wide.dtype)] * 2
+class Static(NamedTuple):
+    """Holds the static arguments of a pass over x."""
+
+    spatial: int  # how many axes, the last, hold the values of one channel
+    arithmetic: Arithmetic
+    has_channels: bool = True  # or whether all values of an example are one channel
+    activation: Any = None  # without arrays of its own
+    dtype: Any = None  # of what `activated` returns, and of its cotangent
+    row: Any = None  # a `rows.Row`
+
+    def flat(self, shape: Shape) -> Shape:
+        """Returns `(*mapped, channels, values)`, the shape to calculate in."""
+        axis = len(shape) - self.spatial
+        channels = () if self.has_channels else (1,)
+        return (*shape[:axis], *channels, math.prod(shape[axis:]))
+
+
+def new_primitive(
+    name: str,
+    compute: Compute,
+    shapes: Shapes,
+    full: Sequence[int],
+    *,
+    takes: Sequence[str] = (),
+    on_cpu: Compute | None = None,
+    invariant: Compute | None = None,
+    kernel: Callable[..., Compute | None] | None = None,
+) -> Primitive:
+    """Returns a primitive that computes `compute(*arrays, ...)`; it has a parameter `static`.
+
+    **Arguments:**
+
+    - `compute`: given flattened arrays; `on_cpu` instead of it on a CPU, where there is one,
+        and `invariant` on all platforms where `static.arithmetic` is device-invariant.
+    - `shapes`: gives shape and dtype of each result, for arrays that are not flattened.
+    - `full`: the arrays that an ensemble needs in full, where size 1 will do for the others.
+        All arrays have the same number of axes; a mapped one is put in front of them, and of
+        the parameter `shape`.
+    - `takes`: the fields of `static` that `compute` is given by keyword, beside the other
+        parameters.
+    - `kernel`: on a CUDA device, `kernel(implementation, partitioned, *arrays, ...)`, of
+        flattened arrays without their values, returns what to compute instead, or `None`.
+    """
+    primitive = Primitive(f"eqx_norm_{name}")
+    primitive.multiple_results = True
+
+    def lowered(
+        function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
+    ) -> Any:
+        if invariant and static.arithmetic.by_example:
+            function = invariant
+        flat = flattened(function, takes, [aval.shape for aval in context.avals_out])
+        lower = mlir.lower_fun(flat, multiple_results=True)
+        return lower(context, *arrays, static=static, **rest)
+
+    def lower(
+        function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
+    ) -> Any:
+        _refuse_kernels(static.arithmetic.implementation, kernel is not None)
+        return lowered(function, context, *arrays, static=static, **rest)
+
+    def lower_for_cuda(context: Any, *arrays: Any, static: Static, **rest: Any) -> Any:
+        implementation = static.arithmetic.implementation
+        # `jax.export` refuses kernels, unless it is told to trust them.
+        if implementation == "auto" and context.module_context.lowering_parameters.for_export:
+            implementation = "xla"
+        found = kernel and kernel(
+            implementation,
+            _is_partitioned(context),
+            *(jax.ShapeDtypeStruct(static.flat(a.shape), a.dtype) for a in context.avals_in),
+            **_flat_parameters(static, takes, rest),
+        )
+        with choice.quiet():
+            return lowered(found or compute, context, *arrays, static=static, **rest)
+
+    mlir.register_lowering(primitive, functools.partial(lower, compute))
+    mlir.register_lowering(primitive, functools.partial(lower, on_cpu or compute), "cpu")
+    mlir.register_lowering(primitive, lower_for_cuda, "cuda")
+
+    @functools.lru_cache
+    def compiled(**parameters: Any) -> Callable[..., Any]:
+        return jax.jit(functools.partial(primitive.bind, **parameters))
+
+    @primitive.def_impl
+    def _(*arrays: Array, **parameters: Any) -> Any:
+        # Under `jax.disable_jit` it would be this very rule again that is called.
+        with jax.disable_jit(False):
+            return compiled(**parameters)(*arrays)
+
+    @primitive.def_abstract_eval
+    def _(*arrays: Any, **parameters: Any) -> list[Any]:
+        if len({_varying(array) for array in arrays}) > 1:
+            raise TypeError(
+                f"{primitive} was given arrays that vary over different axes of a mesh, "
+                f"{', '.join(map(str, arrays))}: its derivatives would be wrong. Bind it by "
+                "primitives.bind, which aligns them."
+            )
+        return [_result(arrays, *result) for result in shapes(*arrays, **parameters)]
+
+    def batch(arrays: Any, axes: Any, **parameters: Any) -> tuple[Any, list[int]]:
+        size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
+        arrays = [
+            array[None] if axis is None else jnp.moveaxis(array, axis, 0)
+            for array, axis in zip(arrays, axes, strict=True)
+        ]
+        for i in full:
+            arrays[i] = jnp.broadcast_to(arrays[i], (size, *arrays[i].shape[1:]))
+        if parameters.get("shape") is not None:
+            parameters["shape"] = (size, *parameters["shape"])
+        results = primitive.bind(*arrays, **parameters)
+        return results, [0] * len(results)
+
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def flattened(compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]) -> Compute:
+    """Returns `compute` for arrays as the caller has them, with results of `shapes`."""
+
+    def call(*arrays: Array, static: Static, **parameters: Any) -> list[Array]:
+        flat = [array.reshape(static.flat(array.shape)) for array in arrays]
+        results = compute(*flat, **_flat_parameters(static, takes, parameters))
+        results = [results] if isinstance(results, jax.Array) else results
+        return [r.reshape(shape) for r, shape in zip(results, shapes, strict=True)]
+
+    return call
+
+
+def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:
+    """Returns the primitive's results for the arrays that there are, all of which vary over the
+    axes of a mesh over which any does.
+
+    As for JAX's own primitives: inside `shard_map`, the type of an array says whether it may
+    differ from device to device, and the transpose of "may differ from now on" is a sum over
+    the devices. An array which is made on the way, of zeros for example, has a type of its own.
+    """
+    given = [array for array in arrays if array is not None]
+    varying = [_varying(jax.typeof(array)) for array in given]
+    axes = frozenset[Any]().union(*varying)
+    aligned = [
+        array if own == axes else lax.pcast(array, tuple(axes - own), to="varying")
+        for array, own in zip(given, varying, strict=True)
+    ]
+    return primitive.bind(*aligned, **parameters)
+
+
+def like(array: Array, shape: Shape, dtype: Any) -> Any:
+    """Returns an abstract array of `shape` and `dtype`, varying over a mesh as `array` does."""
+    return _result([jax.typeof(array)], shape, dtype)
+
+
+def _flat_parameters(
+    static: Static, takes: Sequence[str], parameters: dict[str, Any]
+) -> dict[str, Any]:
+    taken = {name: getattr(static, name) for name in takes}
+    shape = parameters.get("shape")
+    flat = {} if shape is None else {"shape": static.flat(shape)}
+    return {**parameters, **taken, **flat}
+
+
+def _varying(aval: Any) -> frozenset[Any]:
+    return aval.manual_axis_type.varying
+
+
+def _result(arrays: Sequence[Any], shape: Shape, dtype: Any) -> Any:
+    """Returns an abstract result. It varies over the mesh as the operands do; on a mesh with
+    explicit axes it is where an operand of its shape is, and sums are nowhere in particular."""
+    alike = [array.sharding for array in arrays if array.shape == shape]
+    unsharded = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
+    return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
+    if has_kernel and implementation not in ("auto", "xla"):
+        raise ValueError(
+            f"implementation={implementation!r} is for CUDA devices, and this program is "
+            "compiled for another. implementation='auto' takes the kernel where it serves and "
+            "XLA elsewhere."
+        )
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Returns whether XLA will split the program over devices: not so on one device, nor
+    inside `shard_map`."""
+    axes = context.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return frozenset(axes.manual_axes) != frozenset(axes.mesh.axis_names)
+    return (getattr(axes, "num_devices", None) or 1) > 1
+
+
+# --- What the passes compute, beside the formulas.
 
 
 def _activated(
@@ -56,14 +254,11 @@ def _activated(
     return reference.activated(activation, bias, scale, *centre).astype(dtype)
 
 
-def _activation_jvp(*arrays: Array, activation: Any) -> Array:
-    return reference.activation_jvp(activation, *arrays)
-
-
 def _activation_jvp_elsewhere(
     g: Array, bias: Array, scale: Array, x: Array, *rest: Array, activation: Any
 ) -> Array:
-    """Returns `_activation_jvp` for a GPU, where XLA writes out a mask that two passes need.
+    """Returns `reference.activation_jvp`, but where XLA for a GPU would write out a mask that
+    two passes need.
 
     Where nothing but columns is summed, that costs 2.5 times reading x in bfloat16; as a
     product the derivative of a ReLU is computed again. (Between convolutions the product costs
@@ -71,7 +266,7 @@ def _activation_jvp_elsewhere(
     """
     if activation is jax.nn.relu and x.shape[-1] == 1:
         return g * jnp.sign(reference.activated(activation, bias, scale, x, *rest))
-    return reference.activation_jvp(activation, g, bias, scale, x, *rest)
+    return reference.activation_jvp(g, bias, scale, x, *rest, activation=activation)
 
 
 def _activated_jvp(
@@ -79,7 +274,7 @@ def _activated_jvp(
 ) -> Array:
     _, _, x, mean, mean_rest, *_ = inner
     tangent = reference.affine(dbias, dscale, x, mean, mean_rest) + du
-    return reference.activation_jvp(activation, tangent, *inner).astype(dtype)
+    return reference.activation_jvp(tangent, *inner, activation=activation).astype(dtype)
 
 
 def _activated_vjp(
@@ -89,45 +284,14 @@ def _activated_vjp(
     *centre: Array,
     activation: Any,
     shape: Shape,
-    total: totals.Total = totals.plain,
-    activation_jvp: Callable[..., Array] = _activation_jvp,
+    total: reference.Total = reference.plain,
+    activation_jvp: Callable[..., Array] = reference.activation_jvp,
 ) -> list[Array]:
     g = activation_jvp(g.astype(bias.dtype), bias, scale, *centre, activation=activation)
     return [*reference.sums(g, *centre, shape=shape, total=total), g]
 
 
-# --- Where no number of devices changes a bit.
-
-
-def _statistics_of_examples(x: Array, mask: Array | None = None) -> Any:
-    if x.shape[-3] == x.shape[-1] == 1:
-        count, *moments = _statistics_of_one(x, mask)
-    else:
-        count, *moments = reference.statistics(x, mask, total=invariant.total)
-    # A constant, XLA would divide by in other ways than by the counts of other devices.
-    return jnp.where(jnp.isnan(moments[0]), 1, count), *moments
-
-
-def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
-    """Returns the statistics of one value each, without the passes that find them."""
-    x = reference.counted(x.astype(reference.compute_dtype(x.dtype)), mask)
-    count = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape)
-    nothing = x - x  # or NaN, as it would be
-    vectors = count.astype(x.dtype), x + nothing, nothing, nothing
-    return tuple(vector[..., 0, :, 0] for vector in vectors)
-
-
-def _of_sums(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `compute`, rounded; of the sums that it is given first, -0 is 0, as it is where
-    several devices have added 0 to it."""
-
-    def call(sums: Array, *arrays: Array, **parameters: Any) -> Any:
-        return compute(jnp.where(sums == 0, 0, sums), *arrays, **parameters)
-
-    return invariant.rounded(call)
-
-
-# --- The primitives.
+# --- The passes.
 
 
 def _vectors(x: Any, *mask: Any, static: Static) -> list[tuple[Shape, Any]]:
@@ -141,13 +305,13 @@ STATISTICS = new_primitive(
     reference.statistics,
     _vectors,
     full=[0],
-    on_cpu=functools.partial(reference.statistics, total=totals.by_tree),
-    invariant=invariant.rounded(_statistics_of_examples),
+    on_cpu=functools.partial(reference.statistics, total=reference.by_tree),
+    invariant=invariant.statistics,
     kernel=choice.of_statistics,
 )
 DEVIATIONS = new_primitive(
     "deviations",
-    _deviations,
+    lambda wide, *_, shape: [jnp.zeros(shape, wide.dtype)] * 2,
     lambda wide, *_, static, shape: [(shape, wide.dtype)] * 2,
     full=[0, 1],
 )
@@ -156,7 +320,7 @@ SUMS = new_primitive(
     reference.sums,
     lambda g, *_, static, shape: [(shape, g.dtype)] * 2,
     full=[0, 1],
-    on_cpu=functools.partial(reference.sums, total=totals.by_tree),
+    on_cpu=functools.partial(reference.sums, total=reference.by_tree),
     invariant=invariant.rounded(functools.partial(reference.sums, total=invariant.total)),
 )
 AFFINE = new_primitive(
@@ -164,7 +328,7 @@ AFFINE = new_primitive(
     reference.affine,
     lambda bias, scale, x, *_, static: [(x.shape, bias.dtype)],
     full=[2],
-    invariant=_of_sums(reference.affine),
+    invariant=invariant.of_sums(reference.affine),
 )
 ACTIVATED = new_primitive(
     "activated",
@@ -180,8 +344,8 @@ ACTIVATION_JVP = new_primitive(
     lambda g, *_, static: [(g.shape, g.dtype)],
     full=[0, 3],
     takes=["activation"],
-    on_cpu=_activation_jvp,
-    invariant=invariant.rounded(_activation_jvp),
+    on_cpu=reference.activation_jvp,
+    invariant=invariant.rounded(reference.activation_jvp),
 )
 ACTIVATED_JVP = new_primitive(
     "activated_jvp",
@@ -189,7 +353,7 @@ ACTIVATED_JVP = new_primitive(
     lambda dbias, dscale, du, *_, static: [(du.shape, static.dtype)],
     full=[2, 5],
     takes=["activation", "dtype"],
-    invariant=_of_sums(_activated_jvp),
+    invariant=invariant.of_sums(_activated_jvp),
 )
 ACTIVATED_VJP = new_primitive(
     "activated_vjp",
@@ -197,7 +361,7 @@ ACTIVATED_VJP = new_primitive(
     lambda g, bias, *_, static, shape: [*[(shape, bias.dtype)] * 2, (g.shape, bias.dtype)],
     full=[0, 3],
     takes=["activation"],
-    on_cpu=functools.partial(_activated_vjp, total=totals.by_tree),
+    on_cpu=functools.partial(_activated_vjp, total=reference.by_tree),
     invariant=invariant.rounded(functools.partial(_activated_vjp, total=invariant.total)),
     kernel=choice.of_activated_vjp,
 )

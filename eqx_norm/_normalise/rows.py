@@ -1,12 +1,11 @@
-"""A row normalised by its own moments, as one operation: what LayerNorm is.
+"""Normalises a row by its own moments, as one operation: what LayerNorm is.
 
     rows(x, weight, bias)          y, and mean, m2, mean_rest
     rows_jvp(x', w', b'; ...)      the tangent of y               linear in x', w' and b'
     rows_vjp(g; ...)               the cotangents of x, w and b   linear in g
 
-They compute what `Values` computes, its moments and then what they normalise, and their
-derivatives are derived from its: `rows_jvp` and `rows_vjp` are each other's transpose, and all
-higher orders remain. Nothing stands between the halves but a square root; so, as one, a kernel
+They compute what `Values` computes, and their derivatives are derived from its: `rows_jvp` and
+`rows_vjp` are each other's transpose, and all higher orders remain. As one operation, a kernel
 can hold a row in its registers and read it once each way, where two passes read it twice.
 
 Flattened, arrays are `(*mapped, 1, values)`; of weight and bias, the mapped axes have size 1
@@ -27,13 +26,13 @@ from eqx_norm.strategies import Moments
 from . import elementwise
 from .arithmetic import Arithmetic, Implementation
 from .gpu import choice
-from .new_primitive import Shape, Static, bind, flattened, like, new_primitive
+from .primitives import Compute, Shape, Shapes, Static, bind, flattened, like, new_primitive
 from .reference import Activation, compute_dtype
 from .values import Values
 
 
 class Row(NamedTuple):
-    """How a row is normalised."""
+    """Holds how a row is normalised."""
 
     eps: float
     activation: Activation | None  # without arrays of its own
@@ -157,13 +156,15 @@ ROWS_VJP = new_primitive(
 )
 
 
-def composed_jvp(*arrays: Array, **parameters: Any) -> Any:
-    """Returns what `ROWS_JVP` does, by what it is composed of, to be differentiated."""
-    shapes = [shape for shape, _ in _jvp_shapes(*arrays, **parameters)]
-    return flattened(_rows_jvp, ["row"], shapes)(*arrays, **parameters)
+def _composed(compute: Compute, shapes: Shapes) -> Compute:
+    """Returns what a primitive computes for arrays as they are, to be differentiated."""
+
+    def call(*arrays: Array, **parameters: Any) -> Any:
+        results = [shape for shape, _ in shapes(*arrays, **parameters)]
+        return flattened(compute, ["row"], results)(*arrays, **parameters)
+
+    return call
 
 
-def composed_vjp(*arrays: Array, **parameters: Any) -> Any:
-    """Returns what `ROWS_VJP` does, by what it is composed of, to be differentiated."""
-    shapes = [shape for shape, _ in _vjp_shapes(*arrays, **parameters)]
-    return flattened(_rows_vjp, ["row"], shapes)(*arrays, **parameters)
+composed_jvp = _composed(_rows_jvp, _jvp_shapes)
+composed_vjp = _composed(_rows_vjp, _vjp_shapes)

@@ -1,7 +1,6 @@
-"""`Values`: an example's values, given once; their moments, and how they are normalised.
+"""Defines `Values`: an example's values, given once, whose moments are taken and normalised by.
 
-Both halves work on one example, `(channels, *spatial)`, under a `vmap` that binds the axis
-name. Between them stands a strategy. The derivative of both is that of `SUMS` and `AFFINE`:
+Between the two halves stands a strategy. The derivative of both is that of `SUMS` and `AFFINE`:
 
 - moments: d mean = sum(dx) / n and d m2 = 2 sum(dx (x - mean)): one `SUMS`. Moments are
   polynomials of degree 2, so around a mean that does not move, D = sum(x - mean) and
@@ -10,13 +9,13 @@ name. Between them stands a strategy. The derivative of both is that of `SUMS` a
   du = scale dx + affine(dbias - scale dmean, dscale; x, mean): one `AFFINE`.
 
 Transposed, the backward pass of both is two sums in one pass over x and dy, then vectors, then
-one pass for dx. What lies between, a strategy and the square root, is ordinary JAX on vectors,
-and differentiated as such: any strategy costs what the plainest does. For the backward pass x
-is kept as it was given, and vectors. The derivative of the activation is computed again.
+one pass for dx. A strategy and the square root are ordinary JAX on vectors: any strategy costs
+what the plainest does.
 """
 
 import functools
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -27,14 +26,13 @@ from jaxtyping import Array, Bool, Inexact
 from eqx_norm.strategies import Moments
 
 from . import elementwise, reference
-from .arithmetic import Arithmetic, AxisName, BatchImplementation, arithmetic
-from .new_primitive import Static, bind
-from .primitives import ACTIVATED, DEVIATIONS
+from .arithmetic import Arithmetic, AxisName, BatchImplementation, arithmetic, split_names
+from .primitives import ACTIVATED, DEVIATIONS, STATISTICS, Static, bind
 from .reference import Activation, compute_dtype
 
 
 class Values:
-    """The values of one example, of which a layer takes moments and which it normalises.
+    """Holds the values of one example, of which a layer takes moments and which it normalises.
 
     **Arguments:**
 
@@ -93,9 +91,16 @@ class Values:
             parts = self._parts.moments()
             mean, mean_rest = _whole(parts.mean), _whole(parts.mean_rest)
             return Moments(parts.count, mean, jnp.add(*jnp.split(parts.m2, 2)), mean_rest)
-        static, x = self._static, lax.stop_gradient(self.x)
-        moments = self.arithmetic.statistics(x, self._mask, self.axis_name, static)
-        return self.differentiable(moments)
+        arrays = [lax.stop_gradient(self.x), self._mask]
+        arrays = [array[None] for array in arrays if array is not None]
+        vmapped, mesh = split_names(self.axis_name)
+        if not self.arithmetic.by_example:
+            # Gathered over a mapped axis, an array is just not mapped any more: nothing moves.
+            for name in vmapped:
+                arrays = [_gather(array, name, tiled=True) for array in arrays]
+        count, mean, m2, mean_rest = bind(STATISTICS, *arrays, static=self._static)
+        moments = Moments(count, mean, m2, mean_rest)
+        return self.differentiable(self.arithmetic.merged(moments, vmapped, mesh, _gather))
 
     def differentiable(self, moments: Moments) -> Moments:
         """Returns the moments, which are those of these values, as functions of them."""
@@ -205,6 +210,21 @@ class Values:
         variance = jnp.concatenate([used.variance] * 2)
         parts = Moments.of(_parts(used.mean), variance, _parts(used.mean_rest))
         return _whole(self._parts.normalise(parts, eps=eps)).reshape(self.x.shape)
+
+
+def _gather(array: Array, name: Hashable, *, tiled: bool = False) -> Array:
+    # One name at a time: all_gather takes no tuple of vmapped names.
+    try:
+        return lax.all_gather(array, name, tiled=tiled)
+    except (AssertionError, ValueError) as error:
+        # Seen with jax 0.10.2 and 0.12.0.1, where any collective over a vmapped axis fails.
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                f"JAX refuses collectives over the vmapped axis {name!r} inside a shard_map "
+                "that checks varying manual axes. Write "
+                "jax.shard_map(..., check_vma=False) around this layer."
+            ) from error
+        raise
 
 
 def _parts(x: Array) -> Array:

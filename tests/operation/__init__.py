@@ -1,1 +1,1 @@
-"""Tests of the operation: `eqx_norm/_normalise`."""
+"""Tests the operation, `eqx_norm/_normalise`."""

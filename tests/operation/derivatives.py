@@ -1,4 +1,4 @@
-"""What tests of derivatives share: the written-out formula, and ways to differentiate it."""
+"""Writes out the formula of BatchNorm, and ways to differentiate it."""
 
 import functools
 from typing import Any
@@ -30,13 +30,13 @@ MEAN, VARIANCE = np.array([0.5, 1.0]), np.array([2.0, 0.7])
 
 
 def arrays(dtype: Any = np.float64):
-    """weight, bias, x, and a direction of each."""
+    """Returns weight, bias and x, and a direction of each."""
     primals, tangents = ((*v, x) for v, x in ((VECTORS, X), (D_VECTORS, DX)))
     return tuple(tuple(jnp.asarray(a, dtype) for a in side) for side in (primals, tangents))
 
 
 def ours(approach, activation, run=over_batch):
-    """weight, bias, x -> y."""
+    """Returns the layer as a function of weight, bias and x."""
     layer, state = make(C, "batch", approach=approach, momentum=MOMENTUM, activation=activation)
     memory = jax.tree.leaves(state.get(layer.memory_index))[0].dtype
     running = Running(*(jnp.asarray(a, memory) for a in (MEAN, VARIANCE, SEEN)))
@@ -127,7 +127,7 @@ def gradient_of_slope(f, primals, tangents):
 
 
 def gradient_of_gradient(f, primals, tangents):
-    """The gradient penalty of adversarial training."""
+    """Returns the gradient of a gradient penalty, as adversarial training has it."""
     inner = jax.grad(loss_of(f), 2)
     return jax.grad(lambda *p: jnp.sum(inner(*p) ** 2), EVERY)(*primals)
 
@@ -142,7 +142,7 @@ def ensemble_of_gradients(f, primals, tangents):
 
 
 def gradient_of_ensemble(f, primals, tangents):
-    """All members share the vectors, so that their gradients are summed."""
+    """Shares the vectors among all members, so that their gradients are summed."""
     x, dx = primals[2], tangents[2]
     together = jax.vmap(loss_of(f), in_axes=(None, None, 0))
     stacked = jnp.stack([x, x + dx, 2 * x])
@@ -157,7 +157,7 @@ compiled = functools.partial(jit, static_argnums=0)
 
 
 def assert_agree(transforms, f, right, primals, tangents, **tolerance):
-    """All transforms of one function are one program."""
+    """Compares all transforms of one function, which are one program."""
 
     @compiled
     def derive(f, primals, tangents):

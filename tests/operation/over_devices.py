@@ -1,4 +1,4 @@
-"""Training steps over 1, 2, 4 and 8 devices, fingerprinted.
+"""Fingerprints training steps over 1, 2, 4 and 8 devices.
 
 `python -m tests.operation.over_devices` is a program of its own, because the number of CPU
 devices is fixed when JAX starts. It prints, as JSON, for each case and quantity the fingerprint
@@ -123,7 +123,7 @@ def arguments(case: Case, seed: int) -> tuple[Any, ...]:
 def fingerprints(
     case: Case, implementation: str, ways: Any = WAYS
 ) -> dict[str, dict[str, str]]:
-    """Of each quantity, by the way that it was calculated, of one step for each seed."""
+    """Returns those of each quantity by the way of calculating it, one step a seed."""
     hashes = {quantity: {way: hashlib.sha256() for way in ways} for quantity in QUANTITIES}
     for way, program in programs(case, implementation, ways).items():
         _, state = make(case.shape[1], "batch", approach=case.approach)

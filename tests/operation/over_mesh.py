@@ -1,4 +1,4 @@
-"""Derivatives inside and outside of `jax.shard_map`, against one device.
+"""Compares derivatives inside and outside of `jax.shard_map` with those of one device.
 
 `python -m tests.operation.over_mesh` is a program of its own, because the number of CPU devices
 is fixed when JAX starts. It prints, as JSON, the largest error of each case and transformation,
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm import LayerNorm
 from eqx_norm._normalise import primitives
 from eqx_norm._normalise.arithmetic import Arithmetic
-from eqx_norm._normalise.new_primitive import Static, bind
+from eqx_norm._normalise.primitives import Static, bind
 from tests.helpers import f32, make
 
 DEVICES = 8
@@ -34,12 +34,16 @@ compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimizatio
 
 
 class Case(NamedTuple):
-    """`f` is called on all examples, or inside `shard_map` on those of one device."""
+    """Holds a function to call on all examples, or inside `shard_map` on those of a device."""
 
     f: Callable[..., Any]
     arrays: tuple[jax.Array, ...]
-    specs: tuple[P, ...]
     out: P = SPLIT  # WHOLE where `f` sums over examples, and so over devices
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """Returns that examples are split over devices, and vectors the same on all."""
+        return tuple(SPLIT if array.shape[:1] == (N,) else WHOLE for array in self.arrays)
 
 
 def normal(*shape: int) -> jax.Array:
@@ -51,49 +55,35 @@ def silu_and_more(u: jax.Array) -> jax.Array:
 
 
 def of_primitives() -> dict[str, Case]:
-    """Each pass over x, in all its operands. The vectors are the same on all devices."""
+    """Returns each pass over x, in all its operands; vectors are the same on all devices."""
     full, column = (N, C, L), (1, C, 1)
     g, x = normal(*full), normal(*full)
     mean, rest, a, b, da, db = (normal(*column) for _ in range(6))
     static = Static(1, Arithmetic(), activation=silu_and_more, dtype=jnp.dtype("float32"))
-    inner, inner_specs = (a, b, x, mean, rest), (WHOLE, WHOLE, SPLIT, WHOLE, WHOLE)
+    inner = a, b, x, mean, rest
 
     def of(primitive: Any, **parameters: Any) -> Callable[..., Any]:
         return lambda *arrays: bind(primitive, *arrays, static=static, **parameters)
 
     sums, vjp = (of(p, shape=column) for p in (primitives.SUMS, primitives.ACTIVATED_VJP))
     return {
-        "sums": Case(sums, (g, x, mean, rest), (SPLIT, SPLIT, WHOLE, WHOLE), WHOLE),
-        "affine": Case(of(primitives.AFFINE), inner, inner_specs),
+        "sums": Case(sums, (g, x, mean, rest), WHOLE),
+        "affine": Case(of(primitives.AFFINE), inner),
         "activated": Case(
-            lambda a, b, x, *mean: of(primitives.ACTIVATED)(a, b, x, x, *mean),
-            inner,
-            inner_specs,
+            lambda a, b, x, *mean: of(primitives.ACTIVATED)(a, b, x, x, *mean), inner
         ),
-        "activation_jvp": Case(
-            of(primitives.ACTIVATION_JVP), (g, *inner), (SPLIT, *inner_specs)
-        ),
-        "activated_jvp": Case(
-            of(primitives.ACTIVATED_JVP),
-            (da, db, g, *inner),
-            (WHOLE, WHOLE, SPLIT, *inner_specs),
-        ),
-        "activated_vjp, sums": Case(
-            lambda *arrays: vjp(*arrays)[:2], (g, *inner), (SPLIT, *inner_specs), WHOLE
-        ),
-        "activated_vjp": Case(
-            lambda *arrays: vjp(*arrays)[2], (g, *inner), (SPLIT, *inner_specs)
-        ),
+        "activation_jvp": Case(of(primitives.ACTIVATION_JVP), (g, *inner)),
+        "activated_jvp": Case(of(primitives.ACTIVATED_JVP), (da, db, g, *inner)),
+        "activated_vjp, sums": Case(lambda *arrays: vjp(*arrays)[:2], (g, *inner), WHOLE),
+        "activated_vjp": Case(lambda *arrays: vjp(*arrays)[2], (g, *inner)),
         "recompute_barrier": Case(
-            lambda x, mean: [x * primitives.RECOMPUTE_BARRIER.bind(mean)[0]],
-            (x, mean),
-            (SPLIT, WHOLE),
+            lambda x, mean: [x * primitives.RECOMPUTE_BARRIER.bind(mean)[0]], (x, mean)
         ),
     }
 
 
 def of_layers() -> dict[str, Case]:
-    """The layers: x is split over devices, weight and bias are the same on all."""
+    """Returns layers: x is split over devices, weight and bias are the same on all."""
 
     def layer_norm(dtype: Any = jnp.float32, **how: Any) -> Case:
         layer = LayerNorm(5, **how)
@@ -105,7 +95,7 @@ def of_layers() -> dict[str, Case]:
             return jax.vmap(model)(x)
 
         moved = tuple(a + 0.1 * normal(*a.shape) for a in arrays)
-        return Case(f, (x, *moved), (SPLIT, *[WHOLE] * len(moved)))
+        return Case(f, (x, *moved))
 
     def batch_norm(dtype: Any = jnp.float32, mask: Any = None, **how: Any) -> Case:
         layer, state = make(C, "batch", approach="batch", inference=True, **how)
@@ -115,9 +105,7 @@ def of_layers() -> dict[str, Case]:
             model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
             return jax.vmap(lambda x: model(x, state, mask=mask)[0])(x)
 
-        return Case(
-            f, (normal(N, C, L).astype(dtype), normal(C), normal(C)), (SPLIT, WHOLE, WHOLE)
-        )
+        return Case(f, (normal(N, C, L).astype(dtype), normal(C), normal(C)))
 
     half = jnp.bfloat16
     return {
@@ -155,7 +143,7 @@ def directional(f: Callable[..., Any], arrays: Any, tangents: Any) -> Any:
 
 
 def transposed(f: Callable[..., Any], arrays: Any, tangents: Any) -> Any:
-    """The linear transpose of the derivative, at its own result."""
+    """Returns the linear transpose of the derivative, at its own result."""
     y, linear = jax.linearize(f, *arrays)
     del tangents
     return jax.linear_transpose(linear, *arrays)(y)

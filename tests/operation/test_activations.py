@@ -1,4 +1,4 @@
-"""An activation in the layer is as one after it, in its own derivatives as well."""
+"""Tests that an activation in the layer is as one after it, in its derivatives as well."""
 
 import functools
 from typing import Any, cast
@@ -24,44 +24,6 @@ class Scaled(eqx.Module):
 
     def __call__(self, u):
         return scaled(self.scale, u)
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [
-        eqx.nn.PReLU(0.25),
-        eqx.nn.PReLU(jnp.full((C, 1), 0.3)),
-        Scaled(jnp.array(1.3)),
-    ],
-    ids=["prelu", "prelu of channels", "module"],
-)
-def test_the_parameters_of_an_activation(activation):
-    inside, state = make(C, "batch", approach="batch", activation=activation)
-    plain, _ = make(C, "batch", approach="batch")
-    x = jnp.asarray(X, jnp.float32)
-
-    def loss(y):
-        return jnp.sum(jnp.sin(y) * COTANGENT.astype(np.float32))
-
-    @eqx.filter_jit
-    @eqx.filter_grad
-    def ours(model):
-        layer, x = model
-        return loss(over_batch(layer)(x, copy(state))[0])
-
-    @eqx.filter_jit
-    @eqx.filter_grad
-    def afterwards(model):
-        layer, activation, x = model
-        return loss(jax.vmap(activation)(over_batch(layer)(x, copy(state))[0]))
-
-    layer, dx = ours((inside, x))
-    right_layer, right_activation, right_dx = afterwards((plain, activation, x))
-    result = layer.activation, layer.weight, layer.bias, dx
-    right = right_activation, right_layer.weight, right_layer.bias, right_dx
-    assert jax.tree.leaves(layer.activation)
-    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("by_jit", [False, True], ids=["function", "jitted function"])
@@ -133,44 +95,65 @@ OTHERS = {
     "straight-through": straight_through,
     "straight-through of channels": lambda u: straight_through(jnp.cumsum(u, axis=0)),
 }
+# What is differentiated as well.
+MODULES = {
+    "prelu": eqx.nn.PReLU(0.25),
+    "prelu of channels": eqx.nn.PReLU(jnp.full((C, 1), 0.3)),
+    "module": Scaled(jnp.array(1.3)),
+}
 
 
-def as_float(activation):
-    return lambda u: activation(u).astype(u.dtype)
+class AsFloat(eqx.Module):
+    """Returns an activation's result in the dtype of its input, as a layer does."""
+
+    activation: Any
+
+    def __call__(self, u):
+        return self.activation(u).astype(u.dtype)
 
 
-@pytest.mark.parametrize("name", [*COUPLED, *OTHERS])
+# A product with a float64 constant is an error under strict promotion.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.x32 if "float64" in name else ())
+        for name in [*COUPLED, *OTHERS, *MODULES]
+    ],
+)
 def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
-    activation = (COUPLED | OTHERS)[name]
+    """Compares values, and gradients of x, weight, bias and its own parameters."""
+    activation = (COUPLED | OTHERS | MODULES)[name]
     mask = jnp.asarray(np.arange(X.shape[-1]) < 2)
-
-    def outputs(layer, row, afterwards, x):
-        def of_batch_norm(x):
-            y, _ = layer(x, copy(state), mask=mask)
-            return y if afterwards is None else jnp.where(mask, afterwards(y), 0)
-
-        y = jax.vmap(of_batch_norm, axis_name="batch")(x)
-        z = jax.vmap(row)(x)
-        return y, z if afterwards is None else jax.vmap(afterwards)(z)
 
     @eqx.filter_jit
     def gradient(layer, row, afterwards, x):
-        def loss(x):
-            out = outputs(layer, row, afterwards, x)
+        def loss(model):
+            layer, row, (of_layer, of_row), x = model
+
+            def of_batch_norm(x):
+                y, _ = layer(x, copy(state), mask=mask)
+                return y if of_layer is None else jnp.where(mask, of_layer(y), 0)
+
+            y, z = jax.vmap(of_batch_norm, axis_name="batch")(x), jax.vmap(row)(x)
+            out = y, z if of_row is None else jax.vmap(of_row)(z)
             dy = COTANGENT.astype(np.float32)
             return sum(jnp.sum(jnp.sin(y) * dy) for y in out), out
 
-        return jax.grad(loss, has_aux=True)(x)
+        return eqx.filter_grad(loss, has_aux=True)((layer, row, afterwards, x))
 
     with jax.enable_x64("float64" in name):
         x = jnp.asarray(X, jnp.float32)
         plain, state = make(C, "batch", approach="batch")
         fused, _ = make(C, "batch", approach="batch", activation=activation)
-        rows = (LayerNorm(X.shape[1:], activation=f) for f in (activation, None))
-        ours = gradient(fused, next(rows), None, x)
-        right = gradient(plain, next(rows), as_float(activation), x)
+        row, plain_row = (LayerNorm(X.shape[1:], activation=f) for f in (activation, None))
+        ours, out = gradient(fused, row, (None, None), x)
+        right, right_out = gradient(plain, plain_row, (AsFloat(activation),) * 2, x)
     if name == "relu":
-        assert bits(ours[1]) == bits(right[1])
+        assert bits(out) == bits(right_out)
+    (layer, row, _, dx), (plain, plain_row, own, right_dx) = ours, right
+    vectors = [(f.weight, f.bias) for f in (layer, row, plain, plain_row)]
+    ours = out, dx, vectors[:2], layer.activation, row.activation
+    right = right_out, right_dx, vectors[2:], *own
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True):
         # A number next to a boundary may be rounded to either side.
         tolerance = 1e-2 if name == "bfloat16" else 1e-5
@@ -178,12 +161,13 @@ def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
 
 
 def test_numpy_s_functions_are_refused_at_once():
-    """A second `jax.jit(numpy.tanh)` ends the process."""
+    """Guards from a second `jax.jit(numpy.tanh)`, which ends the process."""
     for layer in (LayerNorm, functools.partial(BatchNorm, axis_name="batch", approach="batch")):
         with pytest.raises(ValueError, match=r"activation=<ufunc 'tanh'>.*jax\.numpy\.tanh"):
             layer(3, activation=cast(Any, np.tanh))
 
 
+@pytest.mark.x32  # where float64 becomes float32
 def test_one_example_of_numpy_s_float64():
     layer, state = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
     y, _ = layer(X[0], state)

@@ -1,4 +1,4 @@
-"""`implementation="device_invariant"`: the same bits on any number of devices."""
+"""Tests that `implementation="device_invariant"` gives one result on any number of devices."""
 
 import json
 import operator
@@ -37,7 +37,7 @@ def test_same_bits_on_1_2_4_and_8_devices(found, name, quantity):
 
 
 def test_the_normal_mode_does_not_promise_it(found):
-    """Or the tests above would pass for other reasons."""
+    """Guards the tests above, which might pass for other reasons."""
     ways = found["of the normal mode"]
     assert any(len(set(ways[quantity].values())) > 1 for quantity in ("y", "dx", "memory"))
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_promised_is_an_error(arguments, x, words):
 
 
 def test_other_derivatives_are_right():
-    """Of forward mode and of higher orders only the bits are not promised."""
+    """Tests forward mode and a higher order, of which no bits are promised."""
     x, dx = np.random.default_rng(0).standard_normal((2, 8, 3, 4)).astype(np.float32)
 
     def hessian_of(implementation):

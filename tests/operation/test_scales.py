@@ -1,4 +1,4 @@
-"""Gradients of values of any scale, and with any eps, against extended precision."""
+"""Compares gradients at any scale, and with any eps, with extended precision."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ COTANGENT = (UNIT + RANDOM.standard_normal(UNIT.shape)).astype(np.float32)
 
 
 def exact(eps):
-    """y, dx, dweight and rstd of each channel, a row each, in extended precision."""
+    """Returns y, dx, dweight and rstd of each channel, a row each, in extended precision."""
     x, dy = CHANNELS.astype(np.longdouble), COTANGENT.astype(np.longdouble)
     centred = x - x.mean(1, keepdims=True)
     rstd = 1 / np.sqrt((centred**2).mean(1, keepdims=True) + np.longdouble(np.float32(eps)))
@@ -66,7 +66,7 @@ def test_layer_norm(eps):
 
 
 def test_the_second_derivative_of_a_large_variance():
-    """A quotient by the variance would be 0, and so would the rest of the product."""
+    """Fails if a quotient by the variance is 0, and with it the rest of the product."""
     _, state = make(1, "batch", approach="batch")
     layer, _ = make(1, "batch", approach="batch", channelwise_affine=False)
     x, dx, dy = (RANDOM.standard_normal((N, 1)) for _ in range(3))

@@ -1,4 +1,4 @@
-"""One batch over several devices: over a vmapped axis and a mesh axis, or a mesh axis alone.
+"""Tests a batch over several devices: a vmapped axis and a mesh's, or a mesh's alone.
 
 Runs in a process of its own, because the number of CPU devices is fixed when JAX starts.
 """
@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqx_norm._normalise.arithmetic import Arithmetic
-from eqx_norm._normalise.new_primitive import Static
-from eqx_norm._normalise.primitives import AFFINE
+from eqx_norm._normalise.primitives import AFFINE, Static
 from tests.compiling import XLA_FLAGS
 from tests.processes import on_devices
 
@@ -74,7 +73,7 @@ def errors():
 
 @pytest.mark.parametrize("name", over_mesh.CASES)
 def test_derivatives_are_those_of_one_device_where_jax_checks_what_varies(errors, name):
-    """With `check_vma=True`, which is the default, in and around the `shard_map`."""
+    """Tests `check_vma=True`, which is the default, in and around the `shard_map`."""
     assert {way for way in errors[name] if way.startswith("gradient, ")} == {
         "gradient, outside",
         "gradient, inside",

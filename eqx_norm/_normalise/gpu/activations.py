@@ -1,4 +1,4 @@
-"""Which activations a kernel can compute the derivative of, and in what terms.
+"""Tells which activations a kernel can compute the derivative of, and in what terms.
 
 All that they are made of is elementwise. (jax 0.10.2 and 0.12.0.1; the tests lower each.)
 """
@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._normalise.elementwise import CALLS, equations
+from eqx_norm._normalise.jaxprs import CALLS, equations, evaluated
 from eqx_norm._normalise.reference import Activation
 
 # What Triton knows of what activations and their derivatives are made of.
@@ -55,10 +54,10 @@ def _integer_pow(x: Array, *, y: int) -> Array:
 # wrong by in any case.
 _INSTEAD: dict[str, Callable[..., Any]] = {
     "add_any": lax.add,
-    "expm1": lambda x: lax.exp(x) - 1,
+    "expm1": lambda x, **_: lax.exp(x) - 1,
     "integer_pow": _integer_pow,
-    "log1p": lambda x: lax.log(1 + x),
-    "stop_gradient": lambda x: x,
+    "log1p": lambda x, **_: lax.log(1 + x),
+    "stop_gradient": lambda x, **_: x,
 }
 
 
@@ -71,30 +70,11 @@ def restated(function: Callable[..., Array]) -> Callable[..., Array]:
 
     def computed(*arrays: Array) -> Array:
         closed = jax.make_jaxpr(function)(*arrays)
-        (result,) = _computed(closed.jaxpr, closed.consts, arrays)
+        (result,) = evaluated(closed.jaxpr, closed.consts, arrays, _instead)
         return result
 
     return computed
 
 
-def _computed(jaxpr: Any, constants: Any, arrays: Any) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arrays], strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax.extend.core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        name, given = equation.primitive.name, [value(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if inner is not None:
-            results = _computed(
-                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given
-            )
-        elif name in _INSTEAD:
-            parameters = {"y": equation.params["y"]} if name == "integer_pow" else {}
-            results = [_INSTEAD[name](*given, **parameters)]
-        else:
-            result = equation.primitive.bind(*given, **equation.params)
-            results = result if equation.primitive.multiple_results else [result]
-        values |= zip(equation.outvars, results, strict=True)
-    return [value(atom) for atom in jaxpr.outvars]
+def _instead(equation: Any) -> Callable[..., Array] | None:
+    return _INSTEAD.get(equation.primitive.name)

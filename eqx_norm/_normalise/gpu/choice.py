@@ -62,7 +62,8 @@ def of_activated_vjp(
     ) -> list[Array]:
         del shape
         sums = backend.vjp_sums(activation, g, bias, *inner)
-        return [*sums, reference.activation_jvp(activation, g.astype(bias.dtype), bias, *inner)]
+        g = g.astype(bias.dtype)
+        return [*sums, reference.activation_jvp(g, bias, *inner, activation=activation)]
 
     return backend and activated_vjp
 
@@ -75,7 +76,7 @@ def of_rows(
         return None
     from . import triton_rows
 
-    return lambda *arrays, row: triton_rows.rows(row.activation, row.eps, *arrays)
+    return triton_rows.rows
 
 
 def of_rows_vjp(
@@ -96,11 +97,7 @@ def of_rows_vjp(
         return None
     from . import triton_rows
 
-    def rows_vjp(*arrays: Array, row: Any, learns: bool, shape: Any) -> list[Array]:
-        del shape
-        return triton_rows.rows_vjp(row.activation, row.eps, learns, *arrays)
-
-    return rows_vjp
+    return triton_rows.rows_vjp
 
 
 @contextlib.contextmanager

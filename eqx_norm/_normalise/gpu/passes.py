@@ -1,16 +1,12 @@
-"""The two passes that sum over x, as kernels for GPUs: each of them reads x once.
+"""Computes the two passes that sum over x as kernels for GPUs: each of them reads x once.
 
 `Backend.statistics` computes what `reference.statistics` does, and `Backend.vjp_sums` the sums
 of an activation's jvp. A program reads one slice of x (`tiling`, `tiles`) and keeps moments in
 its registers (`lanes`); if there are several slices, another kernel merges their results, in a
-fixed order. Nothing is added atomically, and everything is calculated in float32, whatever is
-read.
+fixed order, without atomics. Everything is calculated in float32, whatever is read.
 
 XLA, which can only add up, has to read x once for the mean and again for what deviates from
 it; and it reads x and g, or writes out the activation's jvp, twice if that is not cheap.
-
-How values get from memory to the registers is up to the backend: here, a kernel is a function
-of what reads and writes for a program of it.
 """
 
 import abc
@@ -203,7 +199,9 @@ def _statistics_kernel(masked: bool, program: Any) -> None:
 
 def _sums_kernel(activation: Activation | None, program: Any) -> None:
     mean, mean_rest, *affine = program.vectors()
-    derivative = program.restated(functools.partial(reference.activation_jvp, activation))
+    derivative = program.restated(
+        functools.partial(reference.activation_jvp, activation=activation)
+    )
 
     def step(totals: Totals, chunk: Any, places: Places) -> Totals:
         tiles = program.tiles(chunk, places)

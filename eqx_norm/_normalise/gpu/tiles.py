@@ -1,4 +1,4 @@
-"""Where a program finds its values: in columns, or in rows.
+"""Tells where a program finds its values: in columns, or in rows.
 
 Say x of 8 examples, 64 channels and 1 value. In columns it is (1, 8, 64); a tile might be
 4 x 32 of it, and is reduced along its first axis. LayerNorm's x of 1 channel and 768 values,

@@ -1,4 +1,4 @@
-"""How the work of a kernel is cut up, and when a kernel is worth its launch.
+"""Cuts up the work of a kernel, and tells when a kernel is worth its launch.
 
 An array is read either by *columns*, as (ensemble, rows, channels) with the channels side by
 side in memory, or by *rows*, as (rows, values) with the values of one channel side by side. A

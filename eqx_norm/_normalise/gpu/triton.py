@@ -1,4 +1,4 @@
-"""The kernels of `passes` by Pallas's Triton backend, from an A100 on.
+"""Runs the kernels of `passes` by Pallas's Triton backend, from an A100 on.
 
 It serves any shape: columns and rows, of any length, with or without a mask.
 

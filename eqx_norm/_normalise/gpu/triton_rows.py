@@ -1,7 +1,7 @@
-"""A row normalised by its own moments, as kernels for GPUs: each of them reads a row once.
+"""Normalises rows by their own moments with kernels for GPUs: each reads a row once.
 
-`rows` and `rows_vjp` compute what the primitives `rows.ROWS` and `rows.PULLED_ROWS` compute,
-for rows that the registers of one program hold. Forward, a program reads some rows, finds their
+`rows` and `rows_vjp` compute what the primitives `rows.ROWS` and `rows.ROWS_VJP` compute, for
+rows that the registers of one program hold. Forward, a program reads some rows, finds their
 moments as `reference.statistics` does, and writes them normalised. Backward, it goes through
 more of them, one after the other, and adds up what weight and bias get; another kernel merges
 those sums, in a fixed order.
@@ -18,7 +18,6 @@ from jax import lax
 from jaxtyping import Array
 
 from eqx_norm._normalise import reference
-from eqx_norm._normalise.reference import Activation
 
 from . import tiling
 from .lanes import Places, total, tree_sum, zeroed
@@ -26,18 +25,16 @@ from .tiles import Here, Rows
 from .triton import Triton, both, call, flat, load, pl, read, triton
 
 
-def rows(
-    activation: Activation | None, eps: float, x: Array, *affine: Array, interpret: bool = False
-) -> list[Array]:
+def rows(x: Array, *affine: Array, row: Any, interpret: bool = False) -> list[Array]:
     """Returns y; and mean, m2 and mean_rest of each row, in float32.
 
-    `affine` is weight and bias, or nothing.
+    `affine` is weight and bias, or nothing; `row` a `rows.Row`.
     """
     geometry = geometry_of(x, tiling.FORWARD)
     vector = (*x.shape[:-1], 1)
     shapes = [(geometry.view(x).shape, x.dtype), *[(geometry.partials, jnp.float32)] * 3]
     y, *vectors = call(
-        functools.partial(_rows_kernel, geometry, activation, eps),
+        functools.partial(_rows_kernel, geometry, row),
         [geometry.view(x), *(array.reshape(-1) for array in affine)],
         shapes,
         geometry.programs,
@@ -49,18 +46,19 @@ def rows(
 
 
 def rows_vjp(
-    activation: Activation | None,
-    eps: float,
-    learns: bool,
     g: Array,
     x: Array,
     *others: Array,
+    row: Any,
+    learns: bool,
+    shape: tuple[int, ...] | None = None,
     interpret: bool = False,
 ) -> list[Array]:
     """Returns the gradient of x, in its dtype; if it `learns`, of weight and bias, in float32.
 
     `others` are weight and bias, or neither; then mean, m2 and mean_rest.
     """
+    del shape  # that of weight and bias
     *affine, mean, m2, mean_rest = others
     geometry = geometry_of(x, tiling.LEARNING if learns else tiling.BACKWARD)
     repeats = tiling.repeated(geometry.programs) if learns else 1
@@ -69,7 +67,7 @@ def rows_vjp(
     if learns:
         shapes += [((1, programs, x.shape[-1]), jnp.float32)] * 2
     dx, *sums = call(
-        functools.partial(_rows_vjp_kernel, geometry, activation, eps, repeats, learns),
+        functools.partial(_rows_vjp_kernel, geometry, row, repeats, learns),
         [
             *(geometry.view(array) for array in (x, g)),
             *(array.reshape(-1) for array in affine),
@@ -95,9 +93,7 @@ def geometry_of(x: Any, held: int) -> Rows:
 # --- What a program does.
 
 
-def _rows_kernel(
-    geometry: Rows, activation: Activation | None, eps: float, x_ref: Any, *refs: Any
-) -> None:
+def _rows_kernel(geometry: Rows, row: Any, x_ref: Any, *refs: Any) -> None:
     affine_refs, y_ref, moment_refs = refs[:-4], refs[-4], refs[-3:]
     here = geometry.here(pl.program_id(0))
     places, n = _places(geometry, here), geometry.length
@@ -119,18 +115,17 @@ def _rows_kernel(
     for ref, vector in zip(moment_refs, (mean, m2, mean_rest), strict=True):
         triton.store(ref.at[here.partial], vector.reshape(-1), mask=flat(here.exists))
 
-    rstd = lax.rsqrt(m2 / n + eps)
+    rstd = lax.rsqrt(m2 / n + row.eps)
     for u, (tile, (weight, bias)) in enumerate(
         zip(x, _affine(geometry, here, affine_refs, places), strict=True)
     ):
-        y = reference.activated(activation, bias, rstd * weight, tile, mean, mean_rest)
+        y = reference.activated(row.activation, bias, rstd * weight, tile, mean, mean_rest)
         _store(geometry, here, y_ref, u, y, places)
 
 
 def _rows_vjp_kernel(
     geometry: Rows,
-    activation: Activation | None,
-    eps: float,
+    row: Any,
     repeats: int,
     learns: bool,
     x_ref: Any,
@@ -152,10 +147,12 @@ def _rows_vjp_kernel(
         mean, m2, mean_rest = (
             load(ref, (here.own, np.int32(0)), here.exists) for ref in moment_refs
         )
-        rstd = lax.rsqrt(m2 / n + eps)
-        if activation is not None:
+        rstd = lax.rsqrt(m2 / n + row.eps)
+        if row.activation is not None:
             g = [
-                reference.activation_jvp(activation, g, bias, rstd * weight, x, mean, mean_rest)
+                reference.activation_jvp(
+                    g, bias, rstd * weight, x, mean, mean_rest, activation=row.activation
+                )
                 for g, x, (weight, bias) in zip(g, x, affine, strict=True)
             ]
         # An activation may have no derivative where there is nothing.

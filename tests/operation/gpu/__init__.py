@@ -1,1 +1,1 @@
-"""The tests of the kernels for GPUs, on machines that have none."""
+"""Tests the kernels for GPUs, on machines that have none."""

@@ -1,4 +1,4 @@
-"""The backends of the operation's passes, and the bounds that all of them keep."""
+"""Lists the backends of the operation's passes, and holds them to their bounds."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_norm._normalise import reference, totals
+from eqx_norm._normalise import reference
 from eqx_norm._normalise.gpu import choice
 from eqx_norm._normalise.gpu.mosaic import Mosaic
 from eqx_norm._normalise.gpu.triton import Triton
@@ -43,14 +43,14 @@ class Xla:
         del x, mask, activation
 
     def statistics(self, x, mask=None):
-        return reference.statistics(x, mask, total=totals.by_tree)
+        return reference.statistics(x, mask, total=reference.by_tree)
 
     def vjp_sums(self, activation, g, a, b, x, mean, rest, mask=None):
         g = reference.counted(g.astype(mean.dtype), mask)
         if activation is not None:
             masks = () if mask is None else (mask,)
-            g = reference.activation_jvp(activation, g, a, b, x, mean, rest, *masks)
-        shape, total = mean.shape, totals.by_tree
+            g = reference.activation_jvp(g, a, b, x, mean, rest, *masks, activation=activation)
+        shape, total = mean.shape, reference.by_tree
         return reference.sums(g, x, mean, rest, mask, shape=shape, total=total)
 
 
@@ -112,7 +112,9 @@ def _summands(activation, g, a, b, x, mean, rest, mask):
     d = reference.counted(reference.centred(x, mean, rest), mask)
     if activation is None:
         return given, d, given
-    weighted = reference.activation_jvp(activation, g.astype(jnp.float32), a, b, x, mean, rest)
+    weighted = reference.activation_jvp(
+        g.astype(jnp.float32), a, b, x, mean, rest, activation=activation
+    )
     return reference.counted(weighted, mask), d, given
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests."""
+"""Defines fixtures of the kernels' tests."""
 
 import jax.numpy as jnp
 import pytest
@@ -22,7 +22,7 @@ def cut(request, monkeypatch):
 
 @pytest.fixture
 def _tree(monkeypatch):
-    """The interpreter would add the lanes one after the other, which Triton does not."""
+    """Adds lanes in a tree, as Triton does; the interpreter would add one after the other."""
 
     def total(values, axis):
         while (half := values.shape[axis] // 2) > 0:

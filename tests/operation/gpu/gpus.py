@@ -1,4 +1,4 @@
-"""GPUs that are not there, to lower programs for; imports no kernel."""
+"""Names GPUs that are not there, to lower programs for; imports no kernel."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Which program is compiled for a CUDA device, read on a machine that has none.
+"""Tests which program is compiled for a CUDA device, on a machine that has none.
 
 That the kernels compute the right thing, test_backends.py holds.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
-from tests.helpers import over_batch
+from tests.helpers import copy, over_batch
 from tests.processes import on_devices
 
 from .gpus import CORES, H200, HAS_MOSAIC, mesh
@@ -32,7 +32,7 @@ def lowered(f, *shaped, device=H200):
 
 
 def kernels(text):
-    """The kernels in it, but for those that merge the results of others."""
+    """Returns the kernels in it, but for those that merge the results of others."""
     if "__gpu$xla.gpu.triton" not in text:
         return set()
     names = (FORWARD, BACKWARD, ROWS, ROWS_VJP)
@@ -40,7 +40,7 @@ def kernels(text):
 
 
 def forward(shape, dtype=jnp.float32, axis_name="batch", **arguments):
-    """Of a whole layer; and its x."""
+    """Returns a whole layer, and its x."""
 
     def f(x):
         make = eqx.nn.make_with_state(BatchNorm)
@@ -70,22 +70,160 @@ def test_auto_takes_a_kernel_each_way(shape, dtype, device):
     assert kernels(text) == (set() if to_xla else {FORWARD, BACKWARD})
 
 
+def layer_norm(*shape, dtype=jnp.float32, **arguments):
+    """Returns a LayerNorm's forward and backward pass, and its arguments."""
+    layer = LayerNorm(shape[-1], **arguments)
+
+    def f(x, dy, layer=layer):
+        y, pull_back = jax.vjp(lambda layer, x: jax.vmap(layer)(x), layer, x)
+        return y, pull_back(dy)
+
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return f, x, x
+
+
+@each_device
+@each_dtype
+def test_layer_norm_reads_a_row_once_each_way(dtype, device):
+    text = lowered(*layer_norm(4096, 768, dtype=dtype, activation=jax.nn.gelu), device=device)
+    assert kernels(text) == {ROWS, ROWS_VJP}
+
+
+def masked():
+    layer, state = eqx.nn.make_with_state(BatchNorm)(1024, "batch", approach="batch")
+
+    def f(x, mask):
+        one = lambda x, mask: layer(x, copy(state), mask=mask)  # noqa: E731
+        return jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
+
+    return f, jax.ShapeDtypeStruct(DENSE, jnp.float32), jax.ShapeDtypeStruct(DENSE[:1], bool)
+
+
+def stacked(*shaped):
+    return [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shaped]
+
+
+def ensemble(f, *shaped):
+    return jax.vmap(f), *stacked(*shaped)
+
+
+def mapped(f, *shaped):
+    return lambda *arrays: jax.lax.map(lambda one: f(*one), arrays), *stacked(*shaped)
+
+
+def scanned(f, *shaped):
+    return lambda *arrays: jax.lax.scan(lambda c, _: (c, f(*c)), arrays, length=2)[1], *shaped
+
+
+def remat(f, *shaped):
+    return jax.checkpoint(f), *shaped
+
+
+def penalty(f, x):
+    def of_gradient(x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jax.tree.leaves(f(x))[0] ** 2))(x) ** 2)
+
+    return jax.grad(of_gradient), x
+
+
+def jvp(f, x):
+    return lambda x, dx: jax.jvp(f, (x,), (dx,)), x, x
+
+
+def exported(f, x):
+    """Checks in `jax.export`, which refuses custom calls that it cannot promise to keep."""
+
+    def text(x):
+        exported = jax.export.export(jax.jit(lambda x: f(x)[0]), platforms=("cuda", "cpu"))(x)
+        assert kernels(str(exported.mlir_module())) == set()
+        return x
+
+    return text, x
+
+
+def of_rows(**arguments):
+    """Returns a LayerNorm, forward alone, and its x."""
+    return jax.vmap(LayerNorm(768, **arguments)), jax.ShapeDtypeStruct((2048, 768), jnp.float32)
+
+
+def weights_of_members():
+    """Returns an ensemble with weights of its own for each member."""
+    f, x, dy = layer_norm(2048, 768)
+    layer = jax.tree.map(lambda v: jnp.stack([v] * 3), LayerNorm(768))
+    return jax.vmap(f), *stacked(x, dy), layer
+
+
+RELU, SILU, PRELU = jax.nn.relu, jax.nn.silu, eqx.nn.PReLU(0.25)
+TRITON = "pallas_triton"
+IMAGES = (64, 64, 32, 32)
+EACH_WAY, ROWS_EACH_WAY = {FORWARD, BACKWARD}, {ROWS, ROWS_VJP}
+CASES = {
+    "no activation": (lambda: both(DENSE), EACH_WAY),
+    "silu": (lambda: both(DENSE, activation=SILU), EACH_WAY),
+    "gelu": (lambda: both(DENSE, activation=jax.nn.gelu), EACH_WAY),
+    # XLA can fuse the derivative of what has arrays of its own into its sums.
+    "prelu": (lambda: both(DENSE, activation=PRELU), {FORWARD}),
+    "a mask": (masked, {FORWARD}),
+    "xla": (lambda: both(DENSE, implementation="xla"), set()),
+    "inference": (lambda: forward(DENSE, inference=True), set()),
+    "small": (lambda: both(SMALL), set()),
+    "small, asked for": (lambda: both(SMALL, implementation=TRITON), EACH_WAY),
+    "images, asked for": (lambda: both(IMAGES, implementation=TRITON), EACH_WAY),
+    "ensemble": (lambda: ensemble(*both(DENSE, activation=RELU)), EACH_WAY),
+    "scan": (lambda: scanned(*both(DENSE, activation=RELU)), EACH_WAY),
+    "map": (lambda: mapped(*both(DENSE, activation=RELU)), EACH_WAY),
+    "remat": (lambda: remat(*both(DENSE, activation=RELU)), EACH_WAY),
+    "second order": (lambda: penalty(*forward(DENSE, activation=SILU)), EACH_WAY),
+    "forward mode": (lambda: jvp(*forward(DENSE, activation=SILU)), {FORWARD}),
+    "exported": (lambda: exported(*forward(DENSE)), set()),
+    "rows, xla": (lambda: layer_norm(4096, 768, implementation="xla"), set()),
+    "rows, plain": (
+        lambda: layer_norm(4096, 768, use_weight=False, use_bias=False),
+        ROWS_EACH_WAY,
+    ),
+    "rows, weight": (lambda: layer_norm(4096, 768, use_bias=False), ROWS_EACH_WAY),
+    # What has arrays of its own is composed of the passes.
+    "rows, prelu": (lambda: layer_norm(4096, 768, activation=PRELU), {FORWARD}),
+    "rows that no program holds": (lambda: layer_norm(64, 20000), {FORWARD}),
+    "few rows": (lambda: layer_norm(64, 64), set()),
+    "few rows, asked for": (
+        lambda: layer_norm(64, 64, implementation=TRITON),
+        ROWS_EACH_WAY,
+    ),
+    "rows, remat": (lambda: remat(*layer_norm(2048, 768, activation=SILU)), ROWS_EACH_WAY),
+    "rows, map": (lambda: mapped(*layer_norm(2048, 768, activation=SILU)), ROWS_EACH_WAY),
+    "rows, second order": (lambda: penalty(*of_rows(activation=SILU)), ROWS_EACH_WAY),
+    "rows, forward mode": (lambda: jvp(*of_rows(activation=SILU)), {ROWS}),
+    "rows, weights of members": (weights_of_members, {FORWARD}),
+}
+
+
+@pytest.mark.parametrize(("program", "found"), CASES.values(), ids=CASES)
+def test_which_kernels_are_taken(program, found):
+    assert kernels(lowered(*program())) == found
+
+
 @pytest.mark.parametrize(
-    "activation", [None, jax.nn.silu, jax.nn.gelu], ids=["none", "silu", "gelu"]
+    "program",
+    [
+        lambda: forward(SMALL, implementation=TRITON),
+        lambda: layer_norm(64, 64, implementation=TRITON),
+    ],
+    ids=["BatchNorm", "LayerNorm"],
 )
-def test_with_other_activations(activation):
-    text = lowered(*both(DENSE, activation=activation))
-    assert kernels(text) == {FORWARD, BACKWARD}
+def test_a_kernel_is_for_cuda(program):
+    f, *shaped = program()
+    with pytest.raises(ValueError, match="implementation='pallas_triton' is for CUDA devices"):
+        jax.jit(f).lower(*shaped)
 
 
-def test_xla_takes_none():
-    assert kernels(lowered(*both(DENSE, implementation="xla"))) == set()
-
-
-def test_what_is_small_is_left_to_xla_unless_asked_for():
-    assert kernels(lowered(*both(SMALL))) == set()
-    text = lowered(*both(SMALL, implementation="pallas_triton"))
-    assert kernels(text) == {FORWARD, BACKWARD}
+def test_a_dtype_that_no_kernel_takes():
+    with jax.enable_x64(True):
+        f, *shaped = both(DENSE, jnp.float64)
+        assert kernels(lowered(f, *shaped)) == set()
+        f, *shaped = both(DENSE, jnp.float64, implementation=TRITON)
+        with pytest.raises(ValueError, match=r"cannot serve x of shape .*float64.*'auto'"):
+            lowered(f, *shaped)
 
 
 has_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="jax 0.12's Mosaic")
@@ -120,141 +258,9 @@ def test_mosaic_with_a_jax_that_has_no_such_thing():
         lowered(*both((8192, 1024), jnp.bfloat16, implementation="pallas_mosaic"))
 
 
-def test_images_of_float32_if_asked_for():
-    text = lowered(*both((64, 64, 32, 32), implementation="pallas_triton"))
-    assert kernels(text) == {FORWARD, BACKWARD}
-
-
-def test_an_activation_with_arrays_leaves_the_sums_to_xla():
-    """XLA can fuse its derivative into them."""
-    assert kernels(lowered(*both(DENSE, activation=eqx.nn.PReLU(0.25)))) == {FORWARD}
-
-
-def test_inference_takes_none():
-    assert kernels(lowered(*forward(DENSE, inference=True))) == set()
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: jax.vmap(f),
-        lambda f: lambda x, dy: jax.lax.scan(lambda c, _: (c, f(*c)), (x, dy), length=2)[1],
-        lambda f: lambda x, dy: jax.lax.map(lambda pair: f(*pair), (x, dy)),
-        lambda f: jax.checkpoint(f),
-    ],
-    ids=["ensemble", "scan", "map", "remat"],
-)
-def test_under_transformations(transform, request):
-    f, *shaped = both(DENSE, activation=jax.nn.relu)
-    name = request.node.callspec.id
-    if name in ("ensemble", "map"):
-        shaped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shaped]
-    assert kernels(lowered(transform(f), *shaped)) == {FORWARD, BACKWARD}
-
-
-def test_second_order_and_forward_mode():
-    f, x = forward(DENSE, activation=jax.nn.silu)
-
-    def penalty(x):
-        gradient = jax.grad(lambda x: jnp.sum(f(x)[0] ** 2))(x)
-        return jnp.sum(gradient**2)
-
-    assert kernels(lowered(jax.grad(penalty), x)) == {FORWARD, BACKWARD}
-    assert kernels(lowered(lambda x, dx: jax.jvp(f, (x,), (dx,)), x, x)) == {FORWARD}
-
-
-def test_a_mask():
-    def f(x, mask):
-        make = eqx.nn.make_with_state(BatchNorm)
-        layer, state = make(1024, "batch", approach="batch")
-
-        def one(x, mask):
-            return layer(x, state, mask=mask)
-
-        return jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
-
-    x, mask = jax.ShapeDtypeStruct(DENSE, jnp.float32), jax.ShapeDtypeStruct(DENSE[:1], bool)
-    assert kernels(lowered(f, x, mask)) == {FORWARD}
-
-
-def layer_norm(*shape, dtype=jnp.float32, **arguments):
-    """Forward and backward over (examples, values); and its arguments."""
-    layer = LayerNorm(shape[-1], **arguments)
-
-    def f(layer, x, dy):
-        y, pull_back = jax.vjp(lambda layer, x: jax.vmap(layer)(x), layer, x)
-        return y, pull_back(dy)
-
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    return f, layer, x, x
-
-
-@each_device
-@each_dtype
-def test_layer_norm_reads_a_row_once_each_way(dtype, device):
-    text = lowered(*layer_norm(4096, 768, dtype=dtype, activation=jax.nn.gelu), device=device)
-    assert kernels(text) == {ROWS, ROWS_VJP}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        ({"implementation": "xla"}, set()),
-        ({"use_weight": False, "use_bias": False}, {ROWS, ROWS_VJP}),
-        ({"use_bias": False}, {ROWS, ROWS_VJP}),
-        # What has arrays of its own is composed of the passes.
-        ({"activation": eqx.nn.PReLU(0.25)}, {FORWARD}),
-    ],
-    ids=["xla", "plain", "weight", "prelu"],
-)
-def test_layer_norm_with(arguments, found):
-    assert kernels(lowered(*layer_norm(4096, 768, **arguments))) == found
-
-
-def test_layer_norm_of_rows_that_no_program_holds_or_of_few():
-    assert kernels(lowered(*layer_norm(64, 20000))) == {FORWARD}
-    assert kernels(lowered(*layer_norm(64, 64))) == set()
-    text = lowered(*layer_norm(64, 64, implementation="pallas_triton"))
-    assert kernels(text) == {ROWS, ROWS_VJP}
-
-
-def test_layer_norm_under_transformations():
-    f, layer, x, dy = layer_norm(2048, 768, activation=jax.nn.silu)
-    one_each = jax.tree.map(lambda v: jnp.stack([v, v]) if eqx.is_array(v) else v, layer)
-    stacked = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
-    # Weights of its own for each member of an ensemble: composed of the passes.
-    assert kernels(lowered(jax.vmap(f), one_each, stacked, stacked)) <= {FORWARD, BACKWARD}
-    assert kernels(lowered(jax.checkpoint(f), layer, x, dy)) == {ROWS, ROWS_VJP}
-
-    def in_turn(layer, x, dy):
-        return jax.lax.map(lambda pair: f(layer, *pair), (x, dy))
-
-    assert kernels(lowered(in_turn, layer, stacked, stacked)) == {ROWS, ROWS_VJP}
-
-    def penalty(x):
-        return jnp.sum(jax.grad(lambda x: jnp.sum(jax.vmap(layer)(x) ** 2))(x) ** 2)
-
-    assert kernels(lowered(jax.grad(penalty), x)) == {ROWS, ROWS_VJP}
-    g = jax.vmap(layer)
-    assert kernels(lowered(lambda x, dx: jax.jvp(g, (x,), (dx,)), x, x)) == {ROWS}
-
-
-def test_layer_norm_asked_for_a_kernel_elsewhere():
-    f, *arguments = layer_norm(64, 64, implementation="pallas_triton")
-    with pytest.raises(ValueError, match="implementation='pallas_triton' is for CUDA devices"):
-        jax.jit(f).lower(*arguments)
-
-
-def test_what_is_exported_has_none():
-    """`jax.export` refuses custom calls that it cannot promise to keep."""
-    f, x = forward(DENSE)
-    exported = jax.export.export(jax.jit(lambda x: f(x)[0]), platforms=("cuda", "cpu"))(x)
-    assert kernels(str(exported.mlir_module())) == set()
-
-
 @pytest.mark.parametrize("implementation", ["auto", "pallas_triton"])
 def test_operands_that_jit_has_sharded_are_not_gathered(implementation):
-    """In a process of its own, which has two devices."""
+    """Runs in a process of its own, which has two devices."""
     script = SHARDED.format(implementation=implementation)
     ran = on_devices(2, "-W", "error", "-c", script)
     said = {"auto": "no kernel", "pallas_triton": "ValueError: XLA partitions this program"}
@@ -287,18 +293,3 @@ with jax.sharding.use_abstract_mesh(mesh):
     text = jax.jit(g).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 print("a kernel inside shard_map" if kernels(text) else "none")
 """
-
-
-def test_a_kernel_is_for_cuda():
-    f, x = forward(SMALL, implementation="pallas_triton")
-    with pytest.raises(ValueError, match="implementation='pallas_triton' is for CUDA devices"):
-        jax.jit(f).lower(x)
-
-
-def test_a_dtype_that_no_kernel_takes():
-    with jax.enable_x64(True):
-        f, *shaped = both(DENSE, jnp.float64)
-        assert kernels(lowered(f, *shaped)) == set()
-        f, *shaped = both(DENSE, jnp.float64, implementation="pallas_triton")
-        with pytest.raises(ValueError, match=r"cannot serve x of shape .*float64.*'auto'"):
-            lowered(f, *shaped)

@@ -1,4 +1,4 @@
-"""The kernels of both backends are lowered for GPUs that are not there.
+"""Tests that the kernels of both backends are lowered for GPUs that are not there.
 
 What passes Pallas's interpreter may fail in Triton or Mosaic: that it does not is tested here
 as far as it can be without CUDA's compiler. The rest: experiments/compiled.
@@ -80,7 +80,7 @@ def test_every_activation_that_is_claimed(backend, name):
 @pytest.mark.parametrize("check_vma", [True, False])
 @each_backend
 def test_between_shards(backend, check_vma):
-    """With its check of what varies over the mesh, and without."""
+    """Lowers with the check of what varies over the mesh, and without."""
     x, vector, _ = operands((4096, 32, 1), "float32")
     spec = jax.sharding.PartitionSpec("x")
 
@@ -116,7 +116,7 @@ def test_with_64_bits_and_strict_dtypes(backend, shape, masked):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="not deprecated yet")
 def test_that_it_is_deprecated_is_not_the_user_s_affair():
-    """Once jax says nothing, `quiet` has to go."""
+    """Fails once jax says nothing: then `quiet` has to go."""
     x, _, _ = operands((64, 32, 1), "float32")
     with (
         jax.sharding.use_abstract_mesh(mesh()),

@@ -1,4 +1,4 @@
-"""What is particular to Mosaic's kernels: their ring of copies, activations, and GPUs.
+"""Tests what only Mosaic's kernels have: their ring of copies, activations, and GPUs.
 
 The interpreter also tells where a thread might read what is being written, or the reverse.
 What it cannot tell, experiments/compiled reads off the compiled code.
@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_norm._normalise.gpu import mosaic_ring, tiling
+from eqx_norm._normalise.gpu import tiling
 from eqx_norm._normalise.gpu.activations import restated
-from eqx_norm._normalise.gpu.mosaic import BACKEND, Mosaic
-from eqx_norm._normalise.gpu.mosaic_ring import plgpu
+from eqx_norm._normalise.gpu.mosaic import BACKEND, STAGES, Mosaic, plgpu
 from eqx_norm._normalise.gpu.tiles import geometry
 from experiments.compiled.assembly import unfenced
 
@@ -42,7 +41,7 @@ def test_a_merge_of_merges(cut, monkeypatch):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_in_other_words(name):
-    """A derivative is wrong by ulps of 1, of u (the exponent of a softplus) or of itself."""
+    """Allows ulps of 1, of u (the exponent of a softplus) or of the derivative itself."""
     u, g = normal((999,)) * 4, normal((999,), seed=1)
 
     def derivative(u, g):
@@ -58,7 +57,7 @@ def test_activations_in_other_words(name):
 
 @pytest.fixture
 def races():
-    """The backend that looks for them. After it has found one it has to be cleaned up."""
+    """Yields the backend that looks for races; after it has found one it is cleaned up."""
     yield Mosaic(plgpu.InterpretGPUParams(detect_races=True))
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -70,7 +69,7 @@ def races():
 def test_no_races(cut, races, request):
     x = normal((397, 32, 1))
     if request.node.callspec.params["cut"] == "loops":
-        assert geometry(x, 1).tiling.chunks > 2 * mosaic_ring.STAGES
+        assert geometry(x, 1).tiling.chunks > 2 * STAGES
     else:
         assert geometry(x, 1).tiling.slices > 1  # and a merge
     statistics(races, x)

@@ -1,4 +1,4 @@
-"""How the work of a kernel is cut up, and when a kernel is worth its launch."""
+"""Tests how the work of a kernel is cut up, and when a kernel is worth its launch."""
 
 import itertools
 import math
