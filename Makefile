@@ -8,7 +8,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 # depends on neither, or says so itself, is marked x32: this run takes a minute of one core.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
 X64_TESTS := -m "not peers and not x32" tests/strategies tests/layers \
-	$(patsubst %,tests/operation/test_%.py,activations primitives scales)
+	tests/operation/test_activations.py
 VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest

@@ -132,7 +132,7 @@ def test_inference_is_by_the_first_batch_right_after_it(approach, unbiased):
     np.testing.assert_allclose(mean, values.mean(1), rtol=1e-5)
     np.testing.assert_allclose(variance, values.var(1, ddof=int(unbiased)), rtol=1e-5)
     inferred, _ = quick_call(eqx.nn.inference_mode(layer), state, X)
-    right = (X - mean[:, None]) / np.sqrt(variance[:, None] + 1e-5)
+    right = (np.asarray(X) - mean[:, None]) / np.sqrt(variance[:, None] + 1e-5)
     np.testing.assert_allclose(inferred, right, rtol=1e-5, atol=1e-5)
     if approach in ("batch", "variance_clip"):
         np.testing.assert_allclose(y.std((0, 2)), np.ones(3), rtol=1e-5)

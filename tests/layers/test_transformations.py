@@ -43,10 +43,10 @@ from tests.layers.masking import (
 )
 from tests.processes import on_devices
 
+pytestmark = pytest.mark.x32  # slow, and no transformation changes a dtype
 DX = normal(1, X.shape)
 
 
-@pytest.mark.x32  # slow
 @each_approach
 def test_checkpoint_changes_nothing(approach):
     layer, state = trained(approach)
@@ -167,7 +167,6 @@ def test_one_program_serves_all_masks_and_both_modes(unbiased):
     assert traces == 1
 
 
-@pytest.mark.x32  # slow
 @pytest.mark.parametrize("how", ["relu", "mask", "device_invariant", "LayerNorm, silu"])
 def test_without_jit(how):
     """A primitive that is evaluated by a compiled program must not call itself for ever."""
