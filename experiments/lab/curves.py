@@ -1,14 +1,7 @@
 """Keeps what was recorded step by step, by setting and over several seeds.
 
 A row is a `NamedTuple` whose first fields say what was run, and then come `seed`, `step` and
-the recorded quantities, each under the name that a record has for it:
-
-    class Step(NamedTuple):
-        approach: str
-        momentum: float
-        seed: int
-        step: int
-        loss: float
+the recorded quantities, each under the name that a record has for it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -3,11 +3,6 @@
 A kind of row is a `NamedTuple` or a dataclass whose fields are `str`, `int`, `float`, `bool`,
 `tuple[int, ...]` (written as 64x3x3), or one of these or `None`:
 
-    class Row(NamedTuple):
-        layer: str
-        shape: tuple[int, ...]
-        error: float
-
     rows.save(path, Row, measured)
     measured = rows.load(path, Row)
 

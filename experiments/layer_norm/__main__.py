@@ -59,24 +59,22 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     return {"bits of the reference's mantissa": exact.MANTISSA}
 
 
+def _pairs(layer: str, batch: Batch) -> list[tuple[float, ...]]:
+    """Returns the second output of each pair, and its largest error and gradient."""
+    gave, right = answers.layer_norm(layer, batch), exact.layer_norm(batch).answer
+    columns = gave.y[:, 1], np.abs(gave.y - right.y).max(1), np.abs(gave.dx).max(1)
+    return [tuple(map(float, pair)) for pair in zip(*columns, strict=True)]
+
+
 def _pair(layers: Sequence[str]) -> Iterator[Pair]:
-    for dtype in ("float32", "float64"):
-        batch = cases.pair(dtype)
-        right = exact.layer_norm(batch).answer
-        for layer in layers:
-            gave = answers.layer_norm(layer, batch)
-            error = float(np.max(np.abs(gave.y - right.y)))
-            yield Pair(dtype, layer, float(gave.y[0, 1]), error, float(np.abs(gave.dx).max()))
+    for dtype, layer in itertools.product(("float32", "float64"), layers):
+        yield Pair(dtype, layer, *_pairs(layer, cases.pair(dtype))[0])
 
 
 def _means(layers: Sequence[str]) -> Iterator[AtMean]:
-    batch = cases.pairs()
-    right = exact.layer_norm(batch).answer
     for layer in layers:
-        gave = answers.layer_norm(layer, batch)
-        errors, gradients = np.abs(gave.y - right.y).max(1), np.abs(gave.dx).max(1)
-        for mean, error, dx in zip(cases.MEANS, errors, gradients, strict=True):
-            yield AtMean(layer, float(mean), float(error), float(dx))
+        for mean, (_, error, dx) in zip(cases.MEANS, _pairs(layer, cases.pairs()), strict=True):
+            yield AtMean(layer, float(mean), error, dx)
 
 
 def _gradients(job: Job) -> Iterator[Gradients]:
