@@ -1,15 +1,13 @@
 """MNIST, the handwritten digits, for the experiments.
 
-The data comes from one of three sources, named by the `--data` of every experiment:
+The `--data` of an experiment names one of three sources:
 
-- `subset`, the default: the first 10,000 training and the first 2,000 test images. They lie
-  in this repository, in `experiments/data/mnist/`, so nothing has to be fetched.
+- `subset`, the default: the first 10,000 training and the first 2,000 test images, which are
+  part of this repository, in `experiments/data/mnist/`.
 - `download`: all 60,000 and 10,000. They are fetched once, 11 MB, compared with the SHA-256
-  of what was published, and kept in `~/.cache/eqx-norm/mnist` (or in `eqx-norm/mnist` under
-  `XDG_CACHE_HOME`, where that is set).
-- anything else: your own folder with the four files under the names they were published
-  under (`train-images-idx3-ubyte` and so on), each plain or packed as `.gz` or `.xz`, and
-  none with more than the 60,000 images of the published ones.
+  of what was published, and kept in `eqx-norm/mnist` under `XDG_CACHE_HOME`, or `~/.cache`.
+- anything else: your own folder with the four files under their published names, each plain or
+  packed as `.gz` or `.xz`, and none with more than 60,000 images.
 """
 
 import argparse
@@ -28,7 +26,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,12 +50,12 @@ IMAGES_MAGIC, LABELS_MAGIC = 0x00000803, 0x00000801
 # Bytes of the largest of the files, unpacked. A few of .xz may be a thousand times as many.
 LARGEST = 16 + 60_000 * 28 * 28
 
-_Opened = gzip.GzipFile | lzma.LZMAFile | BinaryIO
-_UNPACK: dict[str, Callable[[BinaryIO], _Opened]] = {
+_UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
     "": lambda file: file,
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".xz": lzma.LZMAFile,
+    ".gz": gzip.open,
+    ".xz": lzma.open,
 }
+_File = tuple[Path | str, bytes]  # where it is, and its content, unpacked
 
 
 class DataError(UserError):
@@ -72,11 +70,6 @@ class Split(NamedTuple):
 class Mnist(NamedTuple):
     train: Split
     test: Split
-
-
-class _File(NamedTuple):
-    where: str
-    content: bytes  # unpacked
 
 
 def load(source: str = "subset") -> Mnist:
@@ -126,11 +119,11 @@ def _split(images_file: _File, labels_file: _File) -> Split:
     images = _array(images_file, IMAGES_MAGIC, (28, 28))
     labels = _array(labels_file, LABELS_MAGIC, ())
     if len(labels) != len(images):
-        wanted = f"{len(images)} labels, one for each image in {images_file.where}"
-        raise _wrong(labels_file.where, wanted, len(labels))
+        wanted = f"{len(images)} labels, one for each image in {images_file[0]}"
+        raise _wrong(labels_file[0], wanted, len(labels))
     if (beyond := np.flatnonzero(labels > 9)).size:
         found = f"{labels[beyond[0]]} at index {beyond[0]}"
-        raise _wrong(labels_file.where, "labels from 0 to 9", found)
+        raise _wrong(labels_file[0], "labels from 0 to 9", found)
     return Split(images, labels)
 
 
@@ -191,8 +184,8 @@ def _downloaded(name: str) -> _File:
 
 
 def _verified(where: Path | str, packed: bytes, name: str) -> _File:
-    file = _unpacked(where, io.BytesIO(packed), ".gz")
-    expected, found = SHA256_UNPACKED[name], hashlib.sha256(file.content).hexdigest()
+    _, content = file = _unpacked(where, io.BytesIO(packed), ".gz")
+    expected, found = SHA256_UNPACKED[name], hashlib.sha256(content).hexdigest()
     if found != expected:
         raise _wrong(where, f"SHA-256 {expected} of the unpacked content", found)
     return file
@@ -205,7 +198,7 @@ def _unpacked(where: Path | str, packed: BinaryIO, suffix: str) -> _File:
         raise _wrong(where, f"a whole {suffix} file", f"a broken one ({error})") from error
     if len(content) > LARGEST:
         raise _wrong(where, f"{LARGEST} bytes at most, as many as MNIST's largest file", "more")
-    return _File(str(where), content)
+    return where, content
 
 
 def _keep(path: Path, packed: bytes) -> None:

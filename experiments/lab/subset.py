@@ -9,7 +9,6 @@ into an .xz file, no time and no name, so every rebuild gives the same bytes.
 """
 
 import hashlib
-import io
 import lzma
 import struct
 import sys
@@ -26,6 +25,7 @@ TRAIN_COUNT, TEST_COUNT = 10_000, 2_000
 
 # Its dictionary, 8 MiB, holds the largest of the files: a higher preset gains nothing.
 PRESET = 6 | lzma.PRESET_EXTREME
+SAME = "the same"
 
 
 def subset(data: mnist.Mnist) -> dict[str, bytes]:
@@ -54,42 +54,30 @@ def _idx(magic: int, array: NDArray[np.uint8]) -> bytes:
 
 
 def _compare(path: Path, content: bytes) -> str:
-    """Returns what is wrong with the file at `path`; an empty text if nothing is."""
+    """Returns how the file at `path` compares with what a rebuild would write."""
     if not path.exists():
         return "is missing"
     found = path.read_bytes()
     if found == packed(content):
-        return ""
+        return SAME
     try:
-        with lzma.open(io.BytesIO(found)) as file:
-            same = file.read(len(content) + 1) == content
-    except (EOFError, lzma.LZMAError):
-        same = False
-    return "holds the same data, packed by another version of xz" if same else "differs"
+        repacked = lzma.decompress(found) == content
+    except lzma.LZMAError:
+        repacked = False
+    return "holds the same data, packed by another version of xz" if repacked else "differs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("lab.subset", __doc__)
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="DIR",
-        help="the folder with the four published files, plain or as .gz or .xz; "
-        "'download' fetches them",
+    add = parser.add_argument
+    source = "the folder with the four published files, plain or as .gz or .xz; "
+    add("--data", required=True, metavar="DIR", help=source + "'download' fetches them")
+    where = "where the subset is written, or compared (default: the repository's)"
+    add("--out", type=Path, default=mnist.SUBSET, metavar="DIR", help=where)
+    check = (
+        "write nothing: compare what a rebuild would write with what is there, bit for bit, "
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=mnist.SUBSET,
-        metavar="DIR",
-        help="where the subset is written, or compared (default: the repository's)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="write nothing: compare what a rebuild would write with what is there, bit "
-        "for bit, and exit with 1 if anything differs",
-    )
+    add("--check", action="store_true", help=check + "and exit with 1 if anything differs")
     options = parser.parse_args(arguments)
     different = False
     try:
@@ -97,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path: Path = options.out / f"{name}.xz"
             if options.check:
                 verdict = _compare(path, content)
-                different |= bool(verdict)
-                print(f"{path.name}: {verdict or 'the same'}")
+                different |= verdict != SAME
+                print(f"{path.name}: {verdict}")
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(packed(content))

@@ -27,7 +27,7 @@ def not_ignored():
     signal.signal(signal.SIGINT, before)
 
 
-def start(*command, **options):
+def start(*command):
     """Returns a process in a group of its own, which Ctrl-C in its terminal would reach."""
     return subprocess.Popen(
         command,
@@ -36,7 +36,6 @@ def start(*command, **options):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        **options,
     )
 
 
