@@ -1,4 +1,4 @@
-"""What is read off a compiled program and a kernel's code, and that claims follow from it."""
+"""Tests what is read off a compiled program and a kernel's code, and the claims on it."""
 
 import jax
 import jax.numpy as jnp

@@ -204,7 +204,7 @@ def test_without_results_there_is_nothing_to_show(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["accuracy", "layer_norm", "stability"])
 def test_quick_holds_every_claim(name, tmp_path, capsys):
-    """That of the others is in their own tests, which look into its results."""
+    """The quick runs of the others are in their own tests, which look into the results."""
     assert BY_NAME[name].main(["--quick", "--out", str(tmp_path)]) == 0
     claims = json.loads((tmp_path / "results" / f"{name}.json").read_text())["claims"]
     assert all(claim["holds"] for claim in claims)

@@ -1,4 +1,4 @@
-"""What is timed is what is said: programs that agree, and how they are timed."""
+"""Tests that the programs to be timed agree, and how they are timed."""
 
 import math
 from typing import Any
@@ -106,7 +106,7 @@ def test_a_stack_is_one_layer_after_the_other():
 
 @pytest.mark.parametrize("how", [How(in_place=True), How(2, True, True)], ids=str)
 def test_results_written_over_those_of_the_call_before_are_the_same(how):
-    """The same arithmetic, in memory that does not move: nothing is left to the allocator."""
+    """Memory does not move from call to call, so nothing is left to the allocator."""
     call, memory, affine, _, _ = programs.built(names.OURS, OURS, BOTH, How())
     given = programs.drawn(IMAGES, "f32", how.instances)
     right = [call(affine, memory, [arrays], None)[0] for arrays in given]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from eqx_norm.strategies import Running
 from tests.compiling import jit
@@ -87,6 +88,12 @@ def test_float32_against_the_formula_in_float64(name):
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(rights), strict=True):
         assert a.dtype == np.float32
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_finite_differences(x64):
+    """The formulas of the other tests are differentiated by JAX; this needs no derivative."""
+    f = jax.jit(ours("smooth_start", jax.nn.gelu))
+    check_grads(f, arrays()[0], order=2, modes=("fwd", "rev"), eps=1e-5)
 
 
 def test_compiled_before_it_is_differentiated(x64):
