@@ -44,8 +44,8 @@ from experiments.lab.peers import names
 
 from .claims import CLAIMS
 from .row import OURS, Row
-from .script import ERRORS, SEED, SHAPE, play
-from .subjects import EPS, JIT, MOMENTUM, subject, usual, ways
+from .script import ERRORS, SEED, SHAPE, play, subject
+from .subjects import EPS, JIT, MOMENTUM, usual, ways
 from .summary import in_short, raised, summary
 
 LAYERS = (

@@ -1,12 +1,15 @@
 """Runs the thread's script: evaluate, train on a batch, evaluate; and once more."""
 
+import importlib
 from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lab.peers import names
+
 from .row import FINITE, Row
-from .subjects import MOMENTUM, Average, Memory, Subject, average
+from .subjects import MOMENTUM, Average, InJax, Memory, Subject, average
 
 SHAPE = (1, 2, 3)  # that of the thread: batch, channels, *spatial
 SEED = 0
@@ -31,6 +34,13 @@ def by_hand(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     n, biased = values.shape[1], values.var(1)
     unbiased = biased * n / (n - 1) if n > 1 else np.full_like(biased, np.nan)
     return values.mean(1), biased, unbiased
+
+
+def subject(row: Row) -> Subject:
+    """Returns the layer of the row, with its memory."""
+    if names.package(row.layer) == "torch":  # imported only where it is asked for
+        return importlib.import_module(".in_torch", __package__).InTorch(row)
+    return InJax(row)
 
 
 def play(subject: Subject, row: Row) -> Row:

@@ -6,7 +6,6 @@ can be taken out again: (after - momentum * before) / (1 - momentum) is what an 
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -37,12 +36,6 @@ class Subject(Protocol):
     def trace(self, x: np.ndarray) -> None: ...  # as much of `train` as needs no values
 
     def memory(self) -> Memory: ...
-
-
-def subject(row: Row) -> Subject:
-    if names.package(row.layer) == "torch":  # imported only where it is asked for
-        return importlib.import_module(".in_torch", __package__).InTorch(row)
-    return InJax(row)
 
 
 # The running means and variances, in float64.

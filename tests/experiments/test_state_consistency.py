@@ -14,7 +14,7 @@ from experiments.lab.peers import names
 from experiments.state_consistency import __main__ as main
 from experiments.state_consistency.__main__ import EXPERIMENT, QUICK, WHOLE, settings
 from experiments.state_consistency.row import OURS, Row
-from experiments.state_consistency.script import by_hand, play
+from experiments.state_consistency.script import by_hand, play, subject
 from experiments.state_consistency.subjects import (
     EPS,
     JIT,
@@ -22,7 +22,6 @@ from experiments.state_consistency.subjects import (
     OP_BY_OP,
     WAYS,
     Memory,
-    subject,
     usual,
     ways,
 )
