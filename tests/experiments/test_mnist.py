@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.lab import mnist
-from experiments.lab import subset as make_subset
+from experiments.lab import mnist, subset
 
 NAMES = (*mnist.TRAIN, *mnist.TEST)
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = NAMES
@@ -234,7 +233,7 @@ def test_subset_is_what_its_readme_says():
 def test_subset_is_the_beginning_of_mnist():
     if not PUBLISHED.is_dir():
         pytest.skip("needs the published files in ../shared/data/mnist")
-    for name, content in make_subset.subset(mnist.load(str(PUBLISHED))).items():
+    for name, content in subset.subset(mnist.load(str(PUBLISHED))).items():
         assert lzma.decompress((mnist.SUBSET / f"{name}.xz").read_bytes()) == content
 
 
@@ -246,20 +245,20 @@ def test_damaged_subset(tmp_path, monkeypatch):
 
 
 def test_rebuild_and_check(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(make_subset, "TRAIN_COUNT", 3)
-    monkeypatch.setattr(make_subset, "TEST_COUNT", 1)
+    monkeypatch.setattr(subset, "TRAIN_COUNT", 3)
+    monkeypatch.setattr(subset, "TEST_COUNT", 1)
     out = tmp_path / "out"
     build = ["--data", str(write(tmp_path / "source", ".gz")), "--out", str(out)]
-    assert make_subset.main(build) == 0
+    assert subset.main(build) == 0
     once = contents(out)
     train, test = mnist.load(str(out))
     assert train.labels.tolist() == [3, 1, 4]
     assert train.images.tobytes() == TINY[TRAIN_IMAGES][16 : 16 + 3 * 784]
     assert test.labels.tolist() == [0]
-    assert make_subset.main(build) == 0
+    assert subset.main(build) == 0
     assert contents(out) == once
     capsys.readouterr()
-    assert make_subset.main([*build, "--check"]) == 0
+    assert subset.main([*build, "--check"]) == 0
     assert capsys.readouterr().out.count("the same\n") == 4
 
     (out / f"{TRAIN_IMAGES}.xz").unlink()
@@ -268,7 +267,7 @@ def test_rebuild_and_check(tmp_path, capsys, monkeypatch):
     repacked = lzma.compress(lzma.decompress(once[f"{TEST_LABELS}.xz"]), check=lzma.CHECK_CRC32)
     (out / f"{TEST_LABELS}.xz").write_bytes(repacked)
     before = contents(out)
-    assert make_subset.main([*build, "--check"]) == 1
+    assert subset.main([*build, "--check"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"{TRAIN_IMAGES}.xz: is missing",
         f"{TRAIN_LABELS}.xz: differs",
@@ -281,7 +280,7 @@ def test_rebuild_and_check(tmp_path, capsys, monkeypatch):
 def test_too_few_images(tmp_path, capsys):
     source = str(write(tmp_path / "source", ""))
     with pytest.raises(SystemExit) as caught:
-        make_subset.main(["--data", source, "--out", str(tmp_path / "out")])
+        subset.main(["--data", source, "--out", str(tmp_path / "out")])
     assert caught.value.code == 2
     message = capsys.readouterr().err
     assert f"{TRAIN_IMAGES}: expected at least 10000 images, found 5" in message
