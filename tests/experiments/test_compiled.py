@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.compiled import assembly, compiler, recipe, traffic
-from experiments.compiled.__main__ import EXPERIMENT
+from experiments.compiled.__main__ import EXPERIMENT, _units
 from experiments.compiled.assembly import Code
-from experiments.compiled.cases import cases
+from experiments.compiled.cases import DENSE, cases
 from experiments.compiled.claims import CLAIMS, Measured
-from experiments.compiled.measured import measure
+from experiments.compiled.measured import Program, measure
+from experiments.compiled.programs import BATCH_NORM, BETWEEN
 from experiments.compiled.recipe import ATOMIC, OURS, Step
 from experiments.lab import claims
+from experiments.lab.passes import BOTH
+from experiments.lab.peers import names
 
 # x and y have 4,096 bytes (2,048 as bf16). The GPU backend writes programs like this one.
 PROGRAM = """\
@@ -199,3 +202,15 @@ def test_without_the_plugin_it_says_what_to_do(monkeypatch, capsys, tmp_path):
         EXPERIMENT.main(["--out", str(tmp_path)])
     assert exit_.value.code == 2
     assert "make gpu-compile-check" in capsys.readouterr().err
+
+
+def test_what_the_readme_says_is_of_one_program():
+    """Layers are compared on the same arrays, whatever the order of the rows."""
+    row = Program("H200", BATCH_NORM, DENSE, "bfloat16", BOTH, names.OURS_TRITON, 7.0, 1, 0)
+    others = [
+        row._replace(program=BETWEEN, units=29.2),
+        row._replace(device="A100", units=7.1),
+        row._replace(dtype="float32", units=7.2),
+    ]
+    assert "7.0 times" in _units([*others, row], names.OURS_TRITON)
+    assert _units(others, names.OURS_TRITON) == ""
