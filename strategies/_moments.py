@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._pair import Pair, between
+from ._pair import Pair, between, rounded, two_sum
 
 
 class Moments(eqx.Module):
@@ -92,6 +92,35 @@ class Moments(eqx.Module):
         squared = (delta * delta.conj()).real
         m2 = self.m2 + other.m2 + squared * self.count * share
         return Moments(count, mean.value, m2, mean.rest, self.ddof)
+
+    def pooled(self) -> "Moments":
+        r"""Returns the moments of all sets along the first axis, of which there may be many.
+
+        It is `merge` of them all, in as many operations as for two of them: with the mean $k$
+        of the first set that is not empty, and $w_j = n_j / n$,
+
+        $$\text{mean} = k + \sum_j w_j (\text{mean}_j - k), \qquad
+          \text{m2} = \sum_j \text{m2}_j + n_j |\text{mean}_j - \text{mean}|^2 .$$
+
+        Here, too, sets of equal means are merged exactly, and empty ones change nothing.
+        """
+        counts = jnp.expand_dims(self.count, range(self.count.ndim, self.mean.ndim))
+        seen = counts > 0
+        count = counts.sum(0)
+        share = counts / jnp.where(count > 0, count, 1)
+        first = jnp.argmax(seen, axis=0, keepdims=True)
+        (k,) = jnp.take_along_axis(self.mean, first, 0)
+
+        def from_mean(mean: Array, rest: Array) -> Array:
+            return jnp.where(seen, (self.mean - mean) + (self.mean_rest - rest), 0)
+
+        mean = two_sum(k, rounded((share * from_mean(k, jnp.zeros_like(k))).sum(0)))
+        # What the rounding of shares and products has left out.
+        more = rounded((share * from_mean(*mean)).sum(0))
+        delta = from_mean(mean.value, mean.rest + more)
+        m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
+        value, rest = two_sum(mean.value, mean.rest + more)
+        return Moments(count.reshape(self.count.shape[1:]), value, m2, rest, self.ddof)
 
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, of the mean and of the variance.

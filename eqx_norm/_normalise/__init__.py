@@ -6,10 +6,10 @@ arrays and axis names, and nothing of strategies.
 """
 
 from . import derivatives as derivatives  # registers them
-from .arithmetic import AxisName as AxisName
 from .arithmetic import BatchImplementation as BatchImplementation
 from .arithmetic import Implementation as Implementation
 from .arithmetic import check as check
+from .collectives import AxisName as AxisName
 from .elementwise import as_tree as as_tree
 from .reference import Activation as Activation
 from .rows import normalise_row as normalise_row

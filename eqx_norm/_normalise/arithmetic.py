@@ -6,8 +6,6 @@ no number of devices changes.
 """
 
 import dataclasses
-import functools
-import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Literal, get_args
@@ -18,10 +16,10 @@ from jaxtyping import Array
 
 from eqx_norm.strategies import Moments
 
-from . import invariant, reference
+from . import collectives, invariant, reference
+from .collectives import AxisName, split_names
 from .reference import Activation
 
-AxisName = Hashable | tuple[Hashable, ...]
 Implementation = Literal["auto", "xla", "pallas_triton", "pallas_mosaic"]
 # Over a batch there is one more.
 BatchImplementation = Literal[Implementation, "device_invariant"]
@@ -53,18 +51,13 @@ class Arithmetic:
     rsqrt: ClassVar[Callable[..., Array]] = staticmethod(reference.rsqrt)
 
     def merged(
-        self,
-        moments: Moments,
-        vmapped: Sequence[Hashable],
-        mesh: Sequence[Hashable],
-        gather: Callable[..., Array],
+        self, moments: Moments, vmapped: Sequence[Hashable], mesh: Sequence[Hashable]
     ) -> Moments:
         """Returns the moments over all named axes, of those that a pass has found."""
         del vmapped  # their values have been gathered
-        # Of other devices only the vectors are fetched, at once, and merged in their order.
         for name in mesh:
-            shards = gather(jnp.stack(jax.tree.leaves(moments)), name)
-            moments = functools.reduce(Moments.merge, itertools.starmap(Moments, shards))
+            vectors = jax.tree.leaves(moments)
+            moments = Moments(*collectives.merged(vectors, name, _pooled))
         return moments
 
     def from_first(self, vectors: Sequence[Array]) -> Sequence[Array]:
@@ -88,21 +81,11 @@ class DeviceInvariant(Arithmetic):
     rsqrt = staticmethod(invariant.rsqrt)
 
     def merged(
-        self,
-        moments: Moments,
-        vmapped: Sequence[Hashable],
-        mesh: Sequence[Hashable],
-        gather: Callable[..., Array],
+        self, moments: Moments, vmapped: Sequence[Hashable], mesh: Sequence[Hashable]
     ) -> Moments:
         """Returns the moments, merged of those of each example by a tree."""
-        vectors = [vector[None] for vector in jax.tree.leaves(moments)]
-        for name in vmapped:
-            vectors = [gather(vector, name, tiled=True) for vector in vectors]
-        count, mean, m2, mean_rest = vectors
-        examples = Moments(count[:, :1], mean, m2, mean_rest)
-        merged = invariant.merged(examples, mesh, gather)
-        count = jnp.broadcast_to(merged.count, merged.mean.shape)
-        return dataclasses.replace(merged, count=count)
+        vectors = [collectives.gather(v[None], vmapped) for v in jax.tree.leaves(moments)]
+        return Moments(*invariant.merged(vectors, mesh))
 
     def from_first(self, vectors: Sequence[Array]) -> Sequence[Array]:
         """Returns the first device's vectors: transposed, sums are collected there."""
@@ -131,9 +114,5 @@ def arithmetic(
     return DeviceInvariant(mesh_axes=split_names(axis_name)[1])
 
 
-def split_names(axis_name: AxisName) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
-    """Returns the names of mapped axes, and those of axes of a mesh, in their order."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    vmapped = tuple(name for name in names if name not in manual)
-    return vmapped, tuple(name for name in names if name in manual)
+def _pooled(vectors: Sequence[Array]) -> Sequence[Array]:
+    return jax.tree.leaves(Moments(*vectors).pooled())

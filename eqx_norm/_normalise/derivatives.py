@@ -16,6 +16,7 @@ from jax.interpreters import ad
 from jaxtyping import Array
 
 from . import elementwise, invariant, reference, rows
+from .collectives import TOTAL
 from .invariant import PRODUCT
 from .primitives import (
     ACTIVATED,
@@ -297,6 +298,7 @@ def _product_transpose(ct: Any, linear: Any, other: Any) -> Array:
     return ct.sum(axes, keepdims=True)
 
 
+ad.deflinear2(TOTAL, lambda ct, _, **parameters: [TOTAL.bind(ct, **parameters)])
 ad.defbilinear(
     PRODUCT,
     lambda ct, a, b: _product_transpose(ct, a, b),

@@ -36,7 +36,7 @@ from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
 
-from . import reference
+from . import collectives, reference
 from .jaxprs import evaluated
 
 # Combines two sets of vectors to one, by adding them or by merging moments.
@@ -138,13 +138,11 @@ def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
     return tuple(vector[..., 0, :, 0] for vector in vectors)
 
 
-def merged(
-    examples: Moments, mesh_axes: Sequence[Hashable], gather: Callable[..., Array]
-) -> Moments:
+def merged(examples: Sequence[Array], mesh_axes: Sequence[Hashable]) -> Sequence[Array]:
     """Returns the moments of all devices, of moments with an axis of examples in front."""
-    vectors = _of_examples(jnp.broadcast_arrays(*jax.tree.leaves(examples)), _merge)
+    vectors = _of_examples(examples, _merge)
     for name in reversed(mesh_axes):
-        devices = lax.psum(1, name)
+        devices = lax.axis_size(name)
         if devices & (devices - 1):
             raise ValueError(
                 f"The mesh axis {name!r} has {devices} devices, but "
@@ -152,8 +150,9 @@ def merged(
                 "which each device must hold a branch: their number must be a power of two. "
                 "implementation='auto' works with any, up to rounding."
             )
-        vectors = _by_pairs(list(jnp.moveaxis(gather(jnp.stack(vectors), name), 1, 0)), _merge)
-    return jax.tree.unflatten(jax.tree.structure(examples), vectors)
+        by_pairs = functools.partial(_by_pairs, combine=_merge)
+        vectors = collectives.merged(vectors, name, by_pairs)
+    return vectors
 
 
 def from_first(vectors: Sequence[Array], mesh_axes: Sequence[Hashable]) -> list[Array]:

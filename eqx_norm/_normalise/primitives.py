@@ -46,6 +46,7 @@ from jaxtyping import Array
 
 from . import invariant, reference
 from .arithmetic import Arithmetic
+from .collectives import varying
 from .gpu import choice
 
 Shape = tuple[int, ...]
@@ -79,6 +80,7 @@ def new_primitive(
     takes: Sequence[str] = (),
     on_cpu: Compute | None = None,
     invariant: Compute | None = None,
+    partitioned: Compute | None = None,
     kernel: Callable[..., Compute | None] | None = None,
 ) -> Primitive:
     """Returns a primitive that computes `compute(*arrays, ...)`; it has a parameter `static`.
@@ -87,6 +89,8 @@ def new_primitive(
 
     - `compute`: given flattened arrays; `on_cpu` instead of it on a CPU, where there is one,
         and `invariant` on all platforms where `static.arithmetic` is device-invariant.
+    - `partitioned`: where XLA splits arrays over devices, if not `compute`; never `on_cpu`,
+        whose sums cut arrays up in another way.
     - `shapes`: gives shape and dtype of each result, for arrays that are not flattened.
     - `full`: the arrays that an ensemble needs in full, where size 1 will do for the others.
         All arrays have the same number of axes; a mapped one is put in front of them, and of
@@ -106,12 +110,16 @@ def new_primitive(
             function = invariant
         flat = flattened(function, takes, [aval.shape for aval in context.avals_out])
         lower = mlir.lower_fun(flat, multiple_results=True)
-        return lower(context, *arrays, static=static, **rest)
+        with _without_explicit_axes():
+            plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in context.avals_in]
+            return lower(context.replace(avals_in=plain), *arrays, static=static, **rest)
 
     def lower(
         function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
     ) -> Any:
         _refuse_kernels(static.arithmetic.implementation, kernel is not None)
+        if _is_partitioned(context):
+            function = partitioned or compute
         return lowered(function, context, *arrays, static=static, **rest)
 
     def lower_for_cuda(context: Any, *arrays: Any, static: Static, **rest: Any) -> Any:
@@ -119,14 +127,16 @@ def new_primitive(
         # `jax.export` refuses kernels, unless it is told to trust them.
         if implementation == "auto" and context.module_context.lowering_parameters.for_export:
             implementation = "xla"
+        is_partitioned = _is_partitioned(context)
         found = kernel and kernel(
             implementation,
-            _is_partitioned(context),
+            is_partitioned,
             *(jax.ShapeDtypeStruct(static.flat(a.shape), a.dtype) for a in context.avals_in),
             **_flat_parameters(static, takes, rest),
         )
+        plain = partitioned if partitioned and is_partitioned else compute
         with choice.quiet():
-            return lowered(found or compute, context, *arrays, static=static, **rest)
+            return lowered(found or plain, context, *arrays, static=static, **rest)
 
     mlir.register_lowering(primitive, functools.partial(lower, compute))
     mlir.register_lowering(primitive, functools.partial(lower, on_cpu or compute), "cpu")
@@ -144,7 +154,7 @@ def new_primitive(
 
     @primitive.def_abstract_eval
     def _(*arrays: Any, **parameters: Any) -> list[Any]:
-        if len({_varying(array) for array in arrays}) > 1:
+        if len({array.manual_axis_type.varying for array in arrays}) > 1:
             raise TypeError(
                 f"{primitive} was given arrays that vary over different axes of a mesh, "
                 f"{', '.join(map(str, arrays))}: its derivatives would be wrong. Bind it by "
@@ -183,20 +193,9 @@ def flattened(compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]) -
 
 def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:
     """Returns the primitive's results for the arrays that there are, all of which vary over the
-    axes of a mesh over which any does.
-
-    As for JAX's own primitives: inside `shard_map`, the type of an array says whether it may
-    differ from device to device, and the transpose of "may differ from now on" is a sum over
-    the devices. An array which is made on the way, of zeros for example, has a type of its own.
-    """
+    axes of a mesh over which any does."""
     given = [array for array in arrays if array is not None]
-    varying = [_varying(jax.typeof(array)) for array in given]
-    axes = frozenset[Any]().union(*varying)
-    aligned = [
-        array if own == axes else lax.pcast(array, tuple(axes - own), to="varying")
-        for array, own in zip(given, varying, strict=True)
-    ]
-    return primitive.bind(*aligned, **parameters)
+    return primitive.bind(*varying(given), **parameters)
 
 
 def like(array: Array, shape: Shape, dtype: Any) -> Any:
@@ -213,16 +212,16 @@ def _flat_parameters(
     return {**parameters, **taken, **flat}
 
 
-def _varying(aval: Any) -> frozenset[Any]:
-    return aval.manual_axis_type.varying
-
-
 def _result(arrays: Sequence[Any], shape: Shape, dtype: Any) -> Any:
     """Returns an abstract result. It varies over the mesh as the operands do; on a mesh with
-    explicit axes it is where an operand of its shape is, and sums are nowhere in particular."""
-    alike = [array.sharding for array in arrays if array.shape == shape]
-    unsharded = jax.sharding.PartitionSpec(*[None] * len(shape))
-    sharding = alike[0] if alike else arrays[0].sharding.update(spec=unsharded)
+    explicit axes, so is each of its axes which the largest operand has, too, split as there."""
+    whole = max(arrays, key=lambda array: array.size)
+    axes = range(whole.ndim)
+    if len(shape) < whole.ndim:  # statistics: the axis of examples is gone, and those of values
+        axes = [*range(len(shape) - 1), len(shape)]
+    spec = whole.sharding.spec
+    split = [spec[i] if whole.shape[i] == n else None for i, n in zip(axes, shape, strict=True)]
+    sharding = whole.sharding.update(spec=jax.sharding.PartitionSpec(*split))
     return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
@@ -233,6 +232,14 @@ def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
             "compiled for another. implementation='auto' takes the kernel where it serves and "
             "XLA elsewhere."
         )
+
+
+def _without_explicit_axes() -> Any:
+    """Returns a context in which arrays have no type of where they are: inside a primitive
+    XLA decides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
+    return jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto))
 
 
 def _is_partitioned(context: Any) -> bool:
@@ -307,6 +314,7 @@ STATISTICS = new_primitive(
     full=[0],
     on_cpu=functools.partial(reference.statistics, total=reference.by_tree),
     invariant=invariant.statistics,
+    partitioned=functools.partial(reference.statistics, sharded=True),
     kernel=choice.of_statistics,
 )
 DEVIATIONS = new_primitive(

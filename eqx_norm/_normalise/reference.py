@@ -47,6 +47,7 @@ def statistics(
     mask: Bool[Array, "*#ensemble examples 1 values"] | None = None,
     *,
     total: Total = plain,
+    sharded: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
     r"""Returns count, mean, m2 and mean_rest of each channel, `(*ensemble, channels)`.
 
@@ -61,6 +62,9 @@ def statistics(
     XLA multiplies a sum by the rounded 1/n; with it, a constant channel has m2 = 0 to the bit
     (the failure of https://github.com/BVLC/caffe/issues/3963). $c$ is what rounding the mean
     has left out.
+
+    Where XLA splits the examples over devices, `sharded`, the first value is found by a sum:
+    to take it from an array, XLA would send the array to all devices.
     """
     dtype = compute_dtype(x.dtype)
     # Before anything is sliced: XLA:CPU slices bfloat16 by writing all of it as float32.
@@ -69,12 +73,13 @@ def statistics(
     if mask is None:
         n = x.shape[-3] * x.shape[-1]
         count = jnp.full((*x.shape[:-3], x.shape[-2]), n, dtype)
-        k = x[..., :1, :, :1]
+        first = x[..., :1]
+        k = _of_example(0, first) if sharded else first[..., :1, :, :]
     else:
         n = mask.sum(axes, keepdims=True, dtype=dtype)
         count = jnp.broadcast_to(n[..., 0, :, 0], (*x.shape[:-3], x.shape[-2]))
         n = jnp.maximum(n, 1)
-        k = _first_counted(x, mask)
+        k = (_first_counted_by_sum if sharded else _first_counted)(x, mask)
     (sum_from_k,) = total([counted(x - k, mask)], axes)
     m = k + rounded(sum_from_k / n)
     d = counted(x - m, mask)
@@ -176,6 +181,23 @@ def _first_counted(x: Array, mask: Array) -> Array:
     x, mask = jnp.take_along_axis(x, example, -3), jnp.take_along_axis(mask, example, -3)
     place = jnp.argmax(mask, axis=-1, keepdims=True)
     return jnp.where(mask.any(-1, keepdims=True), jnp.take_along_axis(x, place, -1), 0)
+
+
+def _first_counted_by_sum(x: Array, mask: Array) -> Array:
+    """Returns `_first_counted`: of each example, and of these the first."""
+    place = jnp.argmax(mask, axis=-1, keepdims=True)
+    first, some = jnp.take_along_axis(x, place, -1), mask.any(-1, keepdims=True)
+    number = jnp.where(some, _numbers(some), some.shape[-3]).min(-3, keepdims=True)
+    return _of_example(number, first)
+
+
+def _of_example(number: Array | int, values: Array) -> Array:
+    """Returns the values of one example, as a sum over examples; 0 where there is none."""
+    return jnp.where(_numbers(values) == number, values, 0).sum(-3, keepdims=True)
+
+
+def _numbers(array: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, array.shape, array.ndim - 3)
 
 
 # --- Sums, as XLA:CPU does them fast.

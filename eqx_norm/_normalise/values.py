@@ -14,8 +14,9 @@ what the plainest does.
 """
 
 import functools
+import itertools
+import math
 import operator
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -25,8 +26,9 @@ from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, reference
-from .arithmetic import Arithmetic, AxisName, BatchImplementation, arithmetic, split_names
+from . import collectives, elementwise, reference
+from .arithmetic import Arithmetic, BatchImplementation, arithmetic
+from .collectives import AxisName
 from .primitives import ACTIVATED, DEVIATIONS, STATISTICS, Static, bind
 from .reference import Activation, compute_dtype
 
@@ -67,7 +69,8 @@ class Values:
         **Raises:** `NameError` where no enclosing `vmap` binds `axis_name`.
         """
         try:
-            examples = lax.psum(1, self.axis_name)
+            names = itertools.chain(*collectives.split_names(self.axis_name))
+            examples = math.prod(map(lax.axis_size, names))
         except NameError as error:
             raise NameError(
                 f"The axis name {self.axis_name!r} is not bound ({error}). In training the "
@@ -93,14 +96,12 @@ class Values:
             return Moments(parts.count, mean, jnp.add(*jnp.split(parts.m2, 2)), mean_rest)
         arrays = [lax.stop_gradient(self.x), self._mask]
         arrays = [array[None] for array in arrays if array is not None]
-        vmapped, mesh = split_names(self.axis_name)
+        vmapped, mesh = collectives.split_names(self.axis_name)
         if not self.arithmetic.by_example:
-            # Gathered over a mapped axis, an array is just not mapped any more: nothing moves.
-            for name in vmapped:
-                arrays = [_gather(array, name, tiled=True) for array in arrays]
+            arrays = [collectives.gather(array, vmapped) for array in arrays]
         count, mean, m2, mean_rest = bind(STATISTICS, *arrays, static=self._static)
         moments = Moments(count, mean, m2, mean_rest)
-        return self.differentiable(self.arithmetic.merged(moments, vmapped, mesh, _gather))
+        return self.differentiable(self.arithmetic.merged(moments, vmapped, mesh))
 
     def differentiable(self, moments: Moments) -> Moments:
         """Returns the moments, which are those of these values, as functions of them."""
@@ -116,7 +117,8 @@ class Values:
             shape=columns[0].shape,
         )
         # Both are 0, and so is what they add below; their derivatives are not.
-        sum_d, sum_d2 = lax.psum([d.reshape(mean.shape) for d in deviations], self.axis_name)
+        deviations = [d.reshape(mean.shape) for d in deviations]
+        sum_d, sum_d2 = collectives.total(deviations, self.axis_name)
         n = jnp.maximum(count, 1)
         mean, m2 = mean + sum_d / n, m2 + (sum_d2 - sum_d * sum_d / n)
         # The mask is the same for all channels, and so is the count.
@@ -210,21 +212,6 @@ class Values:
         variance = jnp.concatenate([used.variance] * 2)
         parts = Moments.of(_parts(used.mean), variance, _parts(used.mean_rest))
         return _whole(self._parts.normalise(parts, eps=eps)).reshape(self.x.shape)
-
-
-def _gather(array: Array, name: Hashable, *, tiled: bool = False) -> Array:
-    # One name at a time: all_gather takes no tuple of vmapped names.
-    try:
-        return lax.all_gather(array, name, tiled=tiled)
-    except (AssertionError, ValueError) as error:
-        # Seen with jax 0.10.2 and 0.12.0.1, where any collective over a vmapped axis fails.
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            raise ValueError(
-                f"JAX refuses collectives over the vmapped axis {name!r} inside a shard_map "
-                "that checks varying manual axes. Write "
-                "jax.shard_map(..., check_vma=False) around this layer."
-            ) from error
-        raise
 
 
 def _parts(x: Array) -> Array:
