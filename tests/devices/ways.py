@@ -186,16 +186,16 @@ def filter_shard() -> Way:
     return Way(forward, step, "batch", split=functools.partial(jax.device_put, device=split))
 
 
-WAYS: dict[str, Way] = {
-    "shard_map": outside(check_vma=True),
-    "shard_map, inside": inside(check_vma=True),
-    "shard_map, unchecked": outside(check_vma=False),
-    "shard_map, unchecked, inside": inside(check_vma=False),
-    "one device": outside(check_vma=True, devices=1),
-    "pmap": pmap(),
-    "jit": automatic(AxisType.Auto),
-    "explicit axes": automatic(AxisType.Explicit),
-    "filter_shard": filter_shard(),
+WAYS: dict[str, Callable[[], Way]] = {
+    "shard_map": functools.partial(outside, check_vma=True),
+    "shard_map, inside": functools.partial(inside, check_vma=True),
+    "shard_map, unchecked": functools.partial(outside, check_vma=False),
+    "shard_map, unchecked, inside": functools.partial(inside, check_vma=False),
+    "one device": functools.partial(outside, check_vma=True, devices=1),
+    "pmap": pmap,
+    "jit": functools.partial(automatic, AxisType.Auto),
+    "explicit axes": functools.partial(automatic, AxisType.Explicit),
+    "filter_shard": filter_shard,
 }
 
 # --- What is found.
@@ -249,7 +249,7 @@ def found(case: Case) -> dict[str, Any]:
     quantities = ("y", "memory", "parameters", "dx")
     report = {}
     for name, way in WAYS.items():
-        results, sent = taken(case, way)
+        results, sent = taken(case, way())
         pairs = zip(quantities, results, right, strict=True)
         errors = {quantity: error(ours, theirs) for quantity, ours, theirs in pairs}
         report[name] = {"errors": errors, "sent": sent}
