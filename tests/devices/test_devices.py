@@ -42,6 +42,39 @@ def test_vectors_alone_are_sent_and_together(reports, case, way):
 
 
 @pytest.fixture(scope="module")
+def used():
+    return json.loads(on_devices(8, "-m", "tests.devices.uses", flags=XLA_FLAGS).stdout)
+
+
+@pytest.mark.parametrize("use", ["groups", "each_its_own"])
+def test_statistics_are_shared_by_the_devices_that_are_named(used, use):
+    assert max(used[use].values()) < 1e-6
+
+
+def test_a_scan_over_micro_batches_inside_shard_map(used):
+    assert used["micro_batches"]["all"] < 1e-6
+
+
+def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up(used):
+    report = used["sharded_parameters"]
+    assert report["all"] < 1e-6
+    assert report["used up"]
+    # Parameters are gathered and sums of gradients spread; x stays where it is.
+    assert all(elements <= 3 * 2 * ways.DEVICES for _, elements in report["sent"])
+
+
+def test_layer_norm_sends_nothing_but_gradients_of_its_parameters(used):
+    for name, report in used["layer_norm"].items():
+        assert report["error"] < 1e-6, name
+        sent = [] if name.startswith("forward") else [["all-reduce", 2 * ways.L]]
+        assert report["sent"] == sent, name
+
+
+def test_jit_takes_no_more_collectives_than_equinox_s_layer(used):
+    assert used["equinox"]["ours"] <= used["equinox"]["equinox"]
+
+
+@pytest.fixture(scope="module")
 def over_many():
     flags = {"flags": "--xla_backend_optimization_level=0"}
     return {
