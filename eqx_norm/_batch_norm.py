@@ -231,6 +231,7 @@ class BatchNorm(eqx.nn.BatchNorm):
             accepts = training & finite
             if mask is not None:
                 accepts = accepts & (batch.count > batch.ddof)
+            _memory.check_shared(memory, learnt, self.axis_name)
             memory = _select(accepts, jax.lax.stop_gradient(learnt), memory)
             accepted = _memory.counted(accepted, accepts)
             rejected = _memory.counted(rejected, training & ~finite)

@@ -26,6 +26,25 @@ def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
     return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)
 
 
+def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
+    """Raises `ValueError` if devices would learn different things, and the state given is, by
+    its type, the same on all; where `shard_map` does not check types, nothing can be seen."""
+    axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(learnt)))
+    axes = tuple(sorted(axes.difference(*map(_varying, jax.tree.leaves(held))), key=str))
+    if axes:
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        raise ValueError(
+            f"The statistics over axis_name={axis_name!r} differ from device to device along "
+            f"{axes}, and the state given is one for all devices. To take them over all, make "
+            f"the layer with axis_name={(*names, *axes)!r}. To give each its own, stack one "
+            f"state for each, pass them with in_specs=P({axes!r}), and take [0] of what comes."
+        )
+
+
+def _varying(array: Array) -> frozenset[Any]:
+    return jax.typeof(array).manual_axis_type.varying
+
+
 def recall(
     state: eqx.nn.State,
     index: eqx.nn.StateIndex[Any],

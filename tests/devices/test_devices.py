@@ -51,6 +51,12 @@ def test_statistics_are_shared_by_the_devices_that_are_named(used, use):
     assert max(used[use].values()) < 1e-6
 
 
+def test_one_state_for_different_statistics_is_an_error(used):
+    said = used["its_own_of_one_state"]
+    assert "differ from device to device along ('devices',)" in said
+    assert "make the layer with axis_name=('batch', 'devices')" in said
+
+
 def test_a_scan_over_micro_batches_inside_shard_map(used):
     assert used["micro_batches"]["all"] < 1e-6
 

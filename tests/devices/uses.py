@@ -72,6 +72,22 @@ def each_its_own() -> dict[str, float]:
     return of_groups("batch", mesh_of(devices=DEVICES), "devices")
 
 
+def its_own_of_one_state() -> str:
+    """Returns what is said where each device has its own statistics, and all one state."""
+    layer, state = make(C, "batch", approach=CASE.approach)
+    f = jax.shard_map(
+        functools.partial(call, layer),
+        mesh=mesh_of(devices=DEVICES),
+        in_specs=(WHOLE, SPLIT),
+        out_specs=(SPLIT, WHOLE),
+    )
+    try:
+        f(state, arguments(CASE)[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def micro_batches() -> dict[str, float]:
     """Returns the errors of a `jax.lax.scan` over micro-batches, inside `shard_map`."""
     x = jnp.stack([arguments(CASE)[0] + i for i in range(3)])
@@ -178,7 +194,15 @@ def equinox() -> dict[str, int]:
 
 USES = {
     use.__name__: use
-    for use in (groups, each_its_own, micro_batches, sharded_parameters, layer_norm, equinox)
+    for use in (
+        groups,
+        each_its_own,
+        its_own_of_one_state,
+        micro_batches,
+        sharded_parameters,
+        layer_norm,
+        equinox,
+    )
 }
 
 

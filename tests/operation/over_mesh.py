@@ -21,7 +21,7 @@ from eqx_norm import LayerNorm
 from eqx_norm._normalise import primitives
 from eqx_norm._normalise.arithmetic import Arithmetic
 from eqx_norm._normalise.primitives import Static, bind
-from tests.helpers import f32, make
+from tests.helpers import f32, make, over_batch
 
 DEVICES = 8
 N, C, L = 16, 2, 3
@@ -107,6 +107,15 @@ def of_layers() -> dict[str, Case]:
 
         return Case(f, (normal(N, C, L).astype(dtype), normal(C), normal(C)))
 
+    def training(approach: str, mask: Any = None, **how: Any) -> Case:
+        def f(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+            names = ("batch", *jax.sharding.get_abstract_mesh().manual_axes)
+            layer, state = make(C, names, approach=approach, **how)
+            model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
+            return over_batch(lambda x, state: model(x, state, mask=mask))(x, state)[0]
+
+        return Case(f, (normal(N, C, L), normal(C), normal(C)))
+
     half = jnp.bfloat16
     return {
         "LayerNorm": layer_norm(),
@@ -115,6 +124,11 @@ def of_layers() -> dict[str, Case]:
         "LayerNorm, silu": layer_norm(activation=jax.nn.silu),
         "LayerNorm, PReLU": layer_norm(activation=eqx.nn.PReLU(0.3)),
         "LayerNorm, bfloat16": layer_norm(half),
+        "training": training("smooth_start"),
+        "training, silu": training("batch", activation=jax.nn.silu),
+        "training, PReLU, mask": training(
+            "variance_clip", jnp.array([True, False, True]), activation=eqx.nn.PReLU(0.3)
+        ),
         "inference": batch_norm(),
         "inference, PReLU": batch_norm(activation=eqx.nn.PReLU(0.3)),
         "inference, mask": batch_norm(mask=jnp.array([True, False, True])),
