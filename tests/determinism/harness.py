@@ -32,15 +32,11 @@ def rows_of(path: Path, *records: Record) -> tuple[Any, ...]:
     return read(written(path, *records)).rows
 
 
-def sealed(text: bytes) -> bytes:
-    """Returns a line of a ledger, with a checksum that is right."""
-    return text + b',"crc":"%08x"}\n' % zlib.crc32(text)
-
-
-def with_header(path: Path, **fields: Any) -> Path:
-    """Gives a ledger another header."""
-    first, *rest = path.read_bytes().splitlines(keepends=True)
-    header = {**json.loads(first), **fields}
-    del header["crc"]
-    path.write_bytes(sealed(json.dumps(header)[:-1].encode()) + b"".join(rest))
-    return path
+def forge(path: Path, line: int, **fields: Any) -> None:
+    """Changes fields in one line of a ledger, and makes its checksum right."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    changed = {**json.loads(lines[line]), **fields}
+    del changed["crc"]
+    text = json.dumps(changed)[:-1].encode()
+    lines[line] = text + b',"crc":"%08x"}\n' % zlib.crc32(text)
+    path.write_bytes(b"".join(lines))
