@@ -5,18 +5,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from eqx_norm.determinism import Ledger, Record, monitor, read
+from eqx_norm.determinism import Ledger, Record, read
 from tests.helpers import normal
 
 X = normal(0, (2, 3))
-
-
-def tree(x: Any) -> Any:
-    """Returns a tree that is monitored: the rows `in.half`, `in.key` and `in.x`."""
-    return monitor({"x": x, "half": x.astype(jnp.bfloat16), "key": jax.random.key(3)}, "in")
 
 
 def written(path: Path, *records: Record, start: int = 0) -> Path:
@@ -27,9 +19,9 @@ def written(path: Path, *records: Record, start: int = 0) -> Path:
     return path
 
 
-def rows_of(path: Path, *records: Record) -> tuple[Any, ...]:
-    """Returns the rows of these steps as they are read from a ledger."""
-    return read(written(path, *records)).rows
+def rows_of(path: Path, record: Record) -> tuple[Any, ...]:
+    """Returns the rows of a step as they are read from a ledger."""
+    return read(written(path, record)).rows
 
 
 def forge(path: Path, line: int, **fields: Any) -> None:

@@ -16,6 +16,23 @@ from tests.determinism.harness import X, forge, written
 from tests.helpers import bits
 
 
+def step(x):
+    return monitor({"x": x, "half": x.astype(jnp.bfloat16), "key": jax.random.key(3)}, "in")
+
+
+@pytest.fixture(scope="module")
+def bare():
+    """Returns a record without values, of the rows `in.half`, `in.key` and `in.x`."""
+    return jax.jit(recorded(step))(X)[1]
+
+
+@pytest.fixture(scope="module")
+def records():
+    """Returns two records with values, those of `X` and of `2 * X`."""
+    keeping = jax.jit(recorded(step, keep_values=True))
+    return [keeping(x)[1] for x in (X, 2 * X)]
+
+
 def kept_x(path):
     contents = read(path)
     return bits(contents.values(contents.rows[2]))
@@ -75,18 +92,17 @@ def test_neither_a_ledger_nor_its_values_are_written_over(tmp_path, records):
 
 
 def test_values_are_found_beside_their_ledger(tmp_path, records, monkeypatch):
-    """In another working directory, beside a like name, moved with it, and through a link."""
+    """In another working directory, moved with it, and through a link."""
     monkeypatch.chdir(tmp_path)
-    with Ledger("run.0") as ledger:
+    with Ledger("a") as ledger:
         (tmp_path / "there").mkdir()
         monkeypatch.chdir("there")
         ledger.append(0, records[0])
-    path, other = tmp_path / "run.0", written(tmp_path / "run.1", records[1])
-    assert [kept_x(path), kept_x(other)] == [bits(X), bits(2 * X)]
-    moved = path.rename(tmp_path / "there" / "b.jsonl")
-    Path(f"{path}.values").rename(f"{moved}.values")
-    (tmp_path / "link").symlink_to(moved)
-    assert kept_x(moved) == kept_x(tmp_path / "link") == bits(X)
+    assert kept_x(tmp_path / "a") == bits(X)
+    for name in ("a", "a.values"):
+        (tmp_path / name).rename(tmp_path / "there" / name)
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "a")
+    assert kept_x(tmp_path / "there" / "a") == kept_x(tmp_path / "link") == bits(X)
 
 
 # --- The disk is full, or fails.
