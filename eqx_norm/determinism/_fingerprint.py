@@ -260,19 +260,12 @@ def summarise(tree: Any, name: str) -> Summary:
 
 def _exact(arrays: Iterable[Any]) -> float:
     """Returns the sum of all values, rounded once."""
-    integers, not_finite, terms = 0, 0.0, []
+    terms = []
     for x in arrays:
-        if x.dtype.kind in "biu":
-            integers += sum(x.reshape(-1).tolist())
-            continue
-        with np.errstate(invalid="ignore"):
-            not_finite += float(x[~np.isfinite(x)].sum(dtype=np.float64))
+        if x.dtype in (np.int64, np.uint64):  # in halves, which float64 holds
+            x = np.stack([x >> 32 << 32, x & (2**32 - 1)])
         terms.append(map(float, x.flat))  # one after the other: never all in memory
-    # No order of infinities and NaNs gives another sum.
-    if not_finite != 0:
-        return not_finite
-    parts = []  # of the integer, 53 bits each
-    while integers:
-        parts.append(float(integers))
-        integers -= int(parts[-1])
-    return math.fsum(itertools.chain(parts, *terms))
+    try:
+        return math.fsum(itertools.chain.from_iterable(terms))
+    except ValueError:  # infinities of both signs
+        return math.nan
