@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eqx_norm import strategies
-from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart
+from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart, VarianceClip
+from experiments.accuracy import recursions
 from tests.helpers import at_step, f32
-from tests.strategies.recursions import CASES, IDS, of_smooth_start
 
 pytestmark = pytest.mark.x32  # its averages are float32 whatever the default
 CHANNELS = 3
@@ -16,6 +16,25 @@ ULP = float(np.finfo(np.float32).eps)
 MOMENTA = (1e-6, 0.5, 0.99, 0.9999, 0.999999)
 each_momentum = pytest.mark.parametrize("momentum", MOMENTA)
 each_strategy = pytest.mark.parametrize("strategy", [Batch, Ema, Adam, SmoothStart])
+
+
+def clipping(strategy, recursion, ratio, start):
+    """Returns a strategy that clips, to be made with a momentum, and its recursion."""
+    return (
+        lambda momentum: VarianceClip(strategy(momentum), ratio=ratio, start=start),
+        recursions.variance_clip(recursion, ratio, start),
+    )
+
+
+CASES = {
+    "batch": (Batch, recursions.batch),
+    "ema": (Ema, recursions.ema),
+    "adam": (Adam, recursions.adam),
+    "smooth_start": (SmoothStart, recursions.smooth_start),
+    "clip(batch)": clipping(Batch, recursions.batch, 2.0, 4),
+    "clip(smooth_start)": clipping(SmoothStart, recursions.smooth_start, 4.0, 1),
+    "clip(ema)": clipping(Ema, recursions.ema, 4.0, 200),
+}
 
 
 def batches(steps):
@@ -29,7 +48,7 @@ def batches(steps):
 
 
 @each_momentum
-@pytest.mark.parametrize(("strategy", "recursion"), CASES, ids=IDS)
+@pytest.mark.parametrize(("strategy", "recursion"), CASES.values(), ids=CASES)
 def test_equals_its_recursion(strategy, recursion, momentum):
     strategy = strategy(momentum)
     memory = strategy.init(CHANNELS, jnp.float32)
@@ -87,7 +106,9 @@ def test_thousands_of_steps(momentum):
         return jax.lax.scan(step, empty, (mean, variance))[1]
 
     running, filled, weight = average(mean, variance)
-    golden = of_smooth_start(zip(*map(np.float64, (mean, variance)), strict=True), momentum)
+    golden = recursions.smooth_start(
+        zip(*map(np.float64, (mean, variance)), strict=True), momentum
+    )
     right_filled, right = np.swapaxes(list(golden), 0, 1)
     for (high, low, found), exact in ((running, right), (filled, right_filled)):
         # To twice the precision: in float32 alone, 1e4 is off by 5e-4.
