@@ -36,14 +36,14 @@ class Kernel(NamedTuple):
 def kernels(text: str) -> list[Kernel]:
     """Returns what the program runs, in order, computations that it calls included.
 
-    **Raises:** `ValueError` where `text` holds no entry computation; `NotImplementedError` for
-    control flow and for asynchronous operations, whose traffic the text alone does not tell.
+    **Raises:** `NotImplementedError` for control flow and for asynchronous operations, whose
+    traffic the text alone does not tell.
     """
-    computations, entry = _parse(text)
+    computations = _parse(text)
     found = []
-    for computation, kernel in _run(computations, entry):
-        body = computations[kernel.called] if kernel.opcode == "fusion" else None
-        inside = (kernel,) if body is None else body.values()
+    for computation, kernel in _run(computations, "ENTRY"):
+        body = computations[kernel.called] if kernel.opcode == "fusion" else {}
+        inside = body.values() or (kernel,)
         reordered = tuple(i.elements for i in inside if i.opcode in ("copy", "transpose"))
         found.append(Kernel(kernel.name, _moved(computation, kernel, body), reordered))
     return found
@@ -60,17 +60,26 @@ class _Instruction(NamedTuple):
     name: str
     type: str
     opcode: str
-    operands: tuple[str, ...]
+    operands: list[str]
     attributes: str  # of a parameter: its position
 
     @property
+    def arrays(self) -> list[tuple[int, int]]:
+        """Returns the number of elements, and the bits of one, for each array of the type."""
+        found = re.findall(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", self.type)
+        return [
+            (math.prod(map(int, re.findall(r"\d+", shape))), int(bits or 8))
+            for bits, shape in found
+        ]
+
+    @property
     def bytes(self) -> int:
-        return sum(elements * bits for elements, bits in _arrays(self.type)) // 8
+        return sum(elements * bits for elements, bits in self.arrays) // 8
 
     @property
     def elements(self) -> int:
         """Returns the size of the largest array in the result."""
-        return max((elements for elements, _ in _arrays(self.type)), default=0)
+        return max((elements for elements, _ in self.arrays), default=0)
 
     @property
     def called(self) -> str:
@@ -82,64 +91,44 @@ class _Instruction(NamedTuple):
 _Computation = Mapping[str, _Instruction]
 
 # They name memory, or are known while compiling; they move nothing.
-_VIEWS = {
-    "add-dependency",
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-}
+_VIEWS = {"bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "tuple"}
 _SLICES = {"dynamic-slice", "gather", "slice"}
 _ONE_TO_ONE = {"bitcast", "convert", "copy", "reshape", "transpose"}
+_UNCOUNTED = re.compile(r"while|conditional|.*-(start|done|update)")
 
 
 def _run(
-    computations: Mapping[str, _Computation], computation: _Computation
+    computations: Mapping[str, _Computation], name: str
 ) -> Iterator[tuple[_Computation, _Instruction]]:
-    for instruction in computation.values():
+    """Yields the instructions that move something, each with the computation it is in."""
+    for instruction in computations[name].values():
         opcode = instruction.opcode
         if opcode == "call":  # on GPU: a sequence launched as one CUDA graph
-            yield from _run(computations, computations[instruction.called])
-        elif opcode in ("while", "conditional") or opcode.endswith(
-            ("-start", "-done", "-update")
-        ):
+            yield from _run(computations, instruction.called)
+        elif _UNCOUNTED.fullmatch(opcode):
             raise NotImplementedError(
                 f"%{instruction.name} = {opcode}(...): the traffic of control flow and of "
                 "asynchronous operations is not counted."
             )
         elif opcode not in _VIEWS:
-            yield computation, instruction
+            yield computations[name], instruction
 
 
-def _moved(computation: _Computation, kernel: _Instruction, body: _Computation | None) -> int:
-    """Returns the bytes that a kernel reads and writes; `body` is what a fusion calculates."""
+def _moved(computation: _Computation, kernel: _Instruction, body: _Computation) -> int:
+    """Returns the bytes that a kernel reads and writes; `body` is what a fusion computes."""
+    parameters = {i.attributes: i for i in body.values() if i.opcode == "parameter"}
     read: dict[str, int] = {}
     for position, operand in enumerate(kernel.operands):
         while computation[operand].opcode == "bitcast":  # a view of the same memory
             (operand,) = computation[operand].operands
         size = computation[operand].bytes
-        if body is not None:
-            size = _read(body, str(position), size)
+        if body:
+            parameter = parameters[str(position)]
+            size = min(size, size * _demanded(body, parameter) // parameter.elements)
         elif kernel.opcode in _SLICES and position == 0:
             size = min(size, kernel.bytes)
         read[operand] = max(size, read.get(operand, 0))
     return sum(read.values()) + kernel.bytes
-
-
-def _read(body: _Computation, position: str, size: int) -> int:
-    """Returns how much of its parameter of `size` bytes a fusion reads."""
-    (parameter,) = (
-        instruction
-        for instruction in body.values()
-        if instruction.opcode == "parameter" and instruction.attributes == position
-    )
-    demanded = _demanded(body, parameter)
-    return size if demanded >= parameter.elements else size * demanded // parameter.elements
 
 
 def _demanded(body: _Computation, value: _Instruction) -> int:
@@ -149,48 +138,29 @@ def _demanded(body: _Computation, value: _Instruction) -> int:
     for user in users:
         if user.opcode in _SLICES and user.operands[0] == value.name:
             demanded += user.elements
-        elif user.opcode in _ONE_TO_ONE:  # in a fusion only what is asked for is calculated
+        elif user.opcode in _ONE_TO_ONE:  # in a fusion only what is asked for is computed
             demanded += _demanded(body, user)
         else:
             return value.elements
     return demanded
 
 
-def _parse(text: str) -> tuple[dict[str, _Computation], _Computation]:
-    """Returns all computations, by name, and the entry."""
-    computations: dict[str, _Computation] = {}
-    current: dict[str, _Instruction] = {}
-    entry = None
-    for line in text.splitlines():
-        # A computation starts in the first column: "ENTRY %main (x: f32[3]) -> f32[3] {".
-        if header := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$", line):
-            current = computations[header[2]] = {}
-            entry = current if header[1] else entry
-        elif instruction := _instruction(line):
-            current[instruction.name] = instruction
-    if entry is None:
-        raise ValueError("this text has no ENTRY computation; is it optimised HLO?")
-    return computations, entry
-
-
 # A tuple's type is in parentheses, an operand is "%name" or "type %name".
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")
 
 
-def _instruction(line: str) -> _Instruction | None:
-    found = _LINE.match(re.sub(r"/\*.*?\*/", "", line))
-    if found is None:
-        return None
-    name, type_, opcode, inside, attributes = found.groups()
-    if opcode in ("parameter", "constant"):  # parameter(0): a position, not an operand
-        return _Instruction(name, type_, opcode, (), inside)
-    operands = tuple(re.findall(r"%([\w.-]+)", inside))
-    return _Instruction(name, type_, opcode, operands, attributes)
-
-
-def _arrays(type_: str) -> Iterator[tuple[int, int]]:
-    """Yields the number of elements, and the bits of one, for each array of a type."""
-    for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", type_):
-        elements = math.prod(int(size) for size in shape.split(",") if size)
-        width = re.match(r"[a-z]+(\d+)", dtype)  # f8e4m3fn has 8 bits, a token none
-        yield elements, 8 if dtype == "pred" else int(width[1]) if width else 0
+def _parse(text: str) -> dict[str, _Computation]:
+    """Returns all computations by name, that of the whole program as `ENTRY`."""
+    computations: dict[str, _Computation] = {}
+    current: dict[str, _Instruction] = {}
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        # A computation starts in the first column: "ENTRY %main (x: f32[3]) -> f32[3] {".
+        if header := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$", line):
+            current = computations["ENTRY" if header[1] else header[2]] = {}
+        elif found := _LINE.match(line):
+            name, type_, opcode, inside, attributes = found.groups()
+            if opcode in ("parameter", "constant"):  # parameter(0): a position, no operand
+                inside, attributes = "", inside
+            operands = re.findall(r"%([\w.-]+)", inside)
+            current[name] = _Instruction(name, type_, opcode, operands, attributes)
+    return computations
