@@ -35,9 +35,9 @@ def _claim(text: str, check: Check) -> Claim:
         checked = check(measured)
         if not checked:
             raise NotMeasured
-        wrong = [_place(row) for row, right in checked if not right]
-        right = f"{len(checked) - len(wrong)} of {len(checked)}"
-        return ", ".join([right, *wrong]), not wrong
+        wrong = [_place(row) for row, holds in checked if not holds]
+        count = f"{len(checked) - len(wrong)} of {len(checked)}"
+        return ", ".join([count, *wrong]), not wrong
 
     return Claim(text, judge)
 
@@ -45,9 +45,12 @@ def _claim(text: str, check: Check) -> Claim:
 def _place(row: Program | Kernel | Step) -> str:
     if isinstance(row, Step):
         return row.program
-    moved = row.kernel if isinstance(row, Kernel) else f"{row.program}, {row.direction}"
+    if isinstance(row, Kernel):
+        what = row.kernel
+    else:
+        what = f"{row.direction}: {row.units} units, {row.layout_changes} layout changes"
     shape = "x".join(map(str, row.shape))
-    return f"{row.device} {shape} {row.dtype} {row.implementation} {moved}: {row.units}"
+    return f"{row.device} {shape} {row.dtype} {row.implementation} {what}"
 
 
 def _moves(most: dict[str, float], chosen: Callable[[Program], bool]) -> Check:
@@ -60,17 +63,18 @@ def _moves(most: dict[str, float], chosen: Callable[[Program], bool]) -> Check:
 
 
 def _between(*implementations: str) -> Check:
+    """Checks that a norm adds no layout changes to those of the convolutions alone."""
+
     def check(measured: Measured) -> list[tuple[Any, bool]]:
         rows = [row for row in measured.programs if row.program == BETWEEN]
         changes = {(r.device, r.dtype, r.implementation): r.layout_changes or 0 for r in rows}
-        checked = []
-        for row in rows:
-            *where, implementation = place = row.device, row.dtype, row.implementation
-            # There XLA leaves convolutions in the caller's layout, which kernels do not read.
-            unread = where == ["A100", "float32"] and implementation != names.OURS_XLA
-            if implementation in implementations and not unread:
-                checked.append((row, changes[place] <= changes[*where, NO_NORM]))
-        return checked
+        # There XLA leaves convolutions in the caller's layout, which kernels do not read.
+        unread = [("A100", "float32", name) for name in KERNELS]
+        return [
+            (row, changes[place] <= changes[*place[:2], NO_NORM])
+            for row, place in zip(rows, changes, strict=True)
+            if row.implementation in implementations and place not in unread
+        ]
 
     return check
 

@@ -88,8 +88,8 @@ def measure(
             programs.append(Program(*case, None, None, None, type(error).__name__))
             continue
         x_bytes = case.x.size * case.x.dtype.itemsize
-        found, codes = traffic.kernels(text), take()
-        units = sum(kernel.bytes for kernel in found) / x_bytes
+        found, codes = traffic.launches(text), take()
+        units = sum(launch.bytes for launch in found) / x_bytes
         changes = traffic.layout_changes(found, case.x.size)
         programs.append(Program(*case, units, len(found), changes))
         moved = _by_name(text, found)
@@ -99,15 +99,15 @@ def measure(
     return programs, list(kernels.values())
 
 
-def _by_name(text: str, found: Sequence[traffic.Kernel]) -> dict[str, int]:
+def _by_name(text: str, found: Sequence[traffic.Launch]) -> dict[str, int]:
     """Returns the bytes that each of this package's kernels moves."""
     # Triton's kernels have a name of their own, Mosaic's are named by where they come from.
     named = rf'%([\w.-]+) = .*custom_call_target=.*(?: name = "|op_name="[^"]*/)({PREFIX}\w+)'
     names = dict(re.findall(named, text))
     moved = dict.fromkeys(names.values(), 0)
-    for kernel in found:
-        if kernel.name in names:
-            moved[names[kernel.name]] += kernel.bytes
+    for launch in found:
+        if launch.name in names:
+            moved[names[launch.name]] += launch.bytes
     return moved
 
 

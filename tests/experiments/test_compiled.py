@@ -57,8 +57,8 @@ ENTRY %main (x: f32[4,256]) -> (f32[1,256], bf16[256,4], pred[256]) {
 
 
 def test_what_a_program_moves():
-    found = traffic.kernels(PROGRAM)
-    assert {kernel.name: kernel.bytes for kernel in found} == {
+    found = traffic.launches(PROGRAM)
+    assert {launch.name: launch.bytes for launch in found} == {
         "sums": 4096 + (1024 + 2048),  # x and its view are the same memory
         "first": 512 + 1024,  # one row of bf16, written as f32
         "turned": 2048 + 2048,  # inside a call
@@ -68,7 +68,7 @@ def test_what_a_program_moves():
     assert traffic.layout_changes(found, 1025) == 0
     loop = PROGRAM.replace("is-finite(%sum)", "while(%sum), condition=%c, body=%b")
     with pytest.raises(NotImplementedError, match=r"%finite = while\(...\)"):
-        traffic.kernels(loop)
+        traffic.launches(loop)
 
 
 def test_a_compiled_program():
@@ -76,10 +76,10 @@ def test_a_compiled_program():
     x = jnp.ones((512, 128))
 
     def found(f):
-        return traffic.kernels(jax.jit(f).lower(x).compile().as_text() or "")
+        return traffic.launches(jax.jit(f).lower(x).compile().as_text() or "")
 
     once = found(lambda x: jnp.exp(x) * 2)
-    assert sum(kernel.bytes for kernel in once) == 2 * x.nbytes
+    assert sum(launch.bytes for launch in once) == 2 * x.nbytes
     assert not traffic.layout_changes(once, x.size)
     assert traffic.layout_changes(found(lambda x: x.T + 0), x.size)
 
