@@ -8,16 +8,17 @@ with no GPU needed:
         ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
 
 A kernel of 128 threads that loads 4 x 32 bits at a time. To a folder that the environment
-names, XLA writes Triton's kernels, and jaxlib Mosaic's; and to another file of each how much
-shared memory they take:
+names, XLA writes Triton's kernels, and jaxlib Mosaic's with what its assembler says of them;
+and to another file of each how much shared memory they take:
 
-    *.ptx                    eqx_norm_statistics_0.ptx
-    *thunk_sequence.txt      eqx_norm_statistics_0.resources.txt
+    *.ptx                    eqx_norm_statistics_0.ptx, eqx_norm_statistics_0.ptxas
+    *thunk_sequence.txt      eqx_norm_statistics_1.resources.txt
 """
 
 import collections
 import importlib.resources
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -64,6 +65,7 @@ def settings(folder: str) -> dict[str, str]:
         "--xla_dump_emitter_re=ptx",
         "MOSAIC_GPU_DUMP_TO": folder,
         "MOSAIC_GPU_DUMP_PTX": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
 
 
@@ -81,8 +83,8 @@ def take(folder: str) -> list[Code]:
             name = re.sub(r"(_mosaic_gpu_kernel|__\d+)$", "", entry)
             if name not in codes:
                 codes[name] = _code(name, path, int(shared[entry]))
-    for path in Path(folder).iterdir():
-        path.unlink()
+    shutil.rmtree(folder)
+    Path(folder).mkdir()
     return [codes[name] for name in sorted(codes)]
 
 
@@ -100,12 +102,8 @@ def _shared_memory(folder: str) -> dict[str, str]:
 
 
 def _code(name: str, path: Path, shared: int) -> Code:
-    ptx = path.read_text()
-    # CUDA's assembler comes with jax's plugin.
-    assembler = str(importlib.resources.files("nvidia.cuda_nvcc") / "bin" / "ptxas")
-    arch = _only(r"\.target (\w+)", ptx)
-    command = [assembler, "-v", "-arch", arch, "-o", "/dev/null", path]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    ptx, by_mosaic = path.read_text(), path.with_suffix(".ptxas")
+    said = by_mosaic.read_text() if by_mosaic.exists() else _ptxas(path, ptx)
     return Code(
         name,
         warps=int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx)) // _WARP,
@@ -134,6 +132,14 @@ def unfenced(ptx: str) -> bool:
     # l(oad), f(ence), b(arrier), c(opy)
     order = "".join(kind[0] for kind in re.findall(kinds, ptx))
     return re.search("l[^lfc]*(f[^lbc]*)?c", order) is not None
+
+
+def _ptxas(path: Path, ptx: str) -> str:
+    """Returns what CUDA's assembler, which comes with jax's plugin, says of a kernel."""
+    assembler = str(importlib.resources.files("nvidia.cuda_nvcc") / "bin" / "ptxas")
+    arch = _only(r"\.target (\w+)", ptx)
+    command = [assembler, "-v", "-arch", arch, "-o", "/dev/null", path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _only(pattern: str, text: str) -> str:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import string
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,20 +129,16 @@ def compiler(device: str) -> Compile:
 def _quiet() -> Iterator[None]:
     """Silences jax, which deprecates Triton's backend, and jaxlib.
 
-    jaxlib calls a disassembler for Mosaic's kernels, and complains at length that there is
-    none: what is written to stderr is shown only if there is an exception.
+    jaxlib calls a disassembler for Mosaic's kernels, and complains at length on stderr that
+    there is none.
     """
     sys.stderr.flush()
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as written, warnings.catch_warnings():
+    with open(os.devnull, "wb") as nowhere, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-        os.dup2(written.fileno(), 2)
+        os.dup2(nowhere.fileno(), 2)
         try:
             yield
-        except BaseException:
-            written.seek(0)
-            os.write(kept, written.read())
-            raise
         finally:
             os.dup2(kept, 2)
             os.close(kept)
