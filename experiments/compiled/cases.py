@@ -75,10 +75,11 @@ def _kernels(device: str, quick: bool) -> Iterator[Case]:
     for norm, dtype, direction in itertools.product(norms, dtypes, (FORWARD, APART)):
         wanted = [names.OURS_TRITON, *(mosaic if norm in ALIGNED else ())]
         beside_xla = device == "H200" and not quick and dtype != "float16"
-        if beside_xla and norm[0] != LAYER_NORM_GELU:
+        kind, shape = norm
+        if beside_xla and kind != LAYER_NORM_GELU:
             wanted.append(names.OURS_XLA)
         for name in wanted:
-            yield Case(device, *norm, dtype, direction, name)
+            yield Case(device, kind, shape, dtype, direction, name)
     between = (NO_NORM, names.OURS_XLA, names.OURS_TRITON, *mosaic)
     for dtype, name in itertools.product(DTYPES[:2], between):
         yield Case(device, BETWEEN, IMAGES, dtype, BOTH, name)
