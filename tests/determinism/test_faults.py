@@ -11,6 +11,7 @@ from eqx_norm.determinism import Ledger, compare, monitor, monitor_module, recor
 from tests.helpers import normal
 
 STEPS = 12
+GLOBAL = {"scale": 1.0}
 X, Y = normal(0, (STEPS, 4, 4)), normal(1, (STEPS, 4))
 
 
@@ -25,14 +26,13 @@ def network(key):
             eqx.nn.Linear(4, 8, key=key),
             BatchNorm(8, "batch", approach="batch"),
             eqx.nn.Dropout(0.5),
+            eqx.nn.Lambda(lambda x: GLOBAL["scale"] * x),
             eqx.nn.Linear(8, 8, key=key),
             eqx.nn.Lambda(jax.tree_util.Partial(in_order, jnp.arange(8))),
         ]
     )
 
 
-@eqx.filter_jit
-@recorded
 def step(model, state, x, y, key):
     weights, rest = eqx.partition(model, eqx.is_inexact_array)
     model, x = eqx.combine(monitor(weights, "weights"), rest), monitor(x, "x")
@@ -49,7 +49,10 @@ def step(model, state, x, y, key):
     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.01 * g, gradient)), state
 
 
-def run(path, fault=lambda i, *given: given):
+compiled = eqx.filter_jit(recorded(step))
+
+
+def run(path, fault=lambda i, *given: given, step=compiled):
     model, state = eqx.nn.make_with_state(network)(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), STEPS)
     with Ledger(path) as ledger:
@@ -73,12 +76,16 @@ def flipped(x, place):
 
 def a_flipped_bit(i, model, x, y, key):
     if i == 7:
-        model = eqx.tree_at(lambda m: m[3].weight, model, flipped(model[3].weight, (3, 5)))
+        model = eqx.tree_at(lambda m: m[4].weight, model, flipped(model[4].weight, (3, 5)))
     return model, x, y, key
 
 
 def another_order(i, model, x, y, key):
-    return eqx.tree_at(lambda m: m[4].fn.args[0], model, jnp.arange(8)[::-1]), x, y, key
+    return eqx.tree_at(lambda m: m[5].fn.args[0], model, jnp.arange(8)[::-1]), x, y, key
+
+
+def a_shuffled_loader(i, model, x, y, key):
+    return model, X[-1 - i], Y[-1 - i], key
 
 
 def no_seed(i, model, x, y, key):
@@ -97,8 +104,9 @@ def test_the_same_run_twice(reference, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
-        (a_flipped_bit, "step 7: `weights.layers.3.weight` forward"),
-        (another_order, "step 0: `layers.4` forward"),
+        (a_flipped_bit, "step 7: `weights.layers.4.weight` forward"),
+        (another_order, "step 0: `layers.5` forward"),
+        (a_shuffled_loader, "step 0: `x` forward"),
         (no_seed, "step 0: `layers.2` forward"),
         (another_label, "step 9: `loss` forward"),
     ],
@@ -107,3 +115,11 @@ def test_a_fault_is_found_where_it_is(reference, tmp_path, fault, found):
     verdict = compare(reference, run(tmp_path / "b.jsonl", fault))
     assert str(verdict).startswith(found)
     assert f"step {verdict.step}: `{verdict.probe}` {verdict.kind}" == found
+
+
+def test_a_layer_that_reads_global_state(reference, tmp_path, monkeypatch):
+    monkeypatch.setitem(GLOBAL, "scale", 1 + 2**-20)
+    other = run(
+        tmp_path / "b.jsonl", step=eqx.filter_jit(recorded(lambda *given: step(*given)))
+    )
+    assert str(compare(reference, other)).startswith("step 0: `layers.3` forward")
