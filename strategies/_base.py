@@ -6,8 +6,7 @@ from typing import Generic, TypeVar
 import equinox as eqx
 from jax.typing import DTypeLike
 
-from ._moments import Moments
-from ._training_batch import TrainingBatch
+from ._moments import Moments, TrainingBatch
 
 Memory = TypeVar("Memory")
 
