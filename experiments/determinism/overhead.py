@@ -56,11 +56,8 @@ def measure(rounds: int, network: str) -> list[Overhead]:
     expected = _bits(training.step(*plain))
     steps = itertools.count()
     returned = eqx.filter_jit(recorded(training.step))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Ledger(Path(folder, "appended")) as appended,
-        _Counted(Path(folder, "called")) as called,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder, "a")) as appended:
+        called = _Counted(Path(folder, "b"))
         into_ledger = eqx.filter_jit(recorded_into(called, training.step))
 
         def append() -> Any:
@@ -104,6 +101,7 @@ def measure(rounds: int, network: str) -> list[Overhead]:
                     unchanged=_bits(output) == expected,
                 )
             )
+        called.close()
     return found
 
 

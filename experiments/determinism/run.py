@@ -11,7 +11,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import equinox as eqx
@@ -53,7 +53,7 @@ class Run:
     flipped_at: int | None = None  # the step before which one bit of one weight is flipped
 
 
-Outcome = Sequence[str]  # sum of weights, their fingerprint, final loss
+Outcome = tuple[str, str, str]  # sum of weights, their fingerprint, final loss
 
 
 def environment(run: Run) -> dict[str, str]:

@@ -149,7 +149,16 @@ def _compared(
         setting, outcomes, verdicts, *columns, strict=True
     ):
         parts = "" if verdict.same else verdict.text.splitlines()[0]
-        yield Result(name, run, *outcome, parts, verdict.agreed, by_step, step, by_probe)
+        yield Result(
+            name,
+            run,
+            *outcome,
+            parts=parts,
+            agreed=verdict.agreed,
+            by_step=by_step,
+            step=step,
+            by_probe=by_probe,
+        )
 
 
 def _by_step(ledger: Path) -> list[tuple[str | None, ...]]:

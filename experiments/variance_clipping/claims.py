@@ -49,7 +49,10 @@ def by_setting(found: Iterable[Run]) -> Cells:
 
 
 def _cell(runs: list[Run], clean_runs: list[Run]) -> Cell:
-    run, clean = (np.rec.fromrecords(of, names=Run._fields) for of in (runs, clean_runs))
+    run, clean = (
+        np.rec.fromrecords(of_seeds, formats=None, names=Run._fields)
+        for of_seeds in (runs, clean_runs)
+    )
     # Written so that a NaN is a failure.
     ruined = ~(clean.test_end - run.test_end < RUINED)
     failures = {

@@ -47,7 +47,7 @@ def test_a_process_finds_only_the_machine_that_is_asked_for(monkeypatch):
 
 def test_a_run_that_fails_says_why():
     with pytest.raises(RuntimeError, match="implementation='none'"):
-        runs.measure({"broken": {"run 1": Run(1, implementation="none")}})
+        runs.measure({"broken": {"run 1": dataclasses.replace(Run(1), implementation="none")}})
 
 
 def test_versions_are_numbered_as_they_are_met():
