@@ -8,10 +8,10 @@ from ._base import AbstractStrategy as AbstractStrategy
 from ._batch import Batch as Batch
 from ._ema import Ema as Ema
 from ._moments import Moments as Moments
-from ._moments import TrainingBatch as TrainingBatch
 from ._named import NAMED as NAMED
 from ._named import named as named
 from ._running import AbstractRunningStrategy as AbstractRunningStrategy
 from ._running import Running as Running
 from ._smooth_start import SmoothStart as SmoothStart
+from ._training_batch import TrainingBatch as TrainingBatch
 from ._variance_clip import VarianceClip as VarianceClip

@@ -6,7 +6,8 @@ from typing import Generic, TypeVar
 import equinox as eqx
 from jax.typing import DTypeLike
 
-from ._moments import Moments, TrainingBatch
+from ._moments import Moments
+from ._training_batch import TrainingBatch
 
 Memory = TypeVar("Memory")
 

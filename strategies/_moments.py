@@ -1,9 +1,9 @@
-"""Defines `Moments`, which summarise a set of values, and `TrainingBatch`, those of a batch."""
+"""Defines `Moments`, which summarise a set of values, and how two of them are merged."""
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from ._pair import Pair, between
 
@@ -118,25 +118,3 @@ class Moments(eqx.Module):
     def finite(self) -> Bool[Array, ""]:
         """Returns one boolean: whether every channel's mean and m2 are finite."""
         return (jnp.isfinite(self.mean) & jnp.isfinite(self.m2)).all()
-
-
-class TrainingBatch(Moments):
-    """Holds the moments of a training batch, as the layer hands them to `update`.
-
-    It can be used as `Moments` everywhere. `merge`, `towards` and `astype` return plain
-    `Moments`; `dataclasses.replace` returns a `TrainingBatch`.
-
-    **Fields:** those of `Moments`, and
-
-    - `eps`: the layer's, static: a Python float.
-    - `step`: how many batches the memory has taken in before this one, an int32 scalar that
-        stops at 2^31 - 1. Batches that were not remembered do not count.
-    """
-
-    eps: float = eqx.field(static=True, kw_only=True)
-    step: Int[Array, ""] = eqx.field(kw_only=True)
-
-    @property
-    def moments(self) -> Moments:
-        """Returns the moments without `eps` and `step`, to be remembered."""
-        return Moments(self.count, self.mean, self.m2, self.mean_rest, self.ddof)

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 
 from ._base import AbstractStrategy
 from ._batch import Batch
-from ._moments import Moments, TrainingBatch
+from ._moments import Moments
+from ._training_batch import TrainingBatch
 
 
 class VarianceClip(AbstractStrategy[Any]):
