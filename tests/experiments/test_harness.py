@@ -74,11 +74,9 @@ def test_help_shows_help_and_does_nothing_else(name, capsys, monkeypatch):
 
 WRONG = [
     ("stability --data nowhere", "nowhere.*no such folder.*--data download"),
-    ("stability --momentum 1", "--momentum: 1: must be between 0 and 1"),
     ("stability --steps 0", "--steps: 0: must be 1 or more"),
     ("stability --seeds -1", "--seeds: -1: must be 0 or more"),
     ("stability --seeds one", "--seeds: invalid number value: 'one'"),
-    ("stability --approach group", "--approach: invalid choice: 'group'.*smooth_start"),
     ("speed --shapes 64", "--shapes: '64': must be N,C,.*for example 64,64,32,32"),
     ("speed --shapes 8,0", "--shapes: '8,0': must be N,C"),
     ("speed --shapes big", "--shapes: 'big': must be N,C"),
@@ -130,8 +128,6 @@ PARTS = [
     *((name, ["--quick"]) for name in NAMES),
     ("stability", ["--steps", "5"]),
     ("stability", ["--seeds", "0"]),
-    ("stability", ["--approach", "ema"]),
-    ("variance_clipping", ["--network", "small"]),
     ("variance_clipping", ["--data", "download"]),
     ("speed", ["--rounds", "5"]),
     ("speed", ["--peers", "eqx-norm"]),

@@ -47,6 +47,17 @@ def batches(steps):
     ]
 
 
+def pushed(running, batch, momentum, steps):
+    """Returns the average after so many times the same batch."""
+
+    @jax.jit
+    def run(running):
+        step = lambda _, running: running.push(batch, momentum)  # noqa: E731
+        return jax.lax.fori_loop(0, steps, step, running)
+
+    return run(running)
+
+
 @each_momentum
 @pytest.mark.parametrize(("strategy", "recursion"), CASES.values(), ids=CASES)
 def test_equals_its_recursion(strategy, recursion, momentum):
@@ -128,22 +139,14 @@ def test_what_is_left_goes_to_nothing(momentum, left):
     weight = np.float32(1 - left)
     rest = np.float32(1 - np.float64(weight) - left)
     start = strategies.Running(f32([5.0]), f32([2.0]), f32(weight), weight_rest=f32(rest))
-    batch = Moments.of(f32([5.0]), f32([2.0]))
-
-    @jax.jit
-    def run(running):
-        step = lambda _, running: running.push(batch, momentum)  # noqa: E731
-        return jax.lax.fori_loop(0, steps, step, running)
-
-    after = run(start)
+    after = pushed(start, Moments.of(f32([5.0]), f32([2.0])), momentum, steps)
     found = (1 - np.float64(after.weight)) - np.float64(after.weight_rest)
     exact = left * momentum**steps
     assert found < left
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-12)
     if exact < 2**-26:
         assert after.weight == 1
-        other = Moments.of(f32([1e6]), f32([9.0]))
-        used = after.fill(other)
+        used = after.fill(Moments.of(f32([1e6]), f32([9.0])))
         assert (used.mean, used.variance) == (5, 2)
 
 
@@ -178,7 +181,5 @@ def test_an_average_does_not_come_to_a_halt(momentum):
     """In float32 alone the variance stops at 3e-6 of itself, at 0.99, and at 3e-4."""
     running = strategies.Running.loaded(f32([0.0]), f32([1.0]))
     batch = Moments.of(f32([0.0]), f32([1.001]))
-    steps = round(20 / (1 - momentum))
-    step = lambda _, running: running.push(batch, momentum)  # noqa: E731
-    running = jax.jit(lambda r: jax.lax.fori_loop(0, steps, step, r))(running)
+    running = pushed(running, batch, momentum, round(20 / (1 - momentum)))
     np.testing.assert_allclose(running.variance, batch.variance, rtol=ULP)
