@@ -107,12 +107,13 @@ def test_it_is_equinox_s_without_its_memory():
 X = normal(0, (64, 3), 2, 1)
 
 
-def both(*batches, inference=False, **kwargs):
+def both(x, *others, inference=False, **kwargs):
     """Returns (output, state) of this layer, and of Equinox's, after training steps."""
     results = []
     for layer, state in pair(channels=3, **kwargs):
-        for x in batches:
-            y, state = precise_call(layer, state, x)
+        y, state = precise_call(layer, state, x)
+        for other in others:
+            y, state = precise_call(layer, state, other)
         if inference:
             y, state = precise_call(eqx.nn.inference_mode(layer), state, X)
         results.append((y, state))
