@@ -279,7 +279,10 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[fl
     start = time.perf_counter()
     program = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start
-    return seconds, program.memory_analysis().temp_size_in_bytes
+    analysis = program.memory_analysis()
+    if analysis is None:
+        raise RuntimeError(f"{jax.default_backend()} does not tell what memory programs need")
+    return seconds, analysis.temp_size_in_bytes
 
 
 def differing(run: Callable[[], Any], runs: int) -> list[float]:
