@@ -11,7 +11,7 @@ from experiments.lab.claims import Claim, NotMeasured, Verdict, worst
 from experiments.lab.peers import names
 
 from .cases import BOTH, EQUINOX, FIRST, FLAX, IN_TORCH, LARGE, LAST, MIB, ROWS
-from .programs import PARTS
+from .programs import SUM_OF_PARTS
 from .rows import DIFFERS, Row, chosen, measured
 
 Rows = Sequence[Row]
@@ -236,7 +236,7 @@ ON_A_CPU: dict[str, Judge] = {
         1.1, PEERS, lambda row: row.bytes < MIB, dtype="f32"
     ),
     "f32, over 8 MiB: at most 1.15 of the sum of its parts": _at_most(
-        1.15, (PARTS,), lambda row: row.bytes > 8 * MIB, dtype="f32"
+        1.15, (SUM_OF_PARTS,), lambda row: row.bytes > 8 * MIB, dtype="f32"
     ),
     "f32: temporaries at most 0.1 of x's bytes": _temporaries,
     "bf16, 1 MiB or more: no slower than PyTorch": _at_most(

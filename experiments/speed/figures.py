@@ -18,7 +18,7 @@ from experiments.lab.peers import names
 
 from .cases import BOTH, DTYPES, LAST, MIB, OWN, ROWS, Shape, shape_name
 from .claims import BY_THREE, BY_TWO, GROWS_FROM, growing, growth
-from .programs import PARTS
+from .programs import SUM_OF_PARTS
 from .rows import Row, by_shape, chosen, measured
 
 # In this order from left to right; shapes for print and for any colour vision.
@@ -88,8 +88,8 @@ def _over_ours(axes: Axes, found: dict[Shape, Peers]) -> None:
             axes.axvspan(place - 0.5, place + 0.5, color="0.95", lw=0, zorder=0)
         least, label = mine.share, COPY
         # With a small array the time of five calls is that of calling.
-        if PARTS in rows and mine.bytes >= MIB:
-            least, label = rows[PARTS].median / mine.median, PARTS
+        if SUM_OF_PARTS in rows and mine.bytes >= MIB:
+            least, label = rows[SUM_OF_PARTS].median / mine.median, SUM_OF_PARTS
         if not math.isnan(least):
             label = label if place == 0 else ""
             axes.hlines(least, place - 0.42, place + 0.42, color=BLACK, lw=1.2, label=label)
@@ -148,7 +148,7 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
     for panel in axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             labels.setdefault(label, handle)
-    for least in {PARTS, COPY} & labels.keys():
+    for least in {SUM_OF_PARTS, COPY} & labels.keys():
         labels[least] = labels.pop(least)
     if labels:
         place, columns = "outside lower center", min(len(labels), 4)

@@ -30,7 +30,7 @@ from experiments.lab.timer import Program
 
 from .cases import DTYPES, IN_TORCH, LAST, OWN, Problem, Shape
 
-ROOFLINE = MEMORY_COPY, PARTS = "memory copy", "sum of its parts"
+ROOFLINE = MEMORY_COPY, SUM_OF_PARTS = "memory copy", "sum of its parts"
 
 
 class How(NamedTuple):
