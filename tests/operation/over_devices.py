@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-def program(case: Case, way: str) -> Any:
+def program(case, way):
     """Returns a training step, as a function of weight, bias, x, mask, state and dy."""
     devices = int(way) if way.isdigit() else 0
     layer, _ = make(
@@ -60,23 +60,23 @@ def program(case: Case, way: str) -> Any:
         implementation=case.implementation,
     )
 
-    def forward(weight: Any, bias: Any, x: Any, mask: Any, state: Any) -> Any:
+    def forward(weight, bias, x, mask, state):
         affine = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
 
-        def one(x: Any, mask: Any, state: Any) -> Any:
+        def one(x, mask, state):
             return affine(x, state, mask=mask)
 
         axes = {"in_axes": (0, 0, None), "out_axes": (0, None)}
         return jax.vmap(one, axis_name="batch", **axes)(x, mask, state)
 
-    def step(*arrays: Any, forward: Any = forward) -> Any:
+    def step(*arrays, forward=forward):
         *vectors_and_x, mask, state, dy = arrays
         y, pull_back, state = jax.vjp(
             lambda *moving: forward(*moving, mask, state), *vectors_and_x, has_aux=True
         )
         return y, *pull_back(dy), state
 
-    def step_of_a_device(*arrays: Any) -> Any:
+    def step_of_a_device(*arrays):
         y, dweight, dbias, dx, state = step(*arrays)
         return y, *jax.lax.psum((dweight, dbias), "devices"), dx, state
 
@@ -95,7 +95,7 @@ def program(case: Case, way: str) -> Any:
     return jax.jit(functools.partial(step, forward=sharded))
 
 
-def arguments(case: Case, seed: int) -> tuple[Any, ...]:
+def arguments(case, seed):
     """Returns weight, bias, x, mask or `None`, and dy."""
     random = np.random.default_rng(seed)
     shape, channels = case.shape, case.shape[1]
@@ -112,7 +112,7 @@ def arguments(case: Case, seed: int) -> tuple[Any, ...]:
     return jnp.float32(weight), jnp.float32(bias), x, mask, dy
 
 
-def fingerprints(case: Case, ways: Any = WAYS) -> dict[str, dict[str, str]]:
+def fingerprints(case, ways=WAYS):
     """Returns those of each quantity by the way of calculating it, one step a seed."""
     found: dict[str, dict[str, str]] = {quantity: {} for quantity in QUANTITIES}
     for way in ways:
@@ -133,7 +133,7 @@ def fingerprints(case: Case, ways: Any = WAYS) -> dict[str, dict[str, str]]:
     return found
 
 
-def main() -> None:
+def main():
     found: dict[str, Any] = {name: fingerprints(case) for name, case in CASES.items()}
     auto = CONV._replace(implementation="auto")
     found["of the normal mode"] = fingerprints(auto, ("vmap", "8"))

@@ -52,15 +52,15 @@ class Case(NamedTuple):
         return tuple(SPLIT if array.shape[:1] == (N,) else WHOLE for array in self.arrays)
 
 
-def normal(*shape: int) -> jax.Array:
+def normal(*shape):
     return f32(RANDOM.standard_normal(shape))
 
 
-def silu_and_more(u: jax.Array) -> jax.Array:
+def silu_and_more(u):
     return jax.nn.silu(u) + jnp.cos(u)
 
 
-def of_primitives() -> dict[str, Case]:
+def of_primitives():
     """Returns each pass over x, in all its operands; vectors are the same on all devices."""
     full, column = (N, C, L), (1, C, 1)
     g, x = normal(*full), normal(*full)
@@ -68,7 +68,7 @@ def of_primitives() -> dict[str, Case]:
     static = Static(1, Arithmetic(), activation=silu_and_more, dtype=jnp.dtype("float32"))
     inner = a, b, x, mean, mean_rest
 
-    def of(primitive: Any, **parameters: Any) -> Callable[..., Any]:
+    def of(primitive, **parameters):
         return lambda *arrays: bind(primitive, *arrays, static=static, **parameters)
 
     sums, vjp = (of(p, shape=column) for p in (primitives.SUMS, primitives.ACTIVATED_VJP))
@@ -88,23 +88,23 @@ def of_primitives() -> dict[str, Case]:
     }
 
 
-def of_layers() -> dict[str, Case]:
+def of_layers():
     """Returns layers: x is split over devices, weight and bias are the same on all."""
 
-    def case(layer: Any, x: jax.Array, call: Callable[..., Any]) -> Case:
+    def case(layer, x, call):
         arrays, restore = jax.tree.flatten(eqx.filter(layer, eqx.is_inexact_array))
 
-        def f(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+        def f(x, *arrays):
             model = eqx.combine(jax.tree.unflatten(restore, arrays), layer)
             return jax.vmap(functools.partial(call, model))(x)
 
         return Case(f, (x, *(a + 0.1 * normal(*a.shape) for a in arrays)))
 
-    def layer_norm(dtype: Any = jnp.float32, **arguments: Any) -> Case:
+    def layer_norm(dtype=jnp.float32, **arguments):
         x = normal(N, 5).astype(dtype)
         return case(LayerNorm(5, **arguments), x, lambda layer, x: layer(x))
 
-    def batch_norm(dtype: Any = jnp.float32, mask: Any = None, **arguments: Any) -> Case:
+    def batch_norm(dtype=jnp.float32, mask=None, **arguments):
         layer, state = make(C, "batch", approach="batch", inference=True, **arguments)
         state = jax.tree.map(lambda a: a + 0.5, state)
         x = normal(N, C, L).astype(dtype)
@@ -129,18 +129,18 @@ INSIDE = gradient, directional, linearized, slope_of_gradient
 TRANSFORMS = (*INSIDE, gradient_of_gradient)
 
 
-def mesh() -> jax.sharding.Mesh:
+def mesh():
     return jax.make_mesh((DEVICES,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def every(transforms: Any, f: Callable[..., Any], arrays: Any, tangents: Any) -> dict[str, Any]:
+def every(transforms, f, arrays, tangents):
     return {t.__name__: t(f, arrays, tangents) for t in transforms}
 
 
-def errors(case: Case) -> dict[str, float]:
+def errors(case):
     tangents = tuple(normal(*a.shape).astype(a.dtype) for a in case.arrays)
 
-    def local(*arrays: Any) -> Any:
+    def local(*arrays):
         y = case.f(*arrays)
         return jax.lax.psum(y, "devices") if case.out == WHOLE else y
 
@@ -172,7 +172,7 @@ def errors(case: Case) -> dict[str, float]:
     }
 
 
-def error(ours: Any, right: Any) -> float:
+def error(ours, right):
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
     return max(
         float(
@@ -191,7 +191,7 @@ TRAINING = {
 }
 
 
-def of_training(names: Any, approach: str, **check: bool) -> dict[str, float]:
+def of_training(names, approach, **check):
     """Returns errors of values and of the gradient of x in a training step."""
     layer, state = make(C, names, approach=approach)
     right = over_batch(make(C, "batch", approach=approach)[0])
@@ -205,7 +205,7 @@ def of_training(names: Any, approach: str, **check: bool) -> dict[str, float]:
         assert program.count(" all-gather(") == 1, program
         assert " all-reduce(" not in program, program
 
-    def step(f: Callable[..., Any], x: jax.Array) -> dict[str, Any]:
+    def step(f, x):
         return {
             "values": f(x, state),
             "gradient": gradient(lambda x: f(x, state)[0], (x,), None),
@@ -217,7 +217,7 @@ def of_training(names: Any, approach: str, **check: bool) -> dict[str, float]:
     return {name: error(ours[name], expected[name]) for name in expected}
 
 
-def main() -> None:
+def main():
     found: dict[str, Any] = {name: errors(case) for name, case in CASES.items()}
     for name, case in TRAINING.items():
         found[name] = of_training(*case, check_vma=False)

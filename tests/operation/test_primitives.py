@@ -63,18 +63,13 @@ def deviations(x, mask=None):
     return bind(DEVIATIONS, wide, x, mean, mean_rest, mask, static=STATIC, shape=COLUMN)
 
 
-def sums(g, x, mean, mean_rest, mask=None):
-    return tuple(bind(SUMS, g, x, mean, mean_rest, mask, static=STATIC, shape=mean.shape))
+def of(primitive, **parameters):
+    return lambda *operands: bind(primitive, *operands, static=STATIC, **parameters)
 
 
-def affine(a, b, x, mean, mean_rest, mask=None):
-    return bind(AFFINE, a, b, x, mean, mean_rest, mask, static=STATIC)[0]
-
-
-def activated(a, b, x, mean, mean_rest, mask=None):
+def activated(a, b, x, *centre_and_mask):
     static = STATIC._replace(activation=activation, dtype=b.dtype)
-    wide = x.astype(b.dtype)
-    return bind(ACTIVATED, a, b, wide, x, mean, mean_rest, mask, static=static)[0]
+    return bind(ACTIVATED, a, b, x.astype(b.dtype), x, *centre_and_mask, static=static)
 
 
 def right_statistics(x, mask=None):
@@ -115,8 +110,8 @@ def weighed(values, mask):
 INNER = ("a", "b", "x", "mean", "mean_rest")
 DIFFERENTIATED = {
     "deviations": (deviations, right_deviations, ("x",)),
-    "sums": (sums, right_sums, ("g", "x", "mean", "mean_rest")),
-    "affine": (affine, right_affine, INNER),
+    "sums": (of(SUMS, shape=COLUMN), right_sums, ("g", "x", "mean", "mean_rest")),
+    "affine": (of(AFFINE), right_affine, INNER),
     "activated": (activated, right_activated, INNER),
 }
 ALL = {"statistics": (statistics, right_statistics, ("x",))} | DIFFERENTIATED
