@@ -1,13 +1,9 @@
-"""Compares derivatives inside and outside of `jax.shard_map` with those of one device.
+"""Tests derivatives and batches over the axis of a mesh, by those of one device.
 
-`python -m tests.operation.over_mesh` is a program of its own, because the number of CPU devices
-is fixed when JAX starts. It prints, as JSON, the largest error of each case and transformation,
-in units of the largest value; and what the error for a batch inside of `check_vma` says.
+Run by test_devices.py, in a process that has 8 devices.
 """
 
 import functools
-import json
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +23,7 @@ from tests.compiling import jit
 from tests.helpers import f32, make, over_batch
 
 from .derivatives import (
+    compiled,
     directional,
     gradient,
     gradient_of_gradient,
@@ -129,50 +127,12 @@ INSIDE = gradient, directional, linearized, slope_of_gradient
 TRANSFORMS = (*INSIDE, gradient_of_gradient)
 
 
-def mesh():
-    return jax.make_mesh((DEVICES,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def every(transforms, f, arrays, tangents):
-    return {t.__name__: t(f, arrays, tangents) for t in transforms}
-
-
-def errors(case):
-    tangents = tuple(normal(*a.shape).astype(a.dtype) for a in case.arrays)
-
-    def local(*arrays):
-        y = case.f(*arrays)
-        return jax.lax.psum(y, "devices") if case.out == WHOLE else y
-
-    specs = {
-        "gradient": case.specs,
-        "directional": case.out,
-        "linearized": (case.out, case.out, case.specs),
-        "slope_of_gradient": case.specs,
-    }
-    outside = jax.shard_map(local, mesh=mesh(), in_specs=case.specs, out_specs=case.out)
-    inside = jax.shard_map(
-        functools.partial(every, INSIDE, local),
-        mesh=mesh(),
-        in_specs=(case.specs, case.specs),
-        out_specs=specs,
-    )
-    one, over_mesh, on_each = (
-        jit(f)(case.arrays, tangents)
-        for f in (
-            functools.partial(every, TRANSFORMS, case.f),
-            functools.partial(every, TRANSFORMS, outside),
-            inside,
-        )
-    )
-    return {
-        f"{name}, {way}": error(result, one[name])
-        for way, results in (("outside", over_mesh), ("inside", on_each))
-        for name, result in results.items()
-    }
+def mesh(devices=DEVICES):
+    return jax.make_mesh((devices,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def error(ours, right):
+    """Returns the largest error, in units of the largest value."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
     return max(
         float(
@@ -182,51 +142,82 @@ def error(ours, right):
     )
 
 
-# --- A batch over devices.
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_derivatives_are_those_of_one_device_where_jax_checks_what_varies(case):
+    """Tests `check_vma=True`, which is the default, in and around the `shard_map`."""
+    tangents = tuple(normal(*a.shape).astype(a.dtype) for a in case.arrays)
 
-TRAINING = {
-    "batch, devices": (("batch", "devices"), "batch"),
-    "devices, batch": (("devices", "batch"), "smooth_start"),
-    "by jit": ("batch", "ema"),
-}
+    def local(*arrays):
+        y = case.f(*arrays)
+        return jax.lax.psum(y, "devices") if case.out == WHOLE else y
+
+    def every(transforms, f, arrays, tangents):
+        return [transform(f, arrays, tangents) for transform in transforms]
+
+    around = jax.shard_map(local, mesh=mesh(), in_specs=case.specs, out_specs=case.out)
+    inside = jax.shard_map(
+        functools.partial(every, INSIDE, local),
+        mesh=mesh(),
+        in_specs=(case.specs, case.specs),
+        out_specs=[case.specs, case.out, (case.out, case.out, case.specs), case.specs],
+    )
+    one, over_mesh, on_each = (
+        jit(f)(case.arrays, tangents)
+        for f in (
+            functools.partial(every, TRANSFORMS, case.f),
+            functools.partial(every, TRANSFORMS, around),
+            inside,
+        )
+    )
+    # What the test is after is off by the number of devices.
+    for found in (over_mesh, on_each):
+        for transform, ours, right in zip(TRANSFORMS, found, one, strict=False):
+            assert error(ours, right) < 1e-4, transform.__name__
 
 
-def of_training(names, approach, **check):
-    """Returns errors of values and of the gradient of x in a training step."""
-    layer, state = make(C, names, approach=approach)
-    right = over_batch(make(C, "batch", approach=approach)[0])
+def over_vmap_and_mesh(names, approach, **check):
+    layer, _ = make(C, names, approach=approach)
+    specs = {"in_specs": (SPLIT, WHOLE), "out_specs": (SPLIT, WHOLE)}
+    return jax.shard_map(over_batch(layer), mesh=mesh(), **specs, **check)
+
+
+@pytest.mark.parametrize(
+    ("names", "approach"),
+    [(("batch", "devices"), "batch"), (("devices", "batch"), "smooth_start"), ("batch", "ema")],
+    ids=str,
+)
+def test_a_batch_over_devices_equals_one_device(names, approach):
+    layer, state = make(C, "batch", approach=approach)
     x = 5 + 2 * normal(N, C, L)
-    if names == "batch":
-        sharded, xs = right, jax.device_put(x, NamedSharding(mesh(), SPLIT))
+    if names == "batch":  # then `jit` knows of the devices, and the layer does not
+        f, xs = over_batch(layer), jax.device_put(x, NamedSharding(mesh(), SPLIT))
     else:
-        specs = {"in_specs": (SPLIT, WHOLE), "out_specs": (SPLIT, WHOLE)}
-        sharded, xs = jax.shard_map(over_batch(layer), mesh=mesh(), **specs, **check), x
-        program = jax.jit(sharded).lower(xs, state).compile().as_text()
+        f, xs = over_vmap_and_mesh(names, approach, check_vma=False), x
+        program = jax.jit(f).lower(xs, state).compile().as_text()
         assert program.count(" all-gather(") == 1, program
         assert " all-reduce(" not in program, program
 
+    @compiled
     def step(f, x):
-        return {
-            "values": f(x, state),
-            "gradient": gradient(lambda x: f(x, state)[0], (x,), None),
-        }
+        return f(x, state), gradient(lambda x: f(x, state)[0], (x,), None)
 
-    ours, expected = (
-        jit(functools.partial(step, f))(x) for f, x in ((sharded, xs), (right, x))
-    )
-    return {name: error(ours[name], expected[name]) for name in expected}
+    assert error(step(f, xs), step(over_batch(layer), x)) < 2e-6
 
 
-def main():
-    found: dict[str, Any] = {name: errors(case) for name, case in CASES.items()}
-    for name, case in TRAINING.items():
-        found[name] = of_training(*case, check_vma=False)
-    try:
-        of_training(("batch", "devices"), "batch")
-    except ValueError as refused:
-        found["with check_vma"] = str(refused)
-    json.dump(found, sys.stdout)
+def test_with_check_vma_a_sentence_says_what_to_do():
+    _, state = make(C, "batch", approach="batch")
+    f = over_vmap_and_mesh(("batch", "devices"), "batch")
+    with pytest.raises(
+        ValueError, match=r"jax\.shard_map\(\.\.\., check_vma=False\) around this"
+    ):
+        f(normal(N, C, L), state)
 
 
-if __name__ == "__main__":
-    main()
+def test_a_primitive_that_cannot_keep_track_raises():
+    def mixed(x, weight):
+        static = Static(1, Arithmetic())
+        return primitives.AFFINE.bind(weight, weight, x, weight, weight, static=static)[0]
+
+    split = jax.shard_map(mixed, mesh=mesh(1), in_specs=(SPLIT, WHOLE), out_specs=SPLIT)
+    with pytest.raises(TypeError, match="eqx_norm_affine was given arrays that vary over diff"):
+        split(jnp.ones((1, 2, 3)), jnp.ones((1, 2, 1)))

@@ -1,6 +1,4 @@
-"""Tests that `implementation="device_invariant"` gives one result on any number of devices."""
-
-import json
+"""Tests `implementation="device_invariant"` on one device; on several: over_devices.py."""
 
 import equinox as eqx
 import hypothesis
@@ -12,7 +10,6 @@ import pytest
 from eqx_norm._normalise import invariant
 from tests.helpers import bits, call, make, same
 from tests.layers.accuracy import check, far_from_zero, make_batch, seeds, with_outlier
-from tests.processes import on_devices
 
 from .derivatives import (
     assert_agree,
@@ -23,32 +20,8 @@ from .derivatives import (
     ours,
     slope_of_gradient,
 )
-from .over_devices import CASES, QUANTITIES
 
 MODE = "device_invariant"
-
-
-@pytest.fixture(scope="module")
-def found():
-    return json.loads(on_devices(8, "-m", "tests.operation.over_devices").stdout)
-
-
-@pytest.mark.parametrize("quantity", QUANTITIES)
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits_on_1_2_4_and_8_devices(found, name, quantity):
-    ways = found[name][quantity]
-    assert len(set(ways.values())) == 1, ways
-
-
-def test_the_normal_mode_does_not_promise_it(found):
-    """Guards the tests above, which might pass for other reasons."""
-    ways = found["of the normal mode"]
-    assert any(len(set(ways[quantity].values())) > 1 for quantity in ("y", "dx", "memory"))
-
-
-def test_three_devices_hold_no_branches(found):
-    assert "'devices' has 3 devices" in found["three devices"]
-    assert "implementation='auto' works with any" in found["three devices"]
 
 
 @pytest.mark.parametrize("shape", [(7, 8), (64, 8), (16, 4, 7, 7), (1000, 2, 31)], ids=str)

@@ -15,15 +15,12 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm import BatchNorm, LayerNorm
 from tests.helpers import copy, over_batch
 
-from .gpus import CORES, HAS_MOSAIC, mesh, needs_mosaic
+from .gpus import HAS_MOSAIC, mesh, needs_mosaic
 
 FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_vjp_sums"
 ROWS, ROWS_VJP = "eqx_norm_rows", "eqx_norm_rows_vjp"
 # 8 MiB of float32, and 4 values.
 DENSE, SMALL = (2048, 1024), (2, 2)
-
-each_device = pytest.mark.parametrize("device", CORES)
-each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 
 
 def lowered(f, *shaped, on=None):
@@ -71,23 +68,6 @@ def layer_norm(*shape, dtype=jnp.float32, **arguments):
 
     x = jax.ShapeDtypeStruct(shape, dtype)
     return f, x, x
-
-
-@each_device
-@each_dtype
-@pytest.mark.parametrize("shape", [(8192, 1024), (64, 64, 32, 32)], ids=["dense", "images"])
-def test_auto_takes_a_kernel_each_way(shape, dtype, device):
-    text = lowered(*both(shape, dtype, activation=jax.nn.relu), on=mesh(device))
-    # Images of float32 may lie channel after channel.
-    to_xla = len(shape) > 2 and dtype == jnp.float32
-    assert kernels(text) == (set() if to_xla else {FORWARD, BACKWARD})
-
-
-@each_device
-@each_dtype
-def test_layer_norm_reads_a_row_once_each_way(dtype, device):
-    program = layer_norm(4096, 768, dtype=dtype, activation=jax.nn.gelu)
-    assert kernels(lowered(*program, on=mesh(device))) == {ROWS, ROWS_VJP}
 
 
 def masked():
@@ -144,6 +124,13 @@ TRITON, MOSAIC = "pallas_triton", "pallas_mosaic"
 IMAGES = (64, 64, 32, 32)
 EACH_WAY, ROWS_EACH_WAY = {FORWARD, BACKWARD}, {ROWS, ROWS_VJP}
 CASES = {
+    # Images of float32 may lie channel after channel.
+    "images, float32": (lambda: both(IMAGES, activation=RELU), set()),
+    "images, bfloat16": (lambda: both(IMAGES, jnp.bfloat16, activation=RELU), EACH_WAY),
+    "images, float16": (lambda: both(IMAGES, jnp.float16, activation=RELU), EACH_WAY),
+    "float32": (lambda: both(DENSE, activation=RELU), EACH_WAY),
+    "bfloat16": (lambda: both(DENSE, jnp.bfloat16), EACH_WAY),
+    "float16": (lambda: both(DENSE, jnp.float16), EACH_WAY),
     "no activation": (lambda: both(DENSE), EACH_WAY),
     "gelu": (lambda: both(DENSE, activation=jax.nn.gelu), EACH_WAY),
     # XLA can fuse the derivative of what has arrays of its own into its sums.
@@ -159,6 +146,9 @@ CASES = {
     "remat": (lambda: remat(*both(DENSE, activation=RELU)), EACH_WAY),
     "second order": (lambda: penalty(*forward(DENSE, activation=SILU)), EACH_WAY),
     "forward mode": (lambda: jvp(*forward(DENSE, activation=SILU)), {FORWARD}),
+    "rows": (lambda: layer_norm(4096, 768, activation=jax.nn.gelu), ROWS_EACH_WAY),
+    "rows, bfloat16": (lambda: layer_norm(4096, 768, dtype=jnp.bfloat16), ROWS_EACH_WAY),
+    "rows, float16": (lambda: layer_norm(4096, 768, dtype=jnp.float16), ROWS_EACH_WAY),
     "rows, xla": (lambda: layer_norm(4096, 768, implementation="xla"), set()),
     "rows, plain": (
         lambda: layer_norm(4096, 768, use_weight=False, use_bias=False),
