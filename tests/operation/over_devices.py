@@ -24,37 +24,30 @@ SEEDS = 3
 
 class Case(NamedTuple):
     shape: tuple[int, ...]
-    approach: str
-    activation: Any = None
+    layer: dict[str, Any]
     dtype: Any = jnp.float32
     masked: bool = False
-    unbiased: bool = False
     inside: bool = False  # whether the gradient is taken inside `shard_map`
     implementation: str = "device_invariant"
 
 
-CONV = Case((16, 3, 7, 7), "batch", jax.nn.relu)
+CONV = Case((16, 3, 7, 7), {"approach": "batch", "activation": jax.nn.relu})
+SMOOTH_GELU = {"approach": "smooth_start", "activation": jax.nn.gelu}
+CLIP_SILU = {"approach": "variance_clip", "activation": jax.nn.silu, "unbiased": True}
 CASES = {
     "conv": CONV,
-    "dense, one example a device": Case((8, 19), "smooth_start", jax.nn.gelu, inside=True),
-    "bf16, mask": Case((24, 4, 9), "batch", jax.nn.relu, jnp.bfloat16, masked=True),
-    # One example a device, of eight.
-    "f16, mask": Case((8, 4, 6, 5), "variance_clip", jax.nn.silu, jnp.float16, True, True),
-    "dense, mask": Case((40, 33), "ema", None, masked=True, inside=True),
+    "dense, one example a device": Case((8, 19), SMOOTH_GELU, inside=True),
+    "bf16, mask": Case((24, 4, 9), CONV.layer, jnp.bfloat16, masked=True),
+    "f16, mask, one a device": Case((8, 4, 6, 5), CLIP_SILU, jnp.float16, masked=True),
+    "dense, mask": Case((40, 33), {"approach": "ema"}, masked=True, inside=True),
 }
 
 
 def program(case, way):
     """Returns a training step, as a function of weight, bias, x, mask, state and dy."""
     devices = int(way) if way.isdigit() else 0
-    layer, _ = make(
-        case.shape[1],
-        ("batch", "devices") if devices else "batch",
-        approach=case.approach,
-        activation=case.activation,
-        unbiased=case.unbiased,
-        implementation=case.implementation,
-    )
+    names = ("batch", "devices") if devices else "batch"
+    layer, _ = make(case.shape[1], names, **case.layer, implementation=case.implementation)
 
     def forward(weight, bias, x, mask, state):
         affine = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
@@ -111,7 +104,7 @@ def arguments(case, seed):
 def bits_of(case, way):
     """Returns the bits of each quantity, in some training steps one after the other."""
     step = program(case, way)
-    _, state = make(case.shape[1], "batch", approach=case.approach)
+    _, state = make(case.shape[1], "batch", **case.layer)
     found = []
     for seed in range(SEEDS):
         weight, bias, x, mask, dy = arguments(case, seed)
