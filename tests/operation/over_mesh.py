@@ -193,7 +193,7 @@ def test_a_batch_over_devices_equals_one_device(names, approach):
         f, xs = over_batch(layer), jax.device_put(x, NamedSharding(mesh(), SPLIT))
     else:
         f, xs = over_vmap_and_mesh(names, approach, check_vma=False), x
-        program = jax.jit(f).lower(xs, state).compile().as_text()
+        program = str(jax.jit(f).lower(xs, state).compile().as_text())
         assert program.count(" all-gather(") == 1, program
         assert " all-reduce(" not in program, program
 

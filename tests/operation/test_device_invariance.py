@@ -61,7 +61,7 @@ def test_roots_and_quotients_stay_what_they_are():
 
     x = np.linspace(0.1, 3, 64, dtype=np.float32)
     program = jax.jit(invariant.rounded(f)).lower(x, x).compile()
-    assert " rsqrt(" not in program.as_text()
+    assert " rsqrt(" not in str(program.as_text())
     right = x / np.float32(7), x / np.sqrt(x), 1 / np.sqrt(x)
     assert same(program(x, x), right)
 

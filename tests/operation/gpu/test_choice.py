@@ -4,6 +4,7 @@ That the kernels compute the right thing, test_backends.py holds.
 """
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -37,7 +38,7 @@ def kernels(text):
     return {name for name in names if re.search(rf"\b{name}\b", text)}
 
 
-def forward(shape, dtype=jnp.float32, axis_name="batch", **arguments):
+def forward(shape, dtype=jnp.float32, axis_name: Any = "batch", **arguments):
     """Returns a whole layer, and its x."""
 
     def f(x):
