@@ -111,7 +111,13 @@ def new_primitive(
     def lower(
         function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
     ) -> Any:
-        _refuse_kernels(static.arithmetic.implementation, kernel is not None)
+        implementation = static.arithmetic.implementation
+        if kernel and implementation not in ("auto", "xla"):
+            raise ValueError(
+                f"implementation={implementation!r} is for CUDA devices, and this program is "
+                "compiled for another. implementation='auto' takes the kernel where it serves "
+                "and XLA elsewhere."
+            )
         return lowered(function, context, *arrays, static=static, **rest)
 
     def lower_for_cuda(context: Any, *arrays: Any, static: Static, **rest: Any) -> Any:
@@ -226,15 +232,6 @@ def _result(arrays: Sequence[Any], shape: Shape, dtype: Any) -> Any:
     return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
-    if has_kernel and implementation not in ("auto", "xla"):
-        raise ValueError(
-            f"implementation={implementation!r} is for CUDA devices, and this program is "
-            "compiled for another. implementation='auto' takes the kernel where it serves and "
-            "XLA elsewhere."
-        )
-
-
 def _is_partitioned(context: Any) -> bool:
     """Returns whether XLA will split the program over devices: not so on one device, nor
     inside `shard_map`."""
@@ -306,7 +303,7 @@ STATISTICS = new_primitive(
     _vectors,
     full=[0],
     on_cpu=functools.partial(reference.statistics, total=reference.by_tree),
-    invariant=invariant.statistics,
+    invariant=invariant.rounded(invariant.statistics),
     kernel=choice.of_statistics,
 )
 DEVIATIONS = new_primitive(
