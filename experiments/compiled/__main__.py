@@ -174,7 +174,6 @@ EXPERIMENT = Experiment(
     quick=Job(devices=("H200",), quick=True),
     measure=measure,
     report=report,
-    quick_help="three shapes on an H200, in bfloat16",
     strict=True,
 )
 

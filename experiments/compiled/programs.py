@@ -14,7 +14,7 @@ from jax import Array
 from experiments.lab import peers
 from experiments.lab.exact import EPS
 from experiments.lab.passes import BOTH, FORWARD, batch_norm, function
-from experiments.lab.peers import Layer, names, ours
+from experiments.lab.peers import Layer, names
 
 RELU_AFTER = f"{names.OURS_XLA}, ReLU after"
 APART = "forward, then backward"
@@ -76,8 +76,7 @@ def _layer(case: Case) -> tuple[Layer, Any]:
 
 
 def _layer_norm(case: Case, activation: Any) -> Layer:
-    settings = peers.LayerNorm(case.shape[1:], EPS)
-    return ours.layer_norm(case.implementation, settings, activation=activation)
+    return peers.layer_norm(case.implementation, case.shape[1:], eps=EPS, activation=activation)
 
 
 def _activated(norm: Layer) -> Layer:

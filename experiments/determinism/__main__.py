@@ -103,7 +103,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=figures.draw,
-    quick_help="fewer and shorter runs, nothing timed; exits with 1 if a claim does not hold",
 )
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def layer_norm(name: str, batch: Batch) -> Answer:
 
 
 def _in_jax(name: str, axis: int | None, batch: Batch) -> Answer:
+    affine = batch.weight, batch.bias
     with jax.enable_x64(batch.x.dtype == np.float64):
-        affine = batch.weight, batch.bias
         y, variance, affine, dx = _step(name, axis)(affine, batch.x, batch.dy)
     return _answer(y, variance, dx, *affine)
 
@@ -47,10 +47,7 @@ def _in_jax(name: str, axis: int | None, batch: Batch) -> Answer:
 # Cached, as a step is compiled once for each shape, however many batches there are of it.
 @functools.cache
 def _step(name: str, axis: int | None) -> Callable[..., Any]:
-    """Returns what gives y, variance, the gradients of weight and bias, and dx.
-
-    It is that of the batch norm with its channels at `axis`, or of the layer norm.
-    """
+    """Returns a step of the batch norm with its channels at `axis`, or of the layer norm."""
 
     def make(affine: peers.Affine, x: jax.Array) -> peers.Layer:
         if axis is None:

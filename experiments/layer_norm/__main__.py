@@ -164,8 +164,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=figures.draw,
-    quick_help="fewer shapes, no peers but Equinox; exits with 1 if a claim does not hold",
-    whole_help="the whole job with every peer",
     present=peers.present_layers,
 )
 

@@ -190,10 +190,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=figures.draw,
-    quick_help="two shapes in f32, without Flax and PyTorch; exits with 1 if the results "
-    "differ by more than 1e-4 or this layer needs temporaries of more than 0.1 of x; on a GPU "
-    "a few arrays in bf16",
-    whole_help="the whole job with every peer",
     add_arguments=add_arguments,
     choose=choose,
     present=present,

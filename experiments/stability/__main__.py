@@ -180,7 +180,6 @@ EXPERIMENT = Experiment(
     report=report,
     draw=draw,
     thread="[Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
-    quick_help="only what the claims compare, two seeds; exits with 1 if a claim does not hold",
     add_arguments=add_arguments,
     choose=choose,
     is_whole=lambda job: job == Job(network=job.network),

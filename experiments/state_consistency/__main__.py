@@ -137,8 +137,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     thread="[MXNet #21111](https://github.com/apache/mxnet/issues/21111)",
-    quick_help="fewer rows, no peers but Equinox; exits with 1 if a claim does not hold",
-    whole_help="the whole job with every peer",
     present=present,
     # Which implementations can run is a question of the device.
     is_whole=lambda job: dataclasses.replace(job, implementations=IMPLEMENTATIONS) == WHOLE,

@@ -175,8 +175,6 @@ EXPERIMENT = Experiment(
     report=report,
     draw=draw,
     thread="[Caffe #3963](https://github.com/BVLC/caffe/issues/3963)",
-    quick_help="one seed, two approaches, four corruptions; exits with 1 if what is found here "
-    "is not found again",
     add_arguments=add_arguments,
 )
 
