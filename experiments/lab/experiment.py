@@ -150,14 +150,9 @@ class Experiment(Generic[Job]):
         out = out or committed()
         stems = self.stems(out)
         if not stems:
-            raise UserError(
-                f"--out {out}: there are no results of {self.name} in {out}/results"
-            )
+            raise UserError(f"--out: there are no results of {self.name} in {out}/results")
         for stem in stems:
-            try:
-                print(self._shown(Files(out, stem))[0])
-            except FileNotFoundError as error:
-                raise UserError(f"--out {out}: there is no {error.filename} to read") from error
+            print(self._shown(Files(out, stem))[0])
         return 0
 
     def _shown(self, files: Files) -> tuple[str, Sequence[Verdict]]:

@@ -59,11 +59,6 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def kind(source: str) -> str:
-    """Returns what is noted of a source beside results: no path."""
-    return source if source == "subset" else "folder"
-
-
 def _split(folder: Path, images: str, labels: str) -> Split:
     split = Split(_array(folder, images, (28, 28)), _array(folder, labels, ()))
     if len(split.labels) != len(split.images) or split.labels.max() > 9:

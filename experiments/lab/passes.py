@@ -53,6 +53,6 @@ def function(made: Layer, pass_: str, *, apart: bool = False) -> Callable[..., A
         y, pull_back, memory = jax.vjp(train, parameters, x, has_aux=True)
         if apart:
             y, dy = jax.lax.optimization_barrier((y, dy))
-        return y, memory, pull_back(dy)
+        return y, memory, pull_back(dy.astype(y.dtype))
 
     return forward if pass_ == FORWARD else forward_and_backward

@@ -54,8 +54,8 @@ class Job:
     data: str = "subset"
 
     def noted(self) -> dict[str, Any]:
-        """Returns what is noted beside the results."""
-        data = mnist.kind(self.data)
+        """Returns what is noted beside the results: of the data, no path."""
+        data = "subset" if self.data == "subset" else "folder"
         return {"seeds": self.seeds, "network": self.network, "data": data}
 
 
