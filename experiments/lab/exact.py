@@ -87,9 +87,11 @@ def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...
     """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
 
     mean = functools.partial(np.mean, axis=statistics, keepdims=True)
-    x, dy, weight, bias = (v if v is None else v.astype(np.longdouble) for v in batch)
-    weight = 1 if weight is None else np.expand_dims(weight, parameters)
-    bias = 0 if bias is None else np.expand_dims(bias, parameters)
+    x, dy = (values.astype(np.longdouble) for values in (batch.x, batch.dy))
+    weight, bias = (
+        default if values is None else np.expand_dims(values, parameters).astype(np.longdouble)
+        for values, default in ((batch.weight, 1), (batch.bias, 0))
+    )
     deviation = x - mean(x)
     variance = mean(deviation**2)
     rstd = 1 / np.sqrt(variance + np.longdouble(EPS))

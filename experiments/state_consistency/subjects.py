@@ -81,7 +81,7 @@ class InJax:
 # Cached, so that what is compiled once serves every batch.
 @functools.cache
 def _layer(name: str, implementation: str, channels: int) -> peers.Layer:
-    of_ours = {"implementation": implementation} if name in OURS else {}
+    of_ours: dict[str, Any] = {"implementation": implementation} if name in OURS else {}
     return peers.batch_norm(name, channels, momentum=MOMENTUM, eps=EPS, **of_ours)
 
 
