@@ -72,29 +72,31 @@ class Exact(NamedTuple):
     xhat: NDArray
 
 
-def batch_norm(batch: Batch) -> Exact:
+def batch_norm(batch: Batch, precision: Any = np.longdouble) -> Exact:
     """Returns what a batch norm gives in training."""
     others = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    return _exact(batch, others, others)
+    return _exact(batch, others, others, precision)
 
 
-def layer_norm(batch: Batch) -> Exact:
+def layer_norm(batch: Batch, precision: Any = np.longdouble) -> Exact:
     """Returns what a layer norm gives."""
-    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,))
+    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,), precision)
 
 
-def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...]) -> Exact:
+def _exact(
+    batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...], precision: Any
+) -> Exact:
     """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
 
     mean = functools.partial(np.mean, axis=statistics, keepdims=True)
-    x, dy = (values.astype(np.longdouble) for values in (batch.x, batch.dy))
+    x, dy = (values.astype(precision) for values in (batch.x, batch.dy))
     weight, bias = (
-        default if values is None else np.expand_dims(values, parameters).astype(np.longdouble)
+        default if values is None else np.expand_dims(values, parameters).astype(precision)
         for values, default in ((batch.weight, 1), (batch.bias, 0))
     )
     deviation = x - mean(x)
     variance = mean(deviation**2)
-    rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
+    rstd = 1 / np.sqrt(variance + precision(EPS))
     xhat, g = deviation * rstd, dy * weight
     product = dy * xhat
     variance = variance.squeeze(statistics)
