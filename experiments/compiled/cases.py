@@ -15,7 +15,7 @@ from jax import Array
 from experiments.lab import peers
 from experiments.lab.exact import EPS
 from experiments.lab.passes import BOTH, FORWARD, NO_NORM, batch_norm, function
-from experiments.lab.peers import Layer, names, ours
+from experiments.lab.peers import Layer, names
 
 RELU_AFTER = f"{names.OURS_XLA}, ReLU after"
 APART = "forward, then backward"
@@ -101,8 +101,7 @@ def _layer(case: Case) -> tuple[Layer, Any]:
     """Returns a layer with its activation, and what describes its parameters."""
     if case.program in (LAYER_NORM, LAYER_NORM_GELU):
         gelu = jax.nn.gelu if case.program == LAYER_NORM_GELU else None
-        settings = peers.LayerNorm(case.shape[1:], EPS)
-        norm = ours.layer_norm(case.implementation, settings, activation=gelu)
+        norm = peers.layer_norm(case.implementation, case.shape[1:], eps=EPS, activation=gelu)
         return norm, _vectors(case.shape[1:]) if gelu else (None, None)
     channels, vectors = case.shape[1], _vectors(case.shape[1:2])
     if case.implementation == RELU_AFTER:

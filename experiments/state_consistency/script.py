@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from experiments.lab import peers
-from experiments.lab.peers import names, ours
+from experiments.lab.peers import names
 
 from .claims import FINITE, JIT, OP_BY_OP, OURS, Row
 
@@ -66,10 +66,8 @@ class InJax:
 # Cached, so that what is compiled once serves every batch.
 @functools.cache
 def _layer(name: str, implementation: str, channels: int) -> peers.Layer:
-    if name in OURS:
-        settings = peers.BatchNorm(channels, MOMENTUM, EPS, channel_axis=1, affine=True)
-        return ours.batch_norm(name, settings, implementation=implementation)
-    return peers.batch_norm(name, channels, momentum=MOMENTUM, eps=EPS)
+    of_ours: dict[str, Any] = {"implementation": implementation} if name in OURS else {}
+    return peers.batch_norm(name, channels, momentum=MOMENTUM, eps=EPS, **of_ours)
 
 
 @functools.cache
