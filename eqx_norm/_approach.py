@@ -77,10 +77,7 @@ def _stacklevel() -> int:
     From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
     """
     level, frame = 0, inspect.currentframe()
-    while frame and _package(frame.f_globals) in ("eqx_norm", "equinox", "jax"):
+    passed = ("eqx_norm", "equinox", "jax")
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in passed:
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _package(names: dict[str, Any]) -> str:
-    return names.get("__name__", "").split(".")[0]

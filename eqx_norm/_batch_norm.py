@@ -5,6 +5,7 @@
 # asks for one learns that it is not there.
 # pyright: reportIncompatibleVariableOverride=false
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -222,8 +223,8 @@ class BatchNorm(eqx.nn.BatchNorm):
             used = _contract.infer(self.approach, memory, self.input_size)
         else:
             batch = self._training_batch(values, accepted)
-            update = values.arithmetic.rounded(_contract.update(self.approach))
-            used, learnt = update(batch, memory)
+            update = functools.partial(_contract.update, self.approach)
+            used, learnt = values.arithmetic.rounded(update)(batch, memory)
             if inference is not False:  # only known at run time: jax.jit traces the flag
                 remembered = _contract.infer(self.approach, memory, self.input_size)
                 used = _select(inference, remembered, used)

@@ -1,7 +1,6 @@
 """Checks what a strategy returns; an error names the method and quotes what it returned."""
 
 import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -11,31 +10,28 @@ import jax.numpy as jnp
 from eqx_norm.strategies import AbstractStrategy, Moments, TrainingBatch
 
 
-def update(approach: AbstractStrategy[Any]) -> Callable[..., tuple[Moments, Any]]:
-    """Returns `approach.update` with its result checked, and plain `Moments` in the memory."""
-
-    def checked(batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
-        result = approach.update(batch, memory)
-        name = f"{type(approach).__name__}.update"
-        if not (isinstance(result, tuple | list) and len(result) == 2):
-            raise ValueError(
-                f"{name} returned {_short(result)}, but a training step needs two things, the "
-                "moments that normalise the batch and the new memory: return used, memory"
-            )
-        used, learnt = result
-        returned = f"{name} returned, before the memory,"
-        used = _moments(used, batch.mean.shape, returned)
-        learnt = _without_step(learnt)
-        _check_form(name, memory, learnt)
-        return used, learnt
-
-    return checked
+def update(
+    approach: AbstractStrategy[Any], batch: TrainingBatch, memory: Any
+) -> tuple[Moments, Any]:
+    """Returns `approach.update(batch, memory)`, checked, with plain `Moments` in the memory."""
+    result = approach.update(batch, memory)
+    name = f"{type(approach).__name__}.update"
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        raise ValueError(
+            f"{name} returned {_short(result)}, but a training step needs two things, the "
+            "moments that normalise the batch and the new memory: return used, memory"
+        )
+    used, learnt = result
+    used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
+    learnt = _without_step(learnt)
+    _check_form(name, memory, learnt)
+    return used, learnt
 
 
 def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
     """Returns `approach.infer(memory)`; raises unless it is `Moments` of so many channels."""
-    returned = f"{type(approach).__name__}.infer returned"
-    return _moments(approach.infer(memory), (channels,), returned)
+    name = f"{type(approach).__name__}.infer"
+    return _moments(approach.infer(memory), (channels,), f"{name} returned")
 
 
 def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:

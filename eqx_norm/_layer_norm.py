@@ -126,18 +126,15 @@ class LayerNorm(eqx.nn.LayerNorm):
 
     def _check_input(self, x: Array) -> None:
         extra = x.ndim - len(self.shape)
+        mapped = "jax.vmap(" * extra + "layer" + ")" * extra
         if x.shape != self.shape:
             raise ValueError(
                 f"x has shape {x.shape}, but this layer was made with shape={self.shape} and "
                 "takes one example at a time, of exactly that shape. "
                 + (
-                    f"This looks like a batch: map over it, {_mapped(extra)}(x)."
+                    f"This looks like a batch: map over it, {mapped}(x)."
                     if extra > 0 and x.shape[extra:] == self.shape
                     else "Make the layer with the shape of what it is to normalise."
                 )
             )
         _arguments.check_inexact(x)
-
-
-def _mapped(times: int) -> str:
-    return "jax.vmap(" * times + "layer" + ")" * times

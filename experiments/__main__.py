@@ -52,19 +52,24 @@ def document() -> str:
     return "\n".join(parts)
 
 
+def verdicts(report: Report) -> tuple[str, str]:
+    """Returns how many claims hold of those that were judged, and which do not."""
+    judged = [verdict for verdict in report.verdicts if verdict.holds is not None]
+    fail = [verdict.claim for verdict in judged if not verdict.holds]
+    return f"{len(judged) - len(fail)} of {len(judged)}", "; ".join(fail) or "-"
+
+
 def threads() -> str:
     """Returns the README's table: one row for each of the committed results."""
     lines = ["| thread | claims that hold | this package | its peers | does not hold |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for experiment, files, report in reports():
-        judged = [verdict for verdict in report.verdicts if verdict.holds is not None]
-        hold = sum(bool(verdict.holds) for verdict in judged)
-        fail = "; ".join(verdict.claim for verdict in judged if not verdict.holds)
+        hold, fail = verdicts(report)
         # One experiment may have several results: the second's stem says how it differs.
         which = files.stem.removeprefix(experiment.name).replace("_", ", ").replace("-", " ")
-        link = f"[{hold} of {len(judged)}](experiments/README.md#{files.stem})"
+        link = f"[{hold}](experiments/README.md#{files.stem})"
         thread = experiment.thread + which
-        cells = (thread, link, report.ours or "-", report.peers or "-", fail or "-")
+        cells = (thread, link, report.ours or "-", report.peers or "-", fail)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -77,7 +82,6 @@ def with_threads(readme: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser("", __doc__)
-    made.prog = "python -m experiments"
     made.add_argument("--write", action="store_true", help="writes both documents' tables")
     made.add_argument("--redraw", action="store_true", help="draws the committed figures")
     options = made.parse_args(arguments)
@@ -89,17 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for experiment, files, _ in reports():
                 print(*experiment.draw(files), sep="\n")
     if not (options.write or options.redraw):
-        print(_overview())
+        rows = [(files.stem, *verdicts(report)) for _, files, report in reports()]
+        print(table(("results", "claims that hold", "does not hold"), rows))
     return 0
-
-
-def _overview() -> str:
-    rows = []
-    for _, files, report in reports():
-        fail = [v.claim for v in report.verdicts if v.holds is False]
-        hold = sum(verdict.holds is True for verdict in report.verdicts)
-        rows.append((files.stem, f"{hold} of {len(report.verdicts)}", "; ".join(fail) or "-"))
-    return table(("results", "claims that hold", "does not hold"), rows)
 
 
 if __name__ == "__main__":

@@ -11,28 +11,12 @@ from typing import Any
 import equinox as eqx
 import jax
 
-
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns those of `options` that this version of XLA has."""
-    known = {}
-    for name, value in options.items():
-        try:
-            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-        else:
-            known[name] = value
-    return known
-
-
-OPTIONS = _known(
-    {
-        "xla_backend_optimization_level": 0,
-        "xla_cpu_parallel_codegen_split_count": 1,
-        "xla_cpu_use_fusion_emitters": False,  # jax 0.12 has no choice left
-    }
-)
+OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+if jax.__version_info__ < (0, 12):  # later versions have no choice left
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False
 # These options as a variable of a process that is started by a test.
 XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 

@@ -69,15 +69,7 @@ def remembered(layer: BatchNorm, state: eqx.nn.State) -> tuple[np.ndarray, np.nd
 
 def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
     """Returns the moments as a layer hands them to a strategy, after so many batches."""
-    return TrainingBatch(
-        batch.count,
-        batch.mean,
-        batch.m2,
-        batch.mean_rest,
-        batch.ddof,
-        eps=eps,
-        step=jnp.asarray(step, jnp.int32),
-    )
+    return TrainingBatch(**vars(batch), eps=eps, step=jnp.asarray(step, jnp.int32))
 
 
 def example(documented: Any, **names: Any) -> dict[str, Any]:

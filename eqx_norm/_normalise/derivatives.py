@@ -61,9 +61,7 @@ def _activated_jvp(primals: Any, tangents: Any, *, static: Static) -> Any:
     d_bias, d_scale, du = _affine_parts(inner, d_inner, static)
     d_bias, d_scale = static.arithmetic.from_first([d_bias, d_scale])
     if du is None:
-        (tangent,) = bind(AFFINE, d_bias, d_scale, *inner[2:], static=static)
-        (tangent,) = bind(ACTIVATION_JVP, tangent, *inner, static=static)
-        tangent = [tangent.astype(static.dtype)]
+        tangent = _composed_activated_jvp(d_bias, d_scale, du, *inner, static=static)
     else:
         tangent = bind(ACTIVATED_JVP, d_bias, d_scale, du, *inner, static=static)
     return bind(ACTIVATED, *primals, static=static), tangent
@@ -126,10 +124,11 @@ def _activation_jvp_jvp(primals: Any, tangents: Any, *, static: Static) -> Any:
 
 
 def _composed_activated_jvp(
-    d_bias: Array, d_scale: Array, du: Array, *inner: Array, static: Static
+    d_bias: Array, d_scale: Array, du: Array | None, *inner: Array, static: Static
 ) -> list[Array]:
     (tangent,) = bind(AFFINE, d_bias, d_scale, *inner[2:], static=static)
-    (tangent,) = bind(ACTIVATION_JVP, tangent + du, *inner, static=static)
+    tangent = tangent if du is None else tangent + du
+    (tangent,) = bind(ACTIVATION_JVP, tangent, *inner, static=static)
     return [tangent.astype(static.dtype)]
 
 

@@ -102,7 +102,8 @@ def _add(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
 
 
 def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
-    both = rounded(_merge_moments)(tuple(a), tuple(b))
+    merge = rounded(lambda a, b: jax.tree.leaves(Moments(*a).merge(Moments(*b))))
+    both = merge(tuple(a), tuple(b))
     # An empty set changes nothing, not even where a square overflows.
     (count_a, *_), (count_b, *_) = a, b
     return tuple(
@@ -111,16 +112,8 @@ def _merge(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     )
 
 
-def _merge_moments(a: Any, b: Any) -> list[Array]:
-    return jax.tree.leaves(Moments(*a).merge(Moments(*b)))
-
-
 def statistics(x: Array, mask: Array | None = None) -> Any:
-    """Returns `reference.statistics`, in this order, each operation rounded by itself."""
-    return rounded(_statistics)(x, mask)
-
-
-def _statistics(x: Array, mask: Array | None) -> Any:
+    """Returns `reference.statistics`, in this order."""
     if x.shape[-3] == x.shape[-1] == 1:
         count, *moments = _statistics_of_one(x, mask)
     else:

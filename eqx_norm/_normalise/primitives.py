@@ -117,7 +117,13 @@ def new_primitive(
     def lower(
         function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
     ) -> Any:
-        _refuse_kernels(static.arithmetic.implementation, kernel is not None)
+        implementation = static.arithmetic.implementation
+        if kernel and implementation not in ("auto", "xla"):
+            raise ValueError(
+                f"implementation={implementation!r} is for CUDA devices, and this program is "
+                "compiled for another. implementation='auto' takes the kernel where it serves "
+                "and XLA elsewhere."
+            )
         if _is_partitioned(context):
             function = partitioned or compute
         return lowered(function, context, *arrays, static=static, **rest)
@@ -225,15 +231,6 @@ def _result(arrays: Sequence[Any], shape: Shape, dtype: Any) -> Any:
     return arrays[0].update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def _refuse_kernels(implementation: str, has_kernel: bool) -> None:
-    if has_kernel and implementation not in ("auto", "xla"):
-        raise ValueError(
-            f"implementation={implementation!r} is for CUDA devices, and this program is "
-            "compiled for another. implementation='auto' takes the kernel where it serves and "
-            "XLA elsewhere."
-        )
-
-
 def _without_explicit_axes() -> Any:
     """Returns a context in which arrays have no type of where they are: inside a primitive
     XLA decides."""
@@ -313,7 +310,7 @@ STATISTICS = new_primitive(
     _vectors,
     full=[0],
     on_cpu=functools.partial(reference.statistics, total=reference.by_tree),
-    invariant=invariant.statistics,
+    invariant=invariant.rounded(invariant.statistics),
     partitioned=functools.partial(reference.statistics, sharded=True),
     kernel=choice.of_statistics,
 )

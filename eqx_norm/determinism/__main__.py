@@ -60,19 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         verdict = compare(given.a, given.b)
         _write(f"{verdict}\n", sys.stdout)
+        return 0 if verdict.same else 1
     except LedgerError as error:
-        return _failed(str(error))
+        why = str(error)
     except OSError as error:
-        return _failed(f"The output cannot be written ({error.strerror or error}).")
+        why = f"The output cannot be written ({error.strerror or error})."
     except MemoryError:
-        return _failed("There is not enough memory for these ledgers.")
+        why = "There is not enough memory for these ledgers."
     except KeyboardInterrupt:
-        return _failed("Interrupted.")
-    return 0 if verdict.same else 1
-
-
-def _failed(why: str) -> int:
-    """Tells why there is no verdict, and returns the exit status."""
+        why = "Interrupted."
     with contextlib.suppress(OSError):  # there is nobody to tell
         _write(f"{printable(why)}\n", sys.stderr)
     return 2

@@ -127,7 +127,7 @@ def difference(a: Any, b: Any) -> list[str]:
         return [f"shapes {a.shape} and {b.shape}"]
     raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
     differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
-    first = tuple(map(int, np.argwhere(differs)[0])) if differs.any() else ()
+    first = tuple(map(int, np.argwhere(differs)[0]))
     lines = [
         f"{differs.sum()} of {a.size} elements differ",
         f"the first is [{', '.join(map(str, first))}]: {a[first]!s} and {b[first]!s}",
@@ -152,11 +152,10 @@ def difference(a: Any, b: Any) -> list[str]:
 
 def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
     """Returns the largest difference, in steps from a number of the dtype to the next."""
-    size = jnp.finfo(x.dtype).bits
-    unsigned = np.dtype(f"uint{max(size, 8)}")
-    sign = np.uint64(1) << np.uint64(size - 1)
-    bits = [np.ascontiguousarray(v).view(unsigned).astype(np.uint64) for v in (x, y)]
-    magnitudes = [v & (sign - np.uint64(1)) for v in bits]
-    high, low = np.maximum(*magnitudes), np.minimum(*magnitudes)
-    alike = (bits[0] & sign) == (bits[1] & sign)
-    return int(np.where(alike, high - low, high + low).max())
+    magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
+    steps = []  # from 0, as int64
+    for v in (x, y):
+        bits = np.ascontiguousarray(v).view(f"i{v.itemsize}").astype(np.int64) & magnitude
+        steps.append(np.where(v < 0, -bits, bits))
+    # As uint64, which holds the difference of any two.
+    return int((np.maximum(*steps) - np.minimum(*steps)).view(np.uint64).max())

@@ -24,8 +24,6 @@ _FIRST, _STEP = np.uint32(0x243F6A88), 0x9E3779B9
 _SECOND = np.uint32(0x7F4A7C15)
 # From the finaliser of MurmurHash3 (Appleby, public domain), which is a bijection.
 _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-# How many words NumPy takes at once: its temporaries stay in the cache.
-_CHUNK = 2**16
 
 
 def fingerprint(tree: Any) -> UInt32[Array, "2"]:
@@ -91,10 +89,17 @@ def _arrays(tree: Any, call: str) -> list[Any]:
     return arrays
 
 
-def _mix(word: Any) -> Any:
-    word = (word ^ (word >> 16)) * _MIX_1
-    word = (word ^ (word >> 13)) * _MIX_2
-    return word ^ (word >> 16)
+def _both_terms(word: Any, salt: Any) -> tuple[Any, Any]:
+    """Returns the terms of both sums, for words of JAX or NumPy."""
+    mixed = word ^ salt
+    mixed = (mixed ^ (mixed >> 16)) * _MIX_1
+    mixed = (mixed ^ (mixed >> 13)) * _MIX_2
+    mixed = mixed ^ (mixed >> 16)
+    return mixed, (mixed + _SECOND) * (salt | np.uint32(1))
+
+
+def _add(sums: tuple[Any, ...], terms: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(map(lax.add, sums, terms))
 
 
 # --- By JAX.
@@ -148,15 +153,10 @@ def _words(x: Array) -> Array:
         return _words(jnp.stack([x.real, x.imag], axis=-1))
     if x.dtype == bool:
         return x.astype(jnp.uint32)
-    size = _bits(x.dtype)
+    size = jax.dtypes.itemsize_bits(x.dtype)
     if size >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(x, getattr(jnp, f"uint{size}")).astype(jnp.uint32)
-
-
-def _bits(dtype: Any) -> int:
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    return (jnp.finfo if is_float else jnp.iinfo)(dtype).bits
 
 
 def _salts(words: int) -> np.uint32:
@@ -170,12 +170,7 @@ def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, A
     salt = jnp.broadcast_to(start, words.shape)
     for axis, stride in enumerate(strides):
         salt = salt + lax.broadcasted_iota(jnp.uint32, words.shape, axis) * _salts(stride)
-    mixed = _mix(words ^ salt)
-    return mixed, (mixed + _SECOND) * (salt | np.uint32(1))
-
-
-def _add(sums: tuple[Any, ...], terms: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(lax.add, sums, terms))
+    return _both_terms(words, salt)
 
 
 # --- By NumPy.
@@ -184,15 +179,9 @@ def _add(sums: tuple[Any, ...], terms: tuple[Any, ...]) -> tuple[Any, ...]:
 def of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, "2"]:
     """Returns the fingerprint of an array on the host, without JAX: it needs no device."""
     words = words_of_numpy(x)
-    first = second = 0
-    for start in range(0, words.size, _CHUNK):
-        part = words[start : start + _CHUNK]
-        salt = np.arange(start, start + part.size, dtype=np.uint64) * np.uint64(_STEP)
-        salt = salt.astype(np.uint32) + _FIRST
-        mixed = _mix(part ^ salt)
-        first += int(mixed.sum(dtype=np.uint64))
-        second += int(((mixed + _SECOND) * (salt | np.uint32(1))).sum(dtype=np.uint64))
-    return np.array([first % 2**32, second % 2**32], np.uint32)
+    salt = np.arange(words.size, dtype=np.uint64) * np.uint64(_STEP)
+    terms = _both_terms(words, salt.astype(np.uint32) + _FIRST)
+    return np.array([term.sum(dtype=np.uint32) for term in terms])
 
 
 def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]:
@@ -206,15 +195,13 @@ def words_of_numpy(x: NDArray[Any] | np.generic) -> UInt32[np.ndarray, " words"]
         )
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("fingerprint: what x.mask says would go unseen. Give x.filled().")
-    if x.dtype.byteorder == ">":
-        x = x.astype(x.dtype.newbyteorder("<"))
-    x = np.ascontiguousarray(x).reshape(-1)
+    x = np.ascontiguousarray(x, x.dtype.newbyteorder("<")).reshape(-1)
     if x.dtype.itemsize >= 4:
         return x.view(np.uint32)
     words = x.view(f"uint{8 * x.dtype.itemsize}").astype(np.uint32)
     if x.dtype.itemsize == 1 and x.dtype != bool:
         # A byte that holds 4 bits has 4 more, which mean nothing.
-        words &= np.uint32(2 ** _bits(x.dtype) - 1)
+        words &= np.uint32(2 ** jax.dtypes.itemsize_bits(x.dtype) - 1)
     return words
 
 
@@ -273,19 +260,12 @@ def summarise(tree: Any, name: str) -> Summary:
 
 def _exact(arrays: Iterable[Any]) -> float:
     """Returns the sum of all values, rounded once."""
-    integers, not_finite, terms = 0, 0.0, []
+    terms = []
     for x in arrays:
-        if x.dtype.kind in "biu":
-            integers += sum(x.reshape(-1).tolist())
-            continue
-        with np.errstate(invalid="ignore"):
-            not_finite += float(x[~np.isfinite(x)].sum(dtype=np.float64))
+        if x.dtype in (np.int64, np.uint64):  # in halves, which float64 holds
+            x = np.stack([x >> 32 << 32, x & (2**32 - 1)])
         terms.append(map(float, x.flat))  # one after the other: never all in memory
-    # No order of infinities and NaNs gives another sum.
-    if not_finite != 0:
-        return not_finite
-    parts = []  # of the integer, 53 bits each
-    while integers:
-        parts.append(float(integers))
-        integers -= int(parts[-1])
-    return math.fsum(itertools.chain(parts, *terms))
+    try:
+        return math.fsum(itertools.chain.from_iterable(terms))
+    except ValueError:  # infinities of both signs
+        return math.nan

@@ -8,15 +8,15 @@ plain bytes a step, which is on the disk before the step's rows.
 
 import contextlib
 import errno
+import io
 import json
 import math
 import operator
 import os
 import re
-import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, SupportsIndex
 
@@ -35,10 +35,6 @@ _CHECKSUM = b',"crc":"%08x"}\n'
 # In bytes. The probe's name is all of a line but some hundred; a file has 25 million rows at
 # most, which take three times as much in memory.
 _LONGEST_LINE, _LARGEST_FILE = 2**16, 2**32
-
-# Systems without these flags have no pipes and links that need them.
-_DO_NOT_WAIT = getattr(os, "O_NONBLOCK", 0)
-_DO_NOT_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class Row(NamedTuple):
@@ -76,10 +72,6 @@ def printable(text: str) -> str:
     )
 
 
-def _folder_of_values(path: Path) -> Path:
-    return Path(f"{path}.values")
-
-
 # --- Writing.
 
 
@@ -110,7 +102,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._values = _folder_of_values(self.path.absolute())
+        self._values = Path(f"{self.path.absolute()}.values")
         for taken in (self.path, self._values):
             if os.path.lexists(taken):
                 raise FileExistsError(
@@ -123,7 +115,6 @@ class Ledger:
         header |= {"platform": device.platform, "device": device.device_kind}
         # Without a buffer, in which a step that could not be written would be left.
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (`close` closes it)
-        self._has_values = False
         self._end = 0  # of the last line that is whole
         self._steps: set[int] = set()
         # Callbacks come from threads of XLA's.
@@ -158,7 +149,7 @@ class Ledger:
             )
         step, values = operator.index(step), [np.asarray(x) for x in record.values]
         prints = np.asarray(record.fingerprints)
-        rows, kept, size = [], [], 0
+        rows, kept = [], io.BytesIO()
         for place, pair in zip(places(record.plan), prints, strict=True):
             name, kind, shape, dtype, _ = place.probe
             where = (step, name, kind, place.iteration, place.again)
@@ -166,9 +157,9 @@ class Ledger:
             passed = hexadecimal(pair) if pair.any() or 0 in shape else None
             bounds = None
             if values and passed:
-                kept.append(np.ascontiguousarray(values[place.number][place.iteration]))
-                bounds = size, kept[-1].nbytes
-                size += kept[-1].nbytes
+                # As bytes, since NumPy's formats do not know JAX's small floats.
+                value = values[place.number][place.iteration].tobytes()
+                bounds = kept.tell(), kept.write(value)
             rows.append(Row(*where, passed, shape, dtype, bounds))
         with self._lock:
             if self._file.closed:
@@ -179,7 +170,7 @@ class Ledger:
                     "each run a ledger of its own."
                 )
             if values:
-                self._keep(step, kept)
+                self._keep(step, kept.getvalue())
             self._write(b"".join(_encoded(row._asdict()) for row in rows))
             self._steps.add(step)
 
@@ -214,24 +205,19 @@ class Ledger:
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
-    def _keep(self, step: int, values: list[NDArray[Any]]) -> None:
+    def _keep(self, step: int, values: bytes) -> None:
         """Writes the values of a step to a file, which is on the disk when this returns."""
-        if not self._has_values:
-            self._values.mkdir()
-            self._has_values = True
-            _sync(self._values.parent)
+        self._values.mkdir(exist_ok=True)
+        _sync(self._values.parent)
         path = self._values / str(step)
-        unfinished = path.with_suffix(".unfinished")
         try:
-            with open(unfinished, "wb") as file:
-                # As bytes, since NumPy's formats do not know JAX's small floats.
-                file.writelines(x.reshape(-1).view(np.uint8).data for x in values)
+            with open(path, "wb") as file:
+                file.write(values)
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
-                unfinished.unlink()
+                path.unlink()
             raise
         _sync(self._values)
 
@@ -277,12 +263,9 @@ class Contents(NamedTuple):
         if row.values is None or row.fingerprint is None:
             return None
         # Beside the file, and not beside a link to it.
-        folder = _folder_of_values(self.path.resolve())
-        file = folder / str(row.step)
+        file = Path(f"{self.path.resolve()}.values", str(row.step))
         damaged = f"{self.path} has values kept in {file}, which"
         try:
-            if folder.is_symlink():
-                raise OSError(errno.ELOOP, "its folder is a link")
             values = _values(file, row, *row.values)
             found = hexadecimal(of_numpy(values))
         except Exception as error:  # NumPy has one of its own for each shape and dtype
@@ -386,34 +369,27 @@ def _row(number: int, line: bytes) -> Row:
                 f"has a second ledger from line {number} on. Compare each run in a file of "
                 "its own."
             )
-        # A right checksum alone does not say that it is a row.
         parts: Any = {k: tuple(v) if type(v) is list else v for k, v in fields.items()}
-        if set(parts) == set(_IS_SOUND) and all(_IS_SOUND[k](v) for k, v in parts.items()):
-            return Row(**parts)
+        if set(parts) == set(Row._fields) and _is_sound(row := Row(**parts)):
+            return row
     raise LedgerError(f"is damaged: line {number} is not that of a probe.")
 
 
-def _is_text(pattern: str) -> Callable[[Any], bool]:
-    matches = re.compile(pattern, re.DOTALL).fullmatch
-    return lambda x: isinstance(x, str) and matches(x) is not None
-
-
-def _are_counts(x: Any) -> bool:
-    return type(x) is tuple and all(type(n) is int and n >= 0 for n in x)
-
-
-# What each field of a row may be.
-_IS_SOUND: dict[str, Callable[[Any], bool]] = {
-    "step": lambda x: type(x) is int,
-    "probe": _is_text(".+"),
-    "kind": _is_text("forward|tangent|cotangent"),
-    "iteration": _are_counts,
-    "again": lambda x: _are_counts((x,)),
-    "fingerprint": lambda x: x is None or _is_text("[0-9a-f]{16}")(x),
-    "shape": _are_counts,
-    "dtype": _is_text(".+"),
-    "values": lambda x: x is None or (_are_counts(x) and len(x) == 2),
-}
+def _is_sound(row: Any) -> bool:
+    """Returns whether a row is one of `Ledger`'s: a checksum that is right does not say so."""
+    fingerprint = "0" * 16 if row.fingerprint is None else row.fingerprint
+    values = (0, 0) if row.values is None else row.values
+    texts = row.probe, row.kind, row.dtype, fingerprint
+    counts = row.iteration, row.shape, (row.again,), values
+    return (
+        type(row.step) is int
+        and all(type(text) is str and text for text in texts)
+        and all(type(x) is tuple for x in counts)
+        and all(type(n) is int and n >= 0 for x in counts for n in x)
+        and row.kind in ("forward", "tangent", "cotangent")
+        and re.fullmatch("[0-9a-f]{16}", fingerprint) is not None
+        and len(values) == 2
+    )
 
 
 def _decoded(line: bytes) -> Any:
@@ -431,7 +407,11 @@ def _decoded(line: bytes) -> Any:
 
 
 def _values(path: Path, row: Row, start: int, size: int) -> NDArray[Any]:
-    with _opened(path, _DO_NOT_FOLLOW) as file:
+    if path.parent.is_symlink():
+        raise OSError(errno.ELOOP, "its folder is a link")
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    with _opened(path) as file:
         if start + size > os.fstat(file.fileno()).st_size:
             raise EOFError("it is too short")
         file.seek(start)
@@ -443,18 +423,11 @@ def _values(path: Path, row: Row, start: int, size: int) -> NDArray[Any]:
     return np.frombuffer(raw, dtype).reshape(row.shape)
 
 
-def _opened(path: Path, flags: int = 0) -> BinaryIO:
-    """Opens a regular file, and does not wait for the writer of a pipe."""
-
-    def opener(name: str, mode: int) -> int:
-        descriptor = os.open(name, mode | flags | _DO_NOT_WAIT)
-        kind = os.fstat(descriptor).st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # `open` itself refuses folders
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is no regular file")
-        return descriptor
-
-    return open(path, "rb", opener=opener)
+def _opened(path: Path) -> BinaryIO:
+    """Opens a regular file: a pipe without a writer would be waited for."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # `open` refuses folders
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return open(path, "rb")
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,7 @@ A mark is a primitive of JAX that returns its operand: an equation of the traced
 derivative is a mark on the tangent, and the transpose of that a mark on the cotangent.
 `recorded` looks for these equations; without it they vanish in compilation.
 
-This file, `_trace` and `_rules` use JAX's interface for primitives and for reading programs
+This file and `_rules` use JAX's interface for primitives and for reading programs
 (`jax.extend.core`, `jax.interpreters`, the parameters of equations), which may change. Checked
 with jax 0.10.2 and 0.12.0.1, by tests/determinism/test_transformations.py.
 """

@@ -66,12 +66,21 @@ class Place(NamedTuple):
 def places(plan: Plan) -> tuple[Place, ...]:
     """Returns the place of each row, in order; a loop gives its rows iteration by iteration."""
     seen: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-    result = []
-    for probe, number, iteration in _passed(plan):
-        key = (probe.name, probe.kind, iteration)
-        seen[key] += 1
-        result.append(Place(probe, number, iteration, seen[key]))
-    return tuple(result)
+    found = []
+
+    def visit(plan: Plan, number: int, iteration: tuple[int, ...]) -> None:
+        for item in plan:
+            if isinstance(item, Probe):
+                key = (item.name, item.kind, iteration)
+                seen[key] += 1
+                found.append(Place(item, number, iteration, seen[key]))
+            else:
+                for i in range(item.length)[:: -1 if item.reverse else 1]:
+                    visit(item.body, number, (*iteration, i))
+            number += len([*probes((item,))])
+
+    visit(plan, 0, ())
+    return tuple(found)
 
 
 def probes(plan: Plan, depth: int = 0) -> Iterator[tuple[Probe, int]]:
@@ -81,15 +90,3 @@ def probes(plan: Plan, depth: int = 0) -> Iterator[tuple[Probe, int]]:
             yield item, depth
         else:
             yield from probes(item.body, depth + 1)
-
-
-def _passed(plan: Plan, number: int = 0) -> Iterator[tuple[Probe, int, tuple[int, ...]]]:
-    for item in plan:
-        if isinstance(item, Probe):
-            yield item, number, ()
-            number += 1
-        else:
-            for i in range(item.length)[:: -1 if item.reverse else 1]:
-                for probe, inner, iteration in _passed(item.body, number):
-                    yield probe, inner, (i, *iteration)
-            number += sum(1 for _ in probes(item.body))

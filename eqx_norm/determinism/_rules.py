@@ -1,23 +1,31 @@
-"""Stages the equations that have programs inside of them.
+"""Evaluates a program equation by equation, taking the fingerprint of each marked value.
 
-Each is built anew by the public function that the user wrote it with, around the staged inside.
-JAX has applied custom derivative rules before, so that they are plain calls here.
+An equation that has a program inside of it is built anew by the public function that the user
+wrote it with, around the inside as evaluated here. JAX has applied custom derivative rules
+before, so that they are plain calls here.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, UInt32
 
-from ._record import Loop, Plan, places, probes
+from ._fingerprint import of_array
+from ._probe import PROBE
+from ._record import Loop, Plan, Probe, places, probes
 
-NO_ROWS = np.zeros((0, 2), np.uint32)
+_NO_ROWS = np.zeros((0, 2), np.uint32)
+# The kinds of marks that give no row.
+_WITHOUT_ROW = ("recomputed", "done")
 
 
 class Results(NamedTuple):
@@ -25,7 +33,7 @@ class Results(NamedTuple):
     kept, the values of its probes."""
 
     outputs: tuple[Any, ...]
-    rows: UInt32[Array | np.ndarray, "rows 2"] = NO_ROWS
+    rows: UInt32[Array | np.ndarray, "rows 2"] = _NO_ROWS
     values: tuple[Array, ...] = ()
 
 
@@ -48,20 +56,139 @@ class Context(NamedTuple):
         return tuple(name for name, _ in self.mesh_axes)
 
 
-# `_trace.stage`, which the rules need for the programs inside of an equation.
-Stage = Callable[[Any, Context], Staged]
+def stage(jaxpr: Any, context: Context) -> Staged:
+    """Returns the plan of a program's rows, and the program that gives them.
+
+    `jaxpr` comes with its constants or without.
+    """
+    constants, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+    parts = [(equation, _stage_equation(equation, context)) for equation in jaxpr.eqns]
+
+    def run(*arguments: Any) -> Results:
+        given = [*jaxpr.constvars, *jaxpr.invars]
+        known = dict(zip(given, [*constants, *arguments], strict=True))
+
+        def read(atoms: Any) -> list[Any]:
+            return [a.val if isinstance(a, Literal) else known[a] for a in atoms]
+
+        rows, values = [], []
+        for equation, part in parts:
+            with equation.ctx.manager:
+                results = part.run(*read(equation.invars))
+            known.update(zip(equation.outvars, results.outputs, strict=True))
+            if part.plan:
+                rows.append(results.rows)
+                values.extend(results.values)
+        outs = zip(read(jaxpr.outvars), jaxpr.outvars, strict=True)
+        return Results(
+            tuple(_array(x, atom.aval) for x, atom in outs),
+            jnp.concatenate(rows) if rows else _NO_ROWS,
+            tuple(values),
+        )
+
+    return Staged(tuple(item for _, part in parts for item in part.plan), run)
 
 
-def _jit(equation: Any, context: Context, stage: Stage) -> Staged:
+def _stage_equation(equation: Any, context: Context) -> Staged:
+    primitive = equation.primitive
+    if primitive is PROBE:
+        return _stage_probe(equation, context)
+    if primitive.name in _RULES:
+        staged = _RULES[primitive.name](equation, context)
+        if staged.plan:
+            return staged
+    else:
+        _refuse_probes_in(equation)
+
+    def run(*arguments: Any) -> Results:
+        outputs = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+        return Results(tuple(outputs) if primitive.multiple_results else (outputs,))
+
+    return Staged((), run)
+
+
+def _array(x: Any, aval: Any) -> Array:
+    """Returns a literal, which may be a number of Python's or NumPy's, as an array."""
+    if isinstance(x, Array):
+        return x
+    return jnp.asarray(x, None if aval.weak_type else aval.dtype)
+
+
+# --- A probe.
+
+
+def _stage_probe(equation: Any, context: Context) -> Staged:
+    name, kind, order = (equation.params[key] for key in ("name", "kind", "order"))
+    if kind in _WITHOUT_ROW:
+        return Staged((), lambda x: Results((x,)))
+    aval = equation.invars[0].aval
+    varying = aval.manual_axis_type.varying if context.check_vma else context.axes
+    cut = {axis: size for axis, size in context.mesh_axes if axis in varying}
+    axes = tuple(cut)
+    others = tuple(axis for axis in context.axes if axis not in cut)
+    shape = tuple(aval.shape[axis] for axis in order)
+    if axes:
+        first, *rest = shape or (1,)
+        shape = (first * math.prod(cut.values()), *rest)
+
+    def run(x: Any) -> Results:
+        x = _array(x, aval)
+        part = lax.axis_index(axes).astype(jnp.uint32) if axes else None
+        row = of_array(x, order, part)
+        if others:
+            # The same on several devices, of which one counts, as `shard_map` sums the rows.
+            row = jnp.where(lax.axis_index(others) == 0, row, jnp.zeros_like(row))
+        values = (_value(x, order, bool(axes)),) if context.keep_values else ()
+        x = PROBE.bind(x, name=name, kind="done", order=order)
+        return Results((x,), row[None], values)
+
+    return Staged((Probe(name, kind, shape, str(aval.dtype), axes),), run)
+
+
+def _value(x: Array, order: tuple[int, ...], is_part: bool) -> Array:
+    """Returns what is kept of a value: the data of a key, and an axis at least of a part."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x, order = jax.random.key_data(x), (*order, x.ndim)
+    x = x.transpose(order)
+    return jnp.atleast_1d(x) if is_part else x
+
+
+def _refuse_probes_in(equation: Any) -> None:
+    name = next(_names_in(equation), None)
+    if name is None:
+        return
+    if equation.primitive.name == "while":
+        raise NotImplementedError(
+            f"monitor(..., {name!r}) stands in a loop that runs for a number of times which is "
+            "not known beforehand (lax.while_loop, or lax.fori_loop with traced bounds), so "
+            "there is no place for its rows. Use lax.scan, or lax.fori_loop with ints as "
+            "bounds, or monitor what the loop returns."
+        )
+    raise NotImplementedError(
+        f"monitor(..., {name!r}) stands in a {equation.primitive.name!r}, inside of which "
+        "recorded(...) cannot see. Monitor its arguments and its result instead."
+    )
+
+
+def _names_in(equation: Any) -> Iterator[str]:
+    for jaxpr in jaxprs_in_params(equation.params):
+        for inner in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if inner.primitive is PROBE and inner.params["kind"] not in _WITHOUT_ROW:
+                yield inner.params["name"]
+            yield from _names_in(inner)
+
+
+# --- Programs inside of an equation.
+
+
+def _jit(equation: Any, context: Context) -> Staged:
     keys = ("jaxpr", "in_shardings", "out_shardings", "donated_invars")
-    return _compiled(stage, context, *(equation.params[key] for key in keys))
+    return _compiled(context, *(equation.params[key] for key in keys))
 
 
 # A function that is called again and again outside of a jit is compiled once.
 @functools.lru_cache(maxsize=64)
-def _compiled(
-    stage: Stage, context: Context, jaxpr: Any, into: Any, out: Any, donated: Any
-) -> Staged:
+def _compiled(context: Context, jaxpr: Any, into: Any, out: Any, donated: Any) -> Staged:
     inside = stage(jaxpr, context)
 
     def run(*arguments: Any) -> Results:
@@ -77,27 +204,24 @@ def _constrained(x: Any, sharding: Any) -> Any:
     return lax.with_sharding_constraint(x, sharding) if is_given else x
 
 
-def _inline(equation: Any, context: Context, stage: Stage) -> Staged:
+def _inline(equation: Any, context: Context) -> Staged:
     return stage(equation.params["call_jaxpr"], context)
 
 
-def _checkpoint(equation: Any, context: Context, stage: Stage) -> Staged:
+def _checkpoint(equation: Any, context: Context) -> Staged:
     inside = stage(equation.params["jaxpr"], context)
     prevented = equation.params["differentiated"] and equation.params["prevent_cse"]
 
     def run(*arguments: Any) -> Results:
         # Keeps XLA from finding that all this has been computed before.
-        known = list(arguments)
-        barred = [i for i in range(len(known)) if prevented is True or prevented[i]]
-        through = lax.optimization_barrier([known[i] for i in barred])
-        for i, x in zip(barred, through, strict=True):
-            known[i] = x
-        return inside.run(*known)
+        is_barred = prevented if isinstance(prevented, tuple) else len(arguments) * (True,)
+        barred, others = eqx.partition(arguments, is_barred)
+        return inside.run(*eqx.combine(lax.optimization_barrier(barred), others))
 
     return Staged(inside.plan, run if prevented else inside.run)
 
 
-def _scan(equation: Any, context: Context, stage: Stage) -> Staged:
+def _scan(equation: Any, context: Context) -> Staged:
     params = equation.params
     inside = stage(params["jaxpr"], context)
     # What is scanned over has an axis more outside than inside; carry and constants do not.
@@ -130,7 +254,7 @@ def _with_another_axis(outside: Any, inside: Any) -> int:
     return sum(atom.aval.ndim != aval.ndim for atom, aval in pairs)
 
 
-def _cond(equation: Any, context: Context, stage: Stage) -> Staged:
+def _cond(equation: Any, context: Context) -> Staged:
     branches = [stage(branch, context) for branch in equation.params["branches"]]
 
     def whole(taken: int, *operands: Any) -> Results:
@@ -166,7 +290,7 @@ def _varying(x: Array, axes: tuple[str, ...], context: Context) -> Array:
     return lax.pcast(x, axes, to="varying") if axes and context.check_vma else x
 
 
-def _shard_map(equation: Any, context: Context, stage: Stage) -> Staged:
+def _shard_map(equation: Any, context: Context) -> Staged:
     params = equation.params
     mesh, manual, check_vma = (
         params[key] for key in ("mesh", "newly_manual_axes", "check_vma")
@@ -200,7 +324,7 @@ def _shard_map(equation: Any, context: Context, stage: Stage) -> Staged:
 
 
 # A rule by the name of its primitive, in jax 0.10.2 or 0.12.0.1.
-RULES = {
+_RULES = {
     "jit": _jit,
     "closed_call": _inline,
     "core_call": _inline,

@@ -5,36 +5,50 @@ change from step to step, and are compared with the same recursion in extended p
 Errors are of y, in units of max(1, abs(xhat)).
 """
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import NAMED, AbstractStrategy, Batch, VarianceClip, named
+from eqx_norm.strategies import AbstractStrategy, Adam, Batch, Ema, SmoothStart, VarianceClip
 from experiments.lab.exact import EPS
 from experiments.lab.rows import by
 from experiments.lab.tables import grid
 
+from . import recursions
 from .cases import CHANNELS, power
+from .recursions import Recursion
 
 EXAMPLES, VALUES = 16, 4
-CLIP_START = 5
+# How each approach is made with a momentum, and what it is compared with.
+APPROACHES: dict[str, tuple[Callable[[float], AbstractStrategy], Recursion]] = {
+    "ema": (Ema, recursions.ema),
+    "batch": (Batch, recursions.batch),
+    "adam": (Adam, recursions.adam),
+    "smooth_start": (SmoothStart, recursions.smooth_start),
+    "variance_clip": (
+        lambda momentum: VarianceClip(Batch(momentum), ratio=4.0, start=5),
+        recursions.variance_clip(recursions.batch, ratio=4.0, start=5),
+    ),
+}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Job:
     steps: int = 300
     ratios: tuple[float, ...] = (1.0, 1e3, 1e5, 1e7)
     momenta: tuple[float, ...] = (0.5, 0.99)
-    approaches: tuple[str, ...] = tuple(NAMED)
-    implementation: Literal["auto", "xla", "device_invariant"] = "auto"
+    approaches: tuple[str, ...] = tuple(APPROACHES)
+    implementation: Literal["auto", "device_invariant"] = "auto"
 
 
 WHOLE = Job()
@@ -49,13 +63,6 @@ class Row(NamedTuple):
     error: float  # the largest over all steps
 
 
-class Statistics(NamedTuple):
-    """Holds mean and variance of each channel, in extended precision."""
-
-    mean: NDArray[np.longdouble]
-    variance: NDArray[np.longdouble]
-
-
 def batches(ratio: float, steps: int) -> Iterator[NDArray[np.float32]]:
     """Yields x, (EXAMPLES, CHANNELS, VALUES), of a mean that drifts, and jumps once."""
     random = np.random.RandomState(round(np.log10(ratio)))
@@ -68,45 +75,13 @@ def batches(ratio: float, steps: int) -> Iterator[NDArray[np.float32]]:
         yield x.astype(np.float32)
 
 
-def of_batch(x: NDArray) -> Statistics:
-    """Returns the exact statistics of one batch."""
+def moments(x: NDArray) -> tuple[NDArray, NDArray]:
+    """Returns the mean and the variance of each channel, in extended precision."""
     wide = x.astype(np.longdouble)
-    return Statistics(wide.mean((0, 2)), wide.var((0, 2)))
+    return wide.mean((0, 2)), wide.var((0, 2))
 
 
-def recursion(
-    approach: str, momentum: float, history: Iterator[Statistics]
-) -> Iterator[tuple[Statistics, Statistics]]:
-    """Yields, for each batch, what normalises it and what normalises at inference after it."""
-    m = np.longdouble(momentum)
-    average, weight = np.zeros((2, CHANNELS), np.longdouble), np.longdouble(0)
-    for step, exact in enumerate(history):
-        batch = np.array(exact)
-        if approach == "variance_clip" and step >= CLIP_START:
-            g = average[1] / weight
-            batch[1] = np.clip(batch[1], g / 4, 4 * (g + g.mean()))
-        if approach == "ema":
-            average = batch if step == 0 else m * average + (1 - m) * batch
-            weight = np.longdouble(1)
-        else:
-            average, weight = m * average + (1 - m) * batch, m * weight + (1 - m)
-        remembered = average / weight
-        used = {
-            "ema": remembered,
-            "adam": remembered,
-            "smooth_start": average + (1 - weight) * batch,
-        }.get(approach, batch)
-        yield Statistics(*used), Statistics(*remembered)
-
-
-def strategy(approach: str, momentum: float) -> AbstractStrategy:
-    """Returns the approach of that name; one that clips does so after few batches."""
-    if approach == "variance_clip":
-        return VarianceClip(Batch(momentum), start=CLIP_START)
-    return named(approach, momentum)
-
-
-def error(y: ArrayLike, x: NDArray, right: Statistics) -> float:
+def error(y: ArrayLike, x: NDArray, right: Sequence[NDArray]) -> float:
     """Returns the largest error of y, in units of max(1, abs(xhat))."""
     mean, variance = (statistic[:, None] for statistic in right)
     xhat = (x.astype(np.longdouble) - mean) / np.sqrt(variance + np.longdouble(EPS))
@@ -121,29 +96,27 @@ def _call(
     return jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
 
 
-Call = Callable[[BatchNorm, jax.Array, eqx.nn.State], tuple[jax.Array, eqx.nn.State]]
-
-
-def measure(job: Job, call: Call = _call) -> list[Row]:
+def measure(job: Job) -> list[Row]:
     """Returns the largest errors; inference is on the batch just trained on."""
     rows = []
-    kinds = [(a, m, r) for a in job.approaches for m in job.momenta for r in job.ratios]
+    kinds = [*itertools.product(job.approaches, job.momenta, job.ratios)]
     for approach, momentum, ratio in tqdm(kinds, unit="run", disable=None):
+        strategy, recursion = APPROACHES[approach]
         layer, state = eqx.nn.make_with_state(BatchNorm)(
             CHANNELS,
             "batch",
             eps=EPS,
-            approach=strategy(approach, momentum),
+            approach=strategy(momentum),
             implementation=job.implementation,
         )
         inference = eqx.nn.inference_mode(layer)
         drawn = list(batches(ratio, job.steps))
+        rights = recursion(map(moments, drawn), np.longdouble(momentum))
         worst = {"training": 0.0, "inference": 0.0}
-        rights = recursion(approach, momentum, map(of_batch, drawn))
         for x, (used, remembered) in zip(drawn, rights, strict=True):
-            y, state = call(layer, jax.numpy.asarray(x), state)
+            y, state = _call(layer, jnp.asarray(x), state)
             worst["training"] = max(worst["training"], error(y, x, used))
-            y, _ = call(inference, jax.numpy.asarray(x), state)
+            y, _ = _call(inference, jnp.asarray(x), state)
             worst["inference"] = max(worst["inference"], error(y, x, remembered))
         rows += [Row(approach, momentum, ratio, *found) for found in worst.items()]
     return rows

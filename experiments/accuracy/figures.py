@@ -1,5 +1,6 @@
 """Draws the accuracy experiment: error by mean and count, and case by case."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from experiments.lab import rows
 from experiments.lab.experiment import Files
@@ -16,11 +17,10 @@ from experiments.lab.peers import names
 
 from . import cases, claims
 from .cases import CONSTANT, COUNT, RATIO
-from .rows import Row
+from .claims import Row
 
 # Two layers of one package mostly give the same: a line, and open markers on it.
 CIRCLES = {"linestyle": "", "marker": "o", "markerfacecolor": "none", "markersize": 7}
-SQUARES = {**CIRCLES, "marker": "s"}
 STYLE: dict[str, dict[str, Any]] = {
     names.OURS: {"linewidth": 2.4, "marker": "o", "markersize": 4, "zorder": 4},
     names.EQUINOX_EMA: {"linestyle": "-"},
@@ -28,14 +28,11 @@ STYLE: dict[str, dict[str, Any]] = {
     names.LINEN: {"linestyle": "--"},
     names.NNX: CIRCLES,
     names.LINEN_TWO_PASS: {"linestyle": "-."},
-    names.NNX_TWO_PASS: SQUARES,
+    names.NNX_TWO_PASS: {**CIRCLES, "marker": "s"},
     names.TORCH: {"linestyle": ":", "marker": "s", "markersize": 4},
 }
-# What a float32 of order 1 may be off by.
-FLOAT32 = 2.0**-24
-
-# The error of y, by case and layer.
-Measured = dict[str, dict[str, float]]
+HALF_ULP = 2.0**-24  # of a float32 of order 1
+Measured = dict[str, dict[str, float]]  # the error of y, by case and layer
 
 
 def draw(files: Files) -> list[Path]:
@@ -43,32 +40,29 @@ def draw(files: Files) -> list[Path]:
     measured: Measured = {}
     for row in rows.load(files.csv(), Row):
         measured.setdefault(row.case, {})[row.layer] = row.y
-    if not all(layer in STYLE for layer in _layers(measured)):
+    layers = list(next(iter(measured.values())))
+    if names.OURS_XLA in layers:
         return []
     figure = Figure(figsize=(11, 8.4))
     halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.15))
     left, right = (figure.add_subfigure(half) for half in halves)
     ratio, count, constant = left.subplots(3, 1, height_ratios=(1.25, 1, 0.9))
-    _sweep(ratio, measured, RATIO)
+    _sweep(ratio, measured, layers, RATIO)
     ratio.set_xlabel("mean / standard deviation")
-    _sweep(count, measured, COUNT)
+    _sweep(count, measured, layers, COUNT)
     count.set_xlabel("values a channel, at mean / standard deviation 1e3")
-    _constants(constant, measured)
+    _constants(constant, measured, layers[::-1])
     handles, labels = ratio.get_legend_handles_labels()
     left.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
-    _errors(right.subplots(), measured)
+    _errors(right.subplots(), measured, layers)
     return [save(figure, files.figure())]
 
 
-def _layers(measured: Measured) -> list[str]:
-    return list(next(iter(measured.values())))
-
-
-def _sweep(axes: Axes, measured: Measured, group: str) -> None:
+def _sweep(axes: Axes, measured: Measured, layers: list[str], group: str) -> None:
     """Draws the error of y along the axis of a group of cases."""
     swept = [case for name in measured if (case := cases.BY_NAME[name]).group == group]
     at = [case.at for case in swept]
-    for layer in _layers(measured):
+    for layer in layers:
         # A logarithmic axis has neither zero nor infinity: they are drawn at its ends.
         values = np.clip([measured[case.name][layer] for case in swept], 1e-8, 1e8)
         axes.plot(at, values, label=layer, color=PEERS[layer], **STYLE[layer])
@@ -76,43 +70,39 @@ def _sweep(axes: Axes, measured: Measured, group: str) -> None:
     axes.set_yscale("log")
     axes.set_ylim(bottom=5e-9)
     axes.yaxis.set_major_locator(LogLocator(numticks=8))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.minorticks_off()
     axes.set_ylabel("error of y")
     # The labels lie outside: between the two lines is where eqx-norm should be.
     for level, label, side, away in (
         (claims.Y, "the bound of eqx-norm, 1e-6", "bottom", 2),
-        (FLOAT32, "half an ulp of float32", "top", -2),
+        (HALF_ULP, "half an ulp of float32", "top", -2),
     ):
         axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
         place = {"xytext": (0, away), "textcoords": "offset points", "ha": "right", "va": side}
         axes.annotate(label, (at[-1], level), fontsize=7, **place)
 
 
-def _constants(axes: Axes, measured: Measured) -> None:
+def _constants(axes: Axes, measured: Measured, layers: list[str]) -> None:
     """Draws what a constant channel comes out as, which is zero in exact arithmetic."""
-    layers = _layers(measured)[::-1]
     shown = [cases.BY_NAME[name] for name in measured]
     shown = [case for case in shown if case.group == CONSTANT and not case.affine]
     of_ranges = rows.by(shown, lambda case: case.at)
     for marker, (up_to, of_range) in zip("o^s", of_ranges.items(), strict=True):
         style: Any = {"marker": marker, "linestyle": "", "markerfacecolor": "none"}
-        for case in of_range:
-            for row, layer in enumerate(layers):
-                axes.plot(measured[case.name][layer], row, color=PEERS[layer], **style)
+        for case, (row, layer) in itertools.product(of_range, enumerate(layers)):
+            axes.plot(measured[case.name][layer], row, color=PEERS[layer], **style)
         axes.plot([], [], color=BLACK, label=f"to {up_to:g}", **style)
     axes.legend(title="constants", fontsize=8, title_fontsize=8, loc=(0.13, 0.3))
     axes.set_xscale("symlog", linthresh=1e-8)
     axes.set_xlim(left=-2e-9)
     axes.set_xticks([0, *(10.0**k for k in range(-7, 1))])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.minorticks_off()
     axes.set_yticks(range(len(layers)), layers)
     axes.set_xlabel("largest |y| of a constant channel (exactly: 0)")
 
 
-def _errors(axes: Axes, measured: Measured) -> None:
+def _errors(axes: Axes, measured: Measured, layers: list[str]) -> None:
     """Draws the error of y by case and layer: its exponent as text and colour."""
-    layers = _layers(measured)
     table = np.array([list(found.values()) for found in measured.values()])
     exponents = np.log10(np.where(table == 0, 1e-99, table))
     # White is the bound: blue is better, the other end worse.
@@ -133,11 +123,8 @@ def _errors(axes: Axes, measured: Measured) -> None:
         if groups[row] != groups[row - 1]:
             axes.axhline(row - 0.5, color="white", linewidth=3)
     axes.xaxis.tick_top()
-    axes.set_title(
-        "log10 of the error of y: white is the bound, 1e-6; blue is better",
-        fontsize=8,
-        y=-0.035,
-    )
+    title = "log10 of the error of y: white is the bound, 1e-6; blue is better"
+    axes.set_title(title, fontsize=8, y=-0.035)
     axes.tick_params(length=0, labelsize=7.5)
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -1,7 +1,5 @@
 """Gives a batch to a layer in another layout, and brings the answer back to the batch's."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,11 +8,6 @@ from experiments.lab.exact import Answer, Batch
 
 FIRST, LAST, ROWS = "channels first", "channels last", "rows"
 LINE = 128  # channels, of any dtype
-
-
-def channels_first(layer: str, batch: Batch) -> Answer:
-    """Returns the answer of a batch norm to `[N, C, ...]`; Flax's has its channels last."""
-    return answers.batch_norm(layer, batch)
 
 
 def channels_last(layer: str, batch: Batch) -> Answer:
@@ -40,7 +33,7 @@ def channels_last(layer: str, batch: Batch) -> Answer:
 def rows(layer: str, batch: Batch) -> Answer:
     """Returns the answer of a layer norm that is given each channel as an example.
 
-    It has no counterpart of the variance that is remembered, and of weight and bias a channel.
+    It remembers no variance, and has no weight and bias for each channel.
     """
     n, channels, *space = batch.x.shape
     x, dy = (np.moveaxis(a, 1, 0).reshape(channels, -1) for a in (batch.x, batch.dy))
@@ -50,8 +43,5 @@ def rows(layer: str, batch: Batch) -> Answer:
     return Answer(y, None, dx, None, None)
 
 
-LAYOUTS: dict[str, Callable[[str, Batch], Answer]] = {
-    FIRST: channels_first,
-    LAST: channels_last,
-    ROWS: rows,
-}
+# The answer of a layer to a batch, by the layout in which it is given.
+LAYOUTS = {FIRST: answers.batch_norm, LAST: channels_last, ROWS: rows}

@@ -28,10 +28,11 @@ before it, XLA first writes out in theirs.
 It exits with 1 where a claim does not hold. Nothing runs, so nothing is timed.
 """
 
+import importlib.util
 import itertools
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -41,19 +42,19 @@ import jax
 from experiments.lab import claims as lab_claims
 from experiments.lab import rows
 from experiments.lab.environment import environment
+from experiments.lab.errors import UserError
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.passes import BOTH, NO_NORM
 from experiments.lab.peers import names
 from experiments.lab.tables import table
 
 from . import compiler, measured, recipe
-from .cases import DENSE
+from .cases import BATCH_NORM, DENSE
 from .claims import CLAIMS, Measured
 from .measured import Kernel, Program
-from .programs import BATCH_NORM
 
-# By header, what a table shows of a row.
-Columns = dict[str, Callable[[Any], object]]
+# Packages whose versions decide what is compiled, and which nobody imports.
+PLUGIN = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,11 @@ class Job:
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    compiler.require_plugin()
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        raise UserError(
+            "To compile for a GPU takes jax's CUDA plugin, which is not installed here: "
+            "make gpu-compile-check sets up an environment that has it (no GPU needed)."
+        )
     # With the plugin installed jax would look for a GPU, and fail where there is none.
     jax.config.update("jax_platforms", "cpu")
     # Each in a process of its own: the recipe is for all of a process, and jaxlib does not
@@ -80,7 +85,7 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     rows.save(files.csv("_kernels"), Kernel, kernels)
     rows.save(files.csv("_recipe"), recipe.Step, steps)
     compiled_for = f"compiled for, not run on: {', '.join(job.devices)}"
-    return {"environment": {**environment(*compiler.PLUGIN), "device": compiled_for}}
+    return {"environment": {**environment(*PLUGIN), "device": compiled_for}}
 
 
 def report(files: Files) -> Report:
@@ -90,15 +95,15 @@ def report(files: Files) -> Report:
         rows.load(files.csv("_recipe"), recipe.Step),
     )
     verdicts = lab_claims.judge(CLAIMS, read)
-    judged, steps = lab_claims.verdicts_table(verdicts), _listing(read.steps, _STEP)
-    read_x = [r for r in read.kernels if r.device == "H200" and r.least_share is not None]
-    half = [row for row in read_x if row.dtype == "bfloat16"]
-    text = [_listing(read.programs, _PROGRAM), _listing(read_x, _KERNEL), steps, judged]
-    summary = [judged, _beside(read.programs), _listing(half, _KERNEL), steps]
+    tables = [
+        lab_claims.verdicts_table(verdicts),
+        _beside(read.programs),
+        _kernels(read.kernels),
+        _steps(read.steps),
+    ]
     return Report(
-        "\n\n".join(text),
+        "\n\n".join(tables),
         verdicts,
-        summary="\n\n".join(summary),
         ours=_units(read.programs, names.OURS_TRITON),
         peers=_units(read.programs, names.EQUINOX_BATCH),
     )
@@ -111,41 +116,6 @@ def _units(programs: Iterable[Program], name: str) -> str:
         if row[: len(wanted)] == wanted and row.units is not None:
             return f"{name}: {row.units:.1f} times the bytes of x"
     return ""
-
-
-_PROGRAM: Columns = {
-    "program": lambda row: row.program,
-    "device": lambda row: row.device,
-    "x": lambda row: _by(row.shape),
-    "dtype": lambda row: row.dtype,
-    "direction": lambda row: row.direction,
-    "implementation": lambda row: row.implementation,
-    "units of x": lambda row: row.failure if row.units is None else f"{row.units:.3f}",
-    "launches": lambda row: "" if row.launches is None else row.launches,
-    "layout changes": lambda row: "" if row.layout_changes is None else row.layout_changes,
-}
-_KERNEL: Columns = {
-    "kernel": lambda row: row.kernel,
-    "by": lambda row: row.implementation.rpartition("_")[2].capitalize(),
-    "x": lambda row: _by(row.shape),
-    "dtype": lambda row: row.dtype,
-    "tiles": lambda row: f"{row.chunk} x {_by(row.tile)}",
-    "registers": lambda row: row.registers,
-    "shared memory": lambda row: f"{row.shared_bytes} B",
-    "occupancy": lambda row: f"{row.occupancy:.0%}",
-    "units of x": lambda row: f"{row.units:.3f}",
-    "least": lambda row: f"{row.least_share:.1%}",
-}
-_STEP: Columns = {
-    "for an H200": lambda row: row.program,
-    "usual": lambda row: row.usual,
-    "the recipe": lambda row: row.recipe,
-    "the two programs": lambda row: "are the same" if row.same else "differ",
-}
-
-
-def _listing(rows: Iterable[Any], columns: Columns) -> str:
-    return table([*columns], [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def _beside(programs: Iterable[Program]) -> str:
@@ -162,6 +132,37 @@ def _beside(programs: Iterable[Program]) -> str:
     )
 
 
+def _kernels(kernels: Iterable[Kernel]) -> str:
+    """Returns the code of the kernels that read x, for an H200 and in half precision."""
+    header = ["kernel", "by", "x", "dtype", "tiles", "registers", "shared memory"]
+    return table(
+        [*header, "occupancy", "units of x", "least"],
+        [
+            (
+                row.kernel,
+                row.implementation.rpartition("_")[2].capitalize(),
+                _by(row.shape),
+                row.dtype,
+                f"{row.chunk} x {_by(row.tile)}",
+                row.registers,
+                f"{row.shared_bytes} B",
+                f"{row.occupancy:.0%}",
+                f"{row.units:.3f}",
+                f"{row.least_share:.1%}",
+            )
+            for row in kernels
+            if (row.device, row.dtype) == ("H200", "bfloat16") and row.least_share is not None
+        ],
+    )
+
+
+def _steps(steps: Iterable[recipe.Step]) -> str:
+    return table(
+        ("for an H200", "usual", "the recipe", "the two programs"),
+        [(*step[:3], "are the same" if step.same else "differ") for step in steps],
+    )
+
+
 def _by(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
 
@@ -174,7 +175,6 @@ EXPERIMENT = Experiment(
     quick=Job(devices=("H200",), quick=True),
     measure=measure,
     report=report,
-    quick_help="three shapes on an H200, in bfloat16",
     strict=True,
 )
 

@@ -7,18 +7,16 @@ with no GPU needed:
     .reqntid 128
         ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
 
-A kernel of 128 threads that loads 4 x 32 bits at a time. Both write it to a folder, where the
-environment tells them to.
+A kernel of 128 threads that loads 4 x 32 bits at a time. To a folder that the environment
+names, XLA writes Triton's kernels, and jaxlib Mosaic's with what its assembler says of them;
+and to another file of each how much shared memory they take:
 
-XLA has Triton's:               jaxlib has Mosaic's, and what `ptxas` and it say of them:
-
-    *.ptx                           eqx_norm_statistics_0.ptx
-    *thunk_sequence.txt             eqx_norm_statistics_0.ptxas
-      (the shared memory)           eqx_norm_statistics_0.resources.txt
+    *.ptx                    eqx_norm_statistics_0.ptx, eqx_norm_statistics_0.ptxas
+    *thunk_sequence.txt      eqx_norm_statistics_1.resources.txt
 """
 
 import collections
-import importlib.util
+import importlib.resources
 import re
 import shutil
 import subprocess
@@ -32,7 +30,6 @@ _GRANULE = 256
 
 # What the names of this package's kernels start with.
 PREFIX = "eqx_norm_"
-_XLA, _MOSAIC = "xla", "mosaic"
 
 
 class Code(NamedTuple):
@@ -45,8 +42,8 @@ class Code(NamedTuple):
     shared_bytes: int
     atomics: int
     loads: dict[int, int]  # how many instructions load so many bytes of global memory
-    copies: int = 0  # instructions that have a chunk copied ahead to shared memory
-    unfenced: bool = False  # where it is copied to may be written before all have read it
+    copies: int  # instructions that have a chunk copied ahead to shared memory
+    unfenced: bool  # where it is copied to may be written before all have read it
 
     def occupancy(self, shared_memory: int) -> float:
         """Returns the share of a core's warps that fit into so much shared memory."""
@@ -57,73 +54,56 @@ class Code(NamedTuple):
         return min(fit) * self.warps / _WARPS
 
 
-def settings(folder: Path) -> dict[str, str]:
+def settings(folder: str) -> dict[str, str]:
     """Returns the environment in which XLA and jaxlib write to `folder`.
 
     They read it when jax compiles for the first time.
     """
-    for name in (_XLA, _MOSAIC):
-        (folder / name).mkdir()
     return {
         # And nothing that would take long.
-        "XLA_FLAGS": f"--xla_dump_to={folder / _XLA} --xla_dump_hlo_as_text=true "
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text=true "
         "--xla_dump_emitter_re=ptx",
-        "MOSAIC_GPU_DUMP_TO": str(folder / _MOSAIC),
+        "MOSAIC_GPU_DUMP_TO": folder,
         "MOSAIC_GPU_DUMP_PTX": "1",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
 
 
-def take(folder: Path) -> list[Code]:
+def take(folder: str) -> list[Code]:
     """Returns this package's kernels in what was written, one of each name, and removes it.
 
     Mosaic's that the process has compiled before are not written again: merges, for example,
     that are the same for several dtypes.
     """
-    found = sorted([*_triton(folder / _XLA), *_mosaic(folder / _MOSAIC)], key=lambda c: c.name)
-    for written in folder.iterdir():
-        shutil.rmtree(written)
-        written.mkdir()
-    return found
-
-
-def _triton(folder: Path) -> list[Code]:
-    shared = {}
-    for path in folder.glob("*thunk_sequence.txt"):
-        shared |= dict(
-            re.findall(r"(\w+) grid: .*shared_memory: (\d+) bytes", path.read_text())
-        )
-    codes = {}
-    for path in sorted(folder.glob("*.ptx")):
-        ptx = path.read_text()
-        for name in re.findall(rf"\.entry ({PREFIX}\w+)", ptx):
+    shared = _shared_memory(folder)
+    codes: dict[str, Code] = {}
+    for path in sorted(Path(folder).glob("*.ptx")):
+        for entry in re.findall(rf"\.entry ({PREFIX}\w+)", path.read_text()):
             # Several kernels of a name are numbered: they are the same but for their sizes.
-            base = re.sub(r"__\d+$", "", name)
-            if base not in codes:
-                codes[base] = _code(base, ptx, _ptxas(path, ptx), int(shared[name]))
-    return list(codes.values())
+            name = re.sub(r"(_mosaic_gpu_kernel|__\d+)$", "", entry)
+            if name not in codes:
+                codes[name] = _code(name, path, int(shared[entry]))
+    shutil.rmtree(folder)
+    Path(folder).mkdir()
+    return [codes[name] for name in sorted(codes)]
 
 
-def _mosaic(folder: Path) -> list[Code]:
-    def texts(suffix: str) -> dict[str, str]:
-        """Returns them by name; of several kernels of one name that of the first."""
-        paths = sorted(folder.glob(f"{PREFIX}*{suffix}"), reverse=True)
-        # The numbers of a kernel's assembly and of its resources may be two: they count what is
-        # compiled, and what is lowered.
-        return {re.sub(rf"_\d+{re.escape(suffix)}$", "", p.name): p.read_text() for p in paths}
-
-    said, resources = texts(".ptxas"), texts(".resources.txt")
-    codes = []
-    for name, ptx in texts(".ptx").items():
-        shared = int(_only(r"smem_scratch_bytes=(\d+)", resources[name]))
-        base = _only(r"\.entry (\w+)_mosaic_gpu_kernel", ptx)
-        copies = len(re.findall(r"\bcp\.async\.bulk\.tensor\S*\.global\.", ptx))
-        code = _code(base, ptx, said[name], shared)
-        codes.append(code._replace(copies=copies, unfenced=unfenced(ptx)))
-    return codes
+def _shared_memory(folder: str) -> dict[str, str]:
+    """Returns how many bytes of shared memory a kernel takes, by its name in the assembly."""
+    shared: dict[str, str] = {}
+    for path in Path(folder).glob("*thunk_sequence.txt"):
+        found = re.findall(r"(\w+) grid: .*shared_memory: (\d+) bytes", path.read_text())
+        shared |= dict(found)
+    # In reverse, so that of Mosaic's kernels of one name the first is kept.
+    for path in sorted(Path(folder).glob("*.resources.txt"), reverse=True):
+        name = re.sub(r"_\d+\.resources\.txt$", "_mosaic_gpu_kernel", path.name)
+        shared[name] = _only(r"smem_scratch_bytes=(\d+)", path.read_text())
+    return shared
 
 
-def _code(name: str, ptx: str, said: str, shared: int) -> Code:
+def _code(name: str, path: Path, shared: int) -> Code:
+    ptx, by_mosaic = path.read_text(), path.with_suffix(".ptxas")
+    said = by_mosaic.read_text() if by_mosaic.exists() else _ptxas(path, ptx)
     return Code(
         name,
         warps=int(_only(r"\.(?:reqntid|maxntid) (\d+)", ptx)) // _WARP,
@@ -132,6 +112,8 @@ def _code(name: str, ptx: str, said: str, shared: int) -> Code:
         shared_bytes=shared,
         atomics=len(re.findall(r"\b(?:atom|red)\.", ptx)),
         loads=loads(ptx),
+        copies=len(re.findall(r"\bcp\.async\.bulk\.tensor\S*\.global\.", ptx)),
+        unfenced=unfenced(ptx),
     )
 
 
@@ -147,30 +129,19 @@ def unfenced(ptx: str) -> bool:
     In the order of the text, as in the loop, whose body is one piece of it.
     """
     kinds = r"(ld\.shared|fence\.proxy\.async|bar\.sync|cp\.async\.bulk\.tensor)"
-    done = ""  # since the last load
-    for kind in re.findall(kinds, ptx):
-        match kind, done:
-            case "ld.shared", _:
-                done = "loaded"
-            case "fence.proxy.async", "loaded":
-                done = "fenced"
-            case "bar.sync", "fenced":
-                done = ""  # all have read it
-            case "cp.async.bulk.tensor", "loaded" | "fenced":
-                return True
-    return False
+    # l(oad), f(ence), b(arrier), c(opy)
+    order = "".join(kind[0] for kind in re.findall(kinds, ptx))
+    return re.search("l[^lfc]*(f[^lbc]*)?c", order) is not None
+
+
+def _ptxas(path: Path, ptx: str) -> str:
+    """Returns what CUDA's assembler, which comes with jax's plugin, says of a kernel."""
+    assembler = str(importlib.resources.files("nvidia.cuda_nvcc") / "bin" / "ptxas")
+    arch = _only(r"\.target (\w+)", ptx)
+    command = [assembler, "-v", "-arch", arch, "-o", "/dev/null", path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _only(pattern: str, text: str) -> str:
     (found,) = set(re.findall(pattern, text))
     return found
-
-
-def _ptxas(path: Path, ptx: str) -> str:
-    """Returns what CUDA's assembler, which comes with jax's plugin, says of a kernel."""
-    spec = importlib.util.find_spec("nvidia.cuda_nvcc")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    assembler = Path(spec.submodule_search_locations[0]) / "bin" / "ptxas"
-    to = [assembler, "-v", "-arch", _only(r"\.target (\w+)", ptx), "-o", "/dev/null", path]
-    return subprocess.run(to, capture_output=True, text=True, check=True).stderr

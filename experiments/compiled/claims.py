@@ -1,20 +1,19 @@
 """Judges the compiled programs: how many are as claimed, and which are not."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from experiments.lab.claims import Claim, NotMeasured
 from experiments.lab.passes import BOTH, FORWARD, NO_NORM
 from experiments.lab.peers import names
 
-from .cases import DENSE, IMAGES
+from .cases import APART, BATCH_NORM, BETWEEN, IMAGES
 from .measured import Kernel, Program
-from .programs import APART, BATCH_NORM, BETWEEN
 from .recipe import ATOMIC, OURS, Step
 
 # XLA's two-pass statistics move 9 units: x for the mean, x for the variance, x and y; then x
 # and dy for the sums, x, dy and dx. The tenth of a unit is for partial sums.
-MOST_XLA = 9.1
+XLA, MOST_XLA = (BATCH_NORM, names.OURS_XLA), 9.1
 # Kernels read x once for the statistics; the least is 3 forward, 5 backward. Partial sums may
 # come to 0.05 each; the vectors of parameters and state come to 0.01 of x with 1568 examples.
 MOST = {FORWARD: 3.06, APART: 8.11}
@@ -27,94 +26,91 @@ class Measured(NamedTuple):
     steps: list[Step]
 
 
-Judge = Callable[[Measured], tuple[str, bool]]
+# Returns what a claim is about, and of each whether it is as claimed.
+Check = Callable[[Measured], list[tuple[Any, bool]]]
 
 
-def _judged(checked: Iterable[object], wrong: Iterable[object]) -> tuple[str, bool]:
-    """Returns how many of those that were checked are as claimed, and which are not."""
-    of, places = len(list(checked)), [str(place) for place in wrong]
-    if not of:
-        raise NotMeasured
-    return ", ".join([f"{of - len(places)} of {of}", *places]), not places
+def _claim(text: str, check: Check) -> Claim:
+    def judge(measured: Measured) -> tuple[str, bool]:
+        checked = check(measured)
+        if not checked:
+            raise NotMeasured
+        wrong = [_place(row) for row, holds in checked if not holds]
+        count = f"{len(checked) - len(wrong)} of {len(checked)}"
+        return ", ".join([count, *wrong]), not wrong
+
+    return Claim(text, judge)
 
 
-def _place(row: Program | Kernel) -> str:
-    what = row.kernel if isinstance(row, Kernel) else row.direction
+def _place(row: Program | Kernel | Step) -> str:
+    if isinstance(row, Step):
+        return row.program
+    if isinstance(row, Kernel):
+        what = row.kernel
+    else:
+        what = f"{row.direction}: {row.units} units, {row.layout_changes} layout changes"
     shape = "x".join(map(str, row.shape))
     return f"{row.device} {shape} {row.dtype} {row.implementation} {what}"
 
 
-def _kernels(problem: str, implementation: str = "") -> Judge:
-    def judge(measured: Measured) -> tuple[str, bool]:
-        rows = [row for row in measured.kernels if implementation in row.implementation]
-        return _judged(rows, (_place(row) for row in rows if problem in row.problem))
-
-    return judge
-
-
-def _moves(most: dict[str, float], chosen: Callable[[Program], bool]) -> Judge:
-    """Judges whether the chosen programs move at most so many units, by direction."""
-
-    def judge(measured: Measured) -> tuple[str, bool]:
-        rows = [row for row in measured.programs if row.direction in most and chosen(row)]
-        over = [row for row in rows if row.units is None or row.units > most[row.direction]]
-        return _judged(rows, (f"{_place(row)}: {row.units}" for row in over))
-
-    return judge
+def _moves(most: dict[str, float], chosen: Callable[[Program], bool]) -> Check:
+    """Checks that the chosen programs move at most so many units, by direction."""
+    return lambda measured: [
+        (row, row.units is not None and row.units <= most[row.direction])
+        for row in measured.programs
+        if row.direction in most and chosen(row)
+    ]
 
 
-def _xla_norm(row: Program) -> bool:
-    by_xla = (row.program, row.implementation) == (BATCH_NORM, names.OURS_XLA)
-    return by_xla and row.shape in (DENSE, IMAGES)
+def _between(*implementations: str) -> Check:
+    """Checks that a norm adds no layout changes to those of the convolutions alone."""
 
-
-def _norm_by_kernels(row: Program) -> bool:
-    # Images in the caller's layout, with no convolution before, XLA first writes out in theirs.
-    return row.program != BETWEEN and row.shape != IMAGES and row.implementation in KERNELS
-
-
-def _between(*implementations: str) -> Judge:
-    def judge(measured: Measured) -> tuple[str, bool]:
-        changes = {
-            (row.device, row.dtype, row.implementation): row.layout_changes or 0
-            for row in measured.programs
-            if row.program == BETWEEN
-        }
-        judged = [where for where in changes if where[2] in implementations]
+    def check(measured: Measured) -> list[tuple[Any, bool]]:
+        rows = [row for row in measured.programs if row.program == BETWEEN]
+        changes = {(r.device, r.dtype, r.implementation): r.layout_changes or 0 for r in rows}
         # There XLA leaves convolutions in the caller's layout, which kernels do not read.
-        judged = [w for w in judged if w[2] == names.OURS_XLA or w[:2] != ("A100", "float32")]
-        adds = (w for w in judged if changes[w] > changes[*w[:2], NO_NORM])
-        return _judged(judged, map(" ".join, adds))
+        unread = [("A100", "float32", name) for name in KERNELS]
+        return [
+            (row, changes[place] <= changes[*place[:2], NO_NORM])
+            for row, place in zip(rows, changes, strict=True)
+            if row.implementation in implementations and place not in unread
+        ]
 
-    return judge
-
-
-def _recipe_adds(measured: Measured) -> tuple[str, bool]:
-    wrong = [step.program for step in measured.steps if step.recipe == ATOMIC]
-    return _judged(measured.steps, wrong)
+    return check
 
 
-def _recipe_keeps(measured: Measured) -> tuple[str, bool]:
-    ours = [step for step in measured.steps if step.program in OURS]
-    return _judged(ours, (step.program for step in ours if not step.same))
+def _kernels(problem: str, implementation: str = "") -> Check:
+    return lambda measured: [
+        (row, problem not in row.problem)
+        for row in measured.kernels
+        if implementation in row.implementation
+    ]
 
 
 CLAIMS = [
-    Claim(
+    _claim(
         f"1. by XLA: at most {MOST_XLA} units of x, forward and backward at once",
-        _moves({BOTH: MOST_XLA}, _xla_norm),
+        _moves({BOTH: MOST_XLA}, lambda row: (row.program, row.implementation) == XLA),
     ),
-    Claim("2. by XLA: no layout changes added between convolutions", _between(names.OURS_XLA)),
-    Claim(
+    _claim("2. by XLA: no layout changes added between convolutions", _between(names.OURS_XLA)),
+    _claim(
         f"3. by kernels: at most {MOST[FORWARD]} units forward, {MOST[APART]} with backward",
-        _moves(MOST, _norm_by_kernels),
+        # Images in the caller's layout, with no convolution before, XLA first writes out in
+        # theirs.
+        _moves(MOST, lambda row: row.implementation in KERNELS and row.shape != IMAGES),
     ),
-    Claim("4. by kernels: no layout changes added between convolutions", _between(*KERNELS)),
-    Claim("5. no kernel spills registers", _kernels("spills")),
-    Claim("6. no kernel adds atomically", _kernels("atomics")),
-    Claim("7. Triton's load x and g 16 bytes at a time", _kernels("loads", "triton")),
-    Claim("8. Mosaic's have x and g copied ahead", _kernels("no copies", "mosaic")),
-    Claim("9. and copy nothing to where it may be read", _kernels("unfenced", "mosaic")),
-    Claim("10. the recipe leaves no scatter that adds atomically", _recipe_adds),
-    Claim("11. the recipe changes no program of this package", _recipe_keeps),
+    _claim("4. by kernels: no layout changes added between convolutions", _between(*KERNELS)),
+    _claim("5. no kernel spills registers", _kernels("spills")),
+    _claim("6. no kernel adds atomically", _kernels("atomics")),
+    _claim("7. Triton's load x and g 16 bytes at a time", _kernels("loads", "triton")),
+    _claim("8. Mosaic's have x and g copied ahead", _kernels("no copies", "mosaic")),
+    _claim("9. and copy nothing to where it may be read", _kernels("unfenced", "mosaic")),
+    _claim(
+        "10. the recipe leaves no scatter that adds atomically",
+        lambda measured: [(step, step.recipe != ATOMIC) for step in measured.steps],
+    ),
+    _claim(
+        "11. the recipe changes no program of this package",
+        lambda measured: [(step, step.same) for step in measured.steps if step.program in OURS],
+    ),
 ]

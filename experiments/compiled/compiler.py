@@ -5,11 +5,9 @@ the compute capability, the number of cores and the sizes of shared memory and r
 """
 
 import contextlib
-import importlib.util
 import os
-import re
+import string
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,25 +15,58 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from experiments.lab.errors import UserError
-
 # Gives the optimised HLO of a function, for arguments of such shapes and dtypes.
 Compile = Callable[..., str]
-# Packages whose versions decide what is compiled, and which nobody imports.
-PLUGIN = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
-_H200 = """
+_GPUS: dict[str, dict[str, Any]] = {
+    "A100": {
+        "name": "NVIDIA A100-SXM4-80GB",
+        "capability": "major: 8 minor: 0",
+        "cores": 108,
+        "lanes": 64,
+        "clock": 1.41,
+        "memory": 85899345920,
+        "bandwidth": 2039000000000,
+        "cache": 41943040,
+        "shared_by_one": 166912,
+        "shared": 167936,
+    },
+    "H200": {
+        "name": "NVIDIA H200",
+        "capability": "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
+        "cores": 132,
+        "lanes": 128,
+        "clock": 1.98,
+        "memory": 151397597184,
+        "bandwidth": 4800000000000,
+        "cache": 52428800,
+        "shared_by_one": 232448,
+        "shared": 233472,
+    },
+}
+_GPUS["B200"] = {
+    **_GPUS["H200"],
+    "name": "NVIDIA B200",
+    "capability": "major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES",
+    "cores": 148,
+    "memory": 191000000000,
+    "bandwidth": 8000000000000,
+    "cache": 132644864,
+}
+DEVICES = tuple(_GPUS)
+
+_TARGET = string.Template("""
 gpu_device_info {
-  name: "NVIDIA H200"
+  name: "$name"
   device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
+  cuda_compute_capability { $capability }
+  core_count: $cores
+  fpus_per_core: $lanes
+  clock_rate_ghz: $clock
   device_address_bits: 64
-  device_memory_size: 151397597184
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
+  device_memory_size: $memory
+  memory_bandwidth: $bandwidth
+  l2_cache_size: $cache
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
@@ -46,8 +77,8 @@ gpu_device_info {
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: $shared_by_one
+  shared_memory_per_core: $shared
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   driver_version: "13.0.0"
@@ -57,61 +88,13 @@ gpu_device_info {
 }
 dnn_version_info { major: 9 minor: 10 }
 platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-"""
-
-
-def _other(**fields: str) -> str:
-    """Returns the H200's description with other values."""
-    target = _H200
-    for name, value in fields.items():
-        target, changes = re.subn(rf"(?m)^(\s*{name}:?) .*$", rf"\g<1> {value}", target)
-        assert changes == 1, name
-    return target
-
-
-_TARGETS = {
-    "A100": _other(
-        name='"NVIDIA A100-SXM4-80GB"',
-        cuda_compute_capability="{ major: 8 minor: 0 }",
-        core_count="108",
-        fpus_per_core="64",
-        clock_rate_ghz="1.41",
-        device_memory_size="85899345920",
-        memory_bandwidth="2039000000000",
-        l2_cache_size="41943040",
-        shared_memory_per_block_optin="166912",
-        shared_memory_per_core="167936",
-        device_description_str='"NVIDIA A100-SXM4-80GB"',
-    ),
-    "H200": _H200,
-    "B200": _other(
-        name='"NVIDIA B200"',
-        cuda_compute_capability="{ major: 10 minor: 0 "
-        "feature_extension: ACCELERATED_FEATURES }",
-        core_count="148",
-        device_memory_size="191000000000",
-        memory_bandwidth="8000000000000",
-        l2_cache_size="132644864",
-        device_description_str='"NVIDIA B200"',
-    ),
-}
-DEVICES = tuple(_TARGETS)
+device_description_str: "$name"
+""")
 
 
 def shared_memory(device: str) -> int:
     """Returns how many bytes of shared memory one core has."""
-    (size,) = re.findall(r"shared_memory_per_core: (\d+)", _TARGETS[device])
-    return int(size)
-
-
-def require_plugin() -> None:
-    """**Raises:** `UserError` where this compiler is not installed."""
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        raise UserError(
-            "To compile for a GPU takes jax's CUDA plugin, which is not installed here: "
-            "make gpu-compile-check sets up an environment that has it (no GPU needed)."
-        )
+    return _GPUS[device]["shared"]
 
 
 def compiler(device: str) -> Compile:
@@ -122,7 +105,7 @@ def compiler(device: str) -> Compile:
     # With the plugin installed jax would look for a GPU, and fail where there is no driver.
     jax.config.update("jax_platforms", "cpu")
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGETS[device], topology="1x1x1"
+        platform="cuda", target_config=_TARGET.substitute(_GPUS[device]), topology="1x1x1"
     )
     mesh = jax.sharding.Mesh(
         topology.devices, ("device",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -146,20 +129,16 @@ def compiler(device: str) -> Compile:
 def _quiet() -> Iterator[None]:
     """Silences jax, which deprecates Triton's backend, and jaxlib.
 
-    jaxlib calls a disassembler for Mosaic's kernels, and complains at length that there is
-    none: what is written to stderr is shown only if there is an exception.
+    jaxlib calls a disassembler for Mosaic's kernels, and complains at length on stderr that
+    there is none.
     """
     sys.stderr.flush()
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as written, warnings.catch_warnings():
+    with open(os.devnull, "wb") as nowhere, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-        os.dup2(written.fileno(), 2)
+        os.dup2(nowhere.fileno(), 2)
         try:
             yield
-        except BaseException:
-            written.seek(0)
-            os.write(kept, written.read())
-            raise
         finally:
             os.dup2(kept, 2)
             os.close(kept)

@@ -5,7 +5,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -14,9 +13,8 @@ from experiments.lab.peers import names
 
 from . import assembly, compiler, traffic
 from .assembly import PREFIX, Code
-from .cases import cases
+from .cases import BETWEEN, Case, cases, program
 from .compiler import Compile
-from .programs import BETWEEN, Case, program
 from .tiles import cut
 
 LOAD = 16  # bytes
@@ -65,16 +63,11 @@ class Kernel(NamedTuple):
 
 
 def compiled(device: str, quick: bool) -> tuple[list[Program], list[Kernel]]:
-    """Returns what all programs for a device compile to, in a process of its own.
-
-    jaxlib does not compile a Mosaic kernel again for another device (0.12.0).
-    """
+    """Returns what all programs for a device compile to, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= assembly.settings(Path(folder))
-        compile_ = compiler.compiler(device)
-        return measure(
-            cases(device, quick), compile_, functools.partial(assembly.take, Path(folder))
-        )
+        os.environ |= assembly.settings(folder)
+        take = functools.partial(assembly.take, folder)
+        return measure(cases(device, quick), compiler.compiler(device), take)
 
 
 def measure(
@@ -95,31 +88,31 @@ def measure(
             programs.append(Program(*case, None, None, None, type(error).__name__))
             continue
         x_bytes = case.x.size * case.x.dtype.itemsize
-        found, codes = traffic.kernels(text), take()
-        units = sum(kernel.bytes for kernel in found) / x_bytes
+        found, codes = traffic.launches(text), take()
+        units = sum(launch.bytes for launch in found) / x_bytes
         changes = traffic.layout_changes(found, case.x.size)
         programs.append(Program(*case, units, len(found), changes))
         moved = _by_name(text, found)
-        for each in codes if case.program != BETWEEN else []:
-            key = (case.shape, case.dtype, case.implementation, each.name)
-            kernels.setdefault(key, _kernel(case, each, moved[each.name] / x_bytes))
+        for code in codes if case.program != BETWEEN else []:
+            key = (case.shape, case.dtype, case.implementation, code.name)
+            kernels.setdefault(key, _kernel(case, code, moved[code.name] / x_bytes))
     return programs, list(kernels.values())
 
 
-def _by_name(text: str, found: Sequence[traffic.Kernel]) -> dict[str, int]:
+def _by_name(text: str, found: Sequence[traffic.Launch]) -> dict[str, int]:
     """Returns the bytes that each of this package's kernels moves."""
     # Triton's kernels have a name of their own, Mosaic's are named by where they come from.
     named = rf'%([\w.-]+) = .*custom_call_target=.*(?: name = "|op_name="[^"]*/)({PREFIX}\w+)'
     names = dict(re.findall(named, text))
     moved = dict.fromkeys(names.values(), 0)
-    for kernel in found:
-        if kernel.name in names:
-            moved[names[kernel.name]] += kernel.bytes
+    for launch in found:
+        if launch.name in names:
+            moved[names[launch.name]] += launch.bytes
     return moved
 
 
-def _kernel(case: Case, found: Code, units: float) -> Kernel:
-    name = found.name.removeprefix(PREFIX)
+def _kernel(case: Case, code: Code, units: float) -> Kernel:
+    name = code.name.removeprefix(PREFIX)
     least, read = LEAST.get(name), cut(case, name)
     return Kernel(
         case.device,
@@ -128,37 +121,37 @@ def _kernel(case: Case, found: Code, units: float) -> Kernel:
         case.implementation,
         name,
         read.tile if read else (),
-        read and read.chunk,
-        found.warps,
-        found.registers,
-        found.spilled_bytes,
-        found.shared_bytes,
-        found.occupancy(compiler.shared_memory(case.device)),
-        " ".join(f"{count}x{size}" for size, count in sorted(found.loads.items())),
-        found.copies,
-        found.atomics,
+        read.chunk if read else None,
+        code.warps,
+        code.registers,
+        code.spilled_bytes,
+        code.shared_bytes,
+        code.occupancy(compiler.shared_memory(case.device)),
+        " ".join(f"{count}x{size}" for size, count in sorted(code.loads.items())),
+        code.copies,
+        code.atomics,
         units,
         least / units if least else None,
-        ", ".join(_problems(case, name, found)),
+        ", ".join(_problems(case, name, code)),
     )
 
 
-def _problems(case: Case, name: str, found: Code) -> Iterator[str]:
+def _problems(case: Case, name: str, code: Code) -> Iterator[str]:
     """Yields what does not hold of a kernel."""
-    if found.spilled_bytes:
+    if code.spilled_bytes:
         yield "spills"
-    if found.atomics:
+    if code.atomics:
         yield "atomics"
     if case.implementation == names.OURS_MOSAIC:
-        if not found.copies:
+        if not code.copies:
             yield "no copies ahead"
-        if found.unfenced:
+        if code.unfenced:
             yield "unfenced"
     elif (read := cut(case, name)) and read.line % LOAD == 0:
-        wide = found.loads.get(LOAD, 0)
+        wide = code.loads.get(LOAD, 0)
         # Every thread loads each tile at once.
         if wide < (2 if "vjp" in name else 1) * read.chunk:
             yield "no 16-byte loads"
         # Weight and bias of each tile are vectors, too.
-        if sum(found.loads.values()) - wide > VECTORS + 2 * read.chunk * name.endswith("rows"):
+        if sum(code.loads.values()) - wide > VECTORS + 2 * read.chunk * name.endswith("rows"):
             yield "narrow loads"

@@ -5,7 +5,7 @@ sorted before.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from experiments.lab.passes import BOTH
 from experiments.lab.peers import names
 
 from . import compiler
-from .programs import BATCH_NORM, Case, program
+from .cases import BATCH_NORM, Case, program
 
 ATOMIC, SORTED, NO_SCATTER = "adds atomically", "sorted first", "no scatter"
 OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernels": names.OURS_TRITON}
@@ -40,7 +40,21 @@ def compiled(recipe: bool) -> dict[str, str]:
     if recipe:
         deterministic(0)
     compile_ = compiler.compiler("H200")
-    return {name: compile_(f, *arguments) for name, (f, arguments) in _programs().items()}
+    table, indices, values = _like(1000, 16), _like(4096, dtype="int32"), _like(4096, 16)
+    pool = eqx.nn.MaxPool2d(2, 2)
+    programs: dict[str, Any] = {
+        "x.at[i].add(v)": (lambda x, i, v: x.at[i].add(v), (table, indices, values)),
+        "gradient of x[i]": (_gradient(lambda x, i: x[i]), (table, indices)),
+        "gradient of eqx.nn.MaxPool2d": (_gradient(pool), (_like(8, 28, 28),)),
+        "gradient of a convolution": (
+            _gradient(lambda kernel, x: lax.conv(x, kernel, (1, 1), "SAME")),
+            (_like(16, 8, 3, 3), _like(64, 8, 28, 28)),
+        ),
+    }
+    for name, implementation in OURS.items():
+        case = Case("H200", BATCH_NORM, (2048, 128), "float32", BOTH, implementation)
+        programs[name] = program(case)
+    return {name: compile_(f, *arguments) for name, (f, arguments) in programs.items()}
 
 
 def compare(usual: dict[str, str], recipe: dict[str, str]) -> list[Step]:
@@ -52,35 +66,14 @@ def compare(usual: dict[str, str], recipe: dict[str, str]) -> list[Step]:
 
 
 def _adds(hlo: str) -> str:
-    if not re.search(r" scatter\(", hlo):
+    if " scatter(" not in hlo:
         return NO_SCATTER
-    return SORTED if re.search(r" sort\(", hlo) else ATOMIC
+    return SORTED if " sort(" in hlo else ATOMIC
 
 
 def _stripped(hlo: str) -> str:
     """Returns a program without what says where it comes from."""
     return re.sub(r"HloModule .*|, metadata={[^}]*}|, frontend_attributes={[^}]*}", "", hlo)
-
-
-def _programs() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
-    table, indices, values = _like(1000, 16), _like(4096, dtype="int32"), _like(4096, 16)
-    norm = Case("H200", BATCH_NORM, (2048, 128), "float32", BOTH, names.OURS_XLA)
-    return {
-        "x.at[i].add(v)": (lambda x, i, v: x.at[i].add(v), (table, indices, values)),
-        "gradient of x[i]": (_gradient(lambda x, i: x[i]), (table, indices)),
-        "gradient of eqx.nn.MaxPool2d": (
-            _gradient(eqx.nn.MaxPool2d(2, 2)),
-            (_like(8, 28, 28),),
-        ),
-        "gradient of a convolution": (
-            _gradient(lambda kernel, x: lax.conv(x, kernel, (1, 1), "SAME")),
-            (_like(16, 8, 3, 3), _like(64, 8, 28, 28)),
-        ),
-        **{
-            name: program(norm._replace(implementation=implementation))
-            for name, implementation in OURS.items()
-        },
-    }
 
 
 def _gradient(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,13 +5,14 @@ kernel does not tell how large its tiles are, and by them is known how many load
 there have to be.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 
 from eqx_norm._normalise.gpu import tiles, tiling, triton_rows
 
-from .programs import BATCH_NORM, Case
+from .cases import BATCH_NORM, Case
 
 
 class Cut(NamedTuple):
@@ -32,17 +33,15 @@ def cut(case: Case, kernel: str) -> Cut | None:
         read = triton_rows.geometry_of(case.x, held[kernel])
     else:
         return None
-    lanes, across, unroll, *_ = read.tiling
-    tile, line = (
-        ((across, lanes), read.length) if read.axis else ((lanes, across), read.channels)
-    )
-    return Cut(tile, unroll, line * case.x.dtype.itemsize)
+    line = read.length if read.axis else read.channels
+    return Cut(read.tile, read.tiling.unroll, line * case.x.dtype.itemsize)
 
 
 def _inside(case: Case) -> jax.ShapeDtypeStruct:
     """Returns x as the kernels are given it: (*ensemble, examples, channels, values)."""
     examples, *shape = case.shape
-    if case.program != BATCH_NORM:  # every example is normalised by itself
-        return jax.ShapeDtypeStruct((examples, 1, 1, case.x.size // examples), case.dtype)
-    values = case.x.size // examples // shape[0]
-    return jax.ShapeDtypeStruct((examples, shape[0], values), case.dtype)
+    if case.program == BATCH_NORM:
+        inside = (examples, shape[0], math.prod(shape[1:]))
+    else:  # every example is normalised by itself
+        inside = (examples, 1, 1, math.prod(shape))
+    return jax.ShapeDtypeStruct(inside, case.dtype)

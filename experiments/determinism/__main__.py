@@ -23,12 +23,10 @@ from experiments.lab.claims import judge, verdicts_table
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.tables import grid, listing
 
-from . import figures, overhead, runs
+from . import figures, overhead, run, runs
 from .claims import CLAIMS, Measured, by_setting, described, parting
 from .overhead import Overhead
-from .run import CPU_THREADS, SEED
-from .runs import Probe, Result
-from .settings import FAULT, INVARIANT, NO_SEED, RECIPE, Job
+from .runs import FAULT, INVARIANT, NO_SEED, RECIPE, Job, Probe, Result
 
 # What the claims compare, in the fewest runs.
 QUICK = Job(
@@ -48,16 +46,9 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     rows.save(files.csv(), Result, found)
     rows.save(files.csv("_probes"), Probe, probes)
     rows.save(files.csv("_overhead"), Overhead, times)
-    return {"seed": SEED, "threads of the recipe": CPU_THREADS, "steps": job.steps}
+    return {"seed": run.SEED, "threads of the recipe": run.CPU_THREADS, "steps": job.steps}
 
 
-RUNS = {
-    "": "{setting}",
-    "run": "{run}",
-    "sum of weights": "{sum_of_weights}",
-    "fingerprint": "{fingerprint}",
-    "final loss": "{final_loss}",
-}
 TIMES = {
     "network": "{network}",
     "probes by": "{transport}",
@@ -83,14 +74,12 @@ def report(files: Files) -> Report:
         {"gave": described, "parts from the first at": parting},
         lambda found, column: column(found),
     )
-    judged, times = verdicts_table(verdicts), listing(measured.overhead, TIMES)
-    gave = {name: described(found) for name, found in of_settings.items()}
+    tables = verdicts_table(verdicts), settings, listing(measured.overhead, TIMES)
     return Report(
-        "\n\n".join([listing(measured.results, RUNS), settings, times, judged]),
+        "\n\n".join(tables),
         verdicts,
-        summary="\n\n".join([judged, settings, times]),
-        ours=f"the recipe: {gave.get(RECIPE, '-')}",
-        peers=f"no seed: {gave.get(NO_SEED, '-')}",
+        ours=f"the recipe: {described(of_settings[RECIPE])}",
+        peers=f"no seed: {described(of_settings.get(NO_SEED, []))}",
     )
 
 
@@ -103,7 +92,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=figures.draw,
-    quick_help="fewer and shorter runs, nothing timed; exits with 1 if a claim does not hold",
 )
 
 if __name__ == "__main__":

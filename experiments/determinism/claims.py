@@ -8,16 +8,15 @@ from experiments.lab.rows import by
 
 from .overhead import RETURNED, Overhead
 from .run import FLIPPED
-from .runs import Probe, Result
-from .settings import DEVICES, FAULT, INVARIANT, NO_SEED, ON_TWO, RECIPE, SEED
+from .runs import DEVICES, FAULT, INVARIANT, NO_SEED, ON_TWO, RECIPE, SEED, Probe, Result
 
 # What the layer gives forwards; backwards, to the layer before it; and to its own weights.
-NORM = (
+NORM = {
     "`norm` forward",
     "`linear1` cotangent",
     "`weights.norm.weight` cotangent",
     "`weights.norm.bias` cotangent",
-)
+}
 # Of a step with fingerprints among its outputs, in the network that is trained here; the large
 # one is beside it. What a ledger or a callback costs is said, not limited.
 MOST, EXAMPLE = 1.05, "small"
@@ -49,19 +48,6 @@ def _different(rows: Sequence[Result]) -> int:
     return len({(row.fingerprint, row.final_loss, row.by_step[-1]) for row in rows})
 
 
-def _of(
-    setting: str, holds: Callable[[list[Result], list[Probe]], bool]
-) -> Callable[[Measured], tuple[str, bool]]:
-    def judge(measured: Measured) -> tuple[str, bool]:
-        rows = by_setting(measured.results).get(setting)
-        if rows is None:
-            raise NotMeasured
-        found = "; ".join(text for text in (described(rows), parting(rows)) if text)
-        return found, holds(rows, measured.probes)
-
-    return judge
-
-
 def _same(rows: list[Result], probes: list[Probe]) -> bool:
     return _different(rows) == 1
 
@@ -79,6 +65,19 @@ def _found(rows: list[Result], probes: list[Probe]) -> bool:
     *_, last = rows
     step = last.run.removeprefix("before ")
     return last.parts == f"{step}: `weights.{FLIPPED}` forward"
+
+
+def _of(
+    setting: str, holds: Callable[[list[Result], list[Probe]], bool]
+) -> Callable[[Measured], tuple[str, bool]]:
+    def judge(measured: Measured) -> tuple[str, bool]:
+        rows = by_setting(measured.results).get(setting)
+        if rows is None:
+            raise NotMeasured
+        found = "; ".join(filter(None, (described(rows), parting(rows))))
+        return found, holds(rows, measured.probes)
+
+    return judge
 
 
 def _overhead(measured: Measured) -> tuple[str, bool]:

@@ -11,8 +11,8 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -31,7 +31,6 @@ from eqx_norm.determinism import (
     summarise,
 )
 from experiments.lab import mnist
-from experiments.lab.experiment import parser
 from experiments.lab.networks import Small
 from experiments.lab.training import AXIS, BATCH_SIZE, OPTIMISER
 
@@ -42,10 +41,7 @@ FLIPPED = "linear2.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Says how to run it.
-
-    `threads`, `cores` and `devices` are those of the machine that the run is to find itself on.
-    """
+    """Says how to run it; `threads`, `cores` and `devices` are those that the run finds."""
 
     steps: int
     seeded: bool = True  # NumPy's global generator, which shuffles the images
@@ -53,26 +49,22 @@ class Run:
     threads: int | None = None
     cores: int | None = None
     devices: int | None = None  # None: one, and no sharding
-    implementation: str = "auto"
+    implementation: Literal["auto", "device_invariant"] = "auto"
     flipped_at: int | None = None  # the step before which one bit of one weight is flipped
 
 
-class Outcome(NamedTuple):
-    sum_of_weights: str
-    fingerprint: str
-    final_loss: str
+Outcome = tuple[str, str, str]  # sum of weights, their fingerprint, final loss
 
 
 def environment(run: Run) -> dict[str, str]:
     """Returns the environment of the process: nothing but what makes the machine."""
-    set_by_us = ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED")
-    variables = {name: value for name, value in os.environ.items() if name not in set_by_us}
-    variables["JAX_PLATFORMS"] = "cpu"
+    variables = os.environ | {"JAX_PLATFORMS": "cpu"}
+    for set_by_us in ("XLA_FLAGS", "PJRT_NPROC", "NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED"):
+        variables.pop(set_by_us, None)
     if run.threads is not None:
         variables["PJRT_NPROC"] = str(run.threads)
     if run.devices is not None:
-        flag = f"--xla_force_host_platform_device_count={run.devices}"
-        variables["XLA_FLAGS"] = flag
+        variables["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={run.devices}"
     return variables
 
 
@@ -80,8 +72,7 @@ def train(run: Run, ledger: Ledger) -> Outcome:
     """Trains, and appends what the probes saw to the ledger after each step."""
 
     def make_norm(channels: int) -> BatchNorm:
-        how: Any = {"implementation": run.implementation}
-        return BatchNorm(channels, AXIS, approach="batch", **how)
+        return BatchNorm(channels, AXIS, approach="batch", implementation=run.implementation)
 
     model, state = eqx.filter_jit(eqx.nn.make_with_state(Small))(
         make_norm, jax.random.key(SEED)
@@ -106,7 +97,7 @@ def train(run: Run, ledger: Ledger) -> Outcome:
         (trained, loss), record = step(*trained, images, labels)
         ledger.append(i, record)
     weights = summarise(eqx.filter(trained[0], eqx.is_inexact_array), "weights")
-    return Outcome(repr(weights.total), weights.fingerprint, repr(float(np.asarray(loss))))
+    return repr(weights.total), weights.fingerprint, repr(float(np.asarray(loss)))
 
 
 def _batches(steps: int) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int32]]]:
@@ -144,23 +135,17 @@ def _flipped(weight: Array) -> Array:
     return jnp.asarray(bits.view(np.float32))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    made = parser("determinism.run", __doc__)
-    made.add_argument("run", metavar="RUN")
-    made.add_argument("ledger", metavar="LEDGER")
-    options = made.parse_args(arguments)
-    run = Run(**json.loads(options.run))
+def main(described: str, path: str) -> None:
+    run = Run(**json.loads(described))
     if run.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: run.cores])
     if run.recipe:
         deterministic(SEED, cpu_threads=CPU_THREADS)
     elif run.seeded:
         np.random.seed(SEED)
-    with Ledger(options.ledger) as ledger:
-        outcome = train(run, ledger)
-    print(json.dumps(outcome._asdict()))
-    return 0
+    with Ledger(path) as ledger:
+        print(json.dumps(train(run, ledger)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

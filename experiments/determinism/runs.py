@@ -1,6 +1,6 @@
-"""Starts the runs, each a process of its own, and finds where they part."""
+"""Says which runs there are, starts each as a process of its own, and finds where they part."""
 
-import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,63 @@ ROOT = Path(__file__).parents[2]
 # Most of a run is one thread that imports and compiles. What runs beside it changes no bits.
 AT_ONCE = 2
 
+NO_SEED = "no seed"
+SEED = "a seed"
+THREADS = "a seed, other threads"
+RECIPE = "the recipe"
+ON_TWO = "the recipe, 2 devices"
+DEVICES = "the recipe, other devices"
+INVARIANT = "device_invariant, other devices"
+FAULT = "the recipe, one bit flipped"
+
 # Runs that are compared with the first of them, by what they differ in.
 Setting = Mapping[str, Run]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Says what to run. The defaults are the whole job."""
+
+    names: tuple[str, ...] = (
+        *(NO_SEED, SEED, THREADS, RECIPE),
+        *(ON_TWO, DEVICES, INVARIANT, FAULT),
+    )
+    repeats: int = 5  # as in the talk
+    steps: int = 100
+    threads: tuple[int, ...] = (2, 1, 3, 4, 8)
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+    flipped_at: int = 37
+    timed: tuple[str, ...] = ("small", "large")  # of networks.NETWORKS
+    rounds: int = 100  # of timing
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        def repeated(run: Run, times: int = self.repeats) -> Setting:
+            return {f"run {i}": run for i in range(1, times + 1)}
+
+        def over(what: str, numbers: tuple[int, ...], run: Run) -> Setting:
+            return {
+                f"{n} {what}" + "s" * (n > 1): replace(run, **{f"{what}s": n}) for n in numbers
+            }
+
+        run = Run(self.steps)
+        recipe = replace(run, recipe=True)
+        invariant = replace(recipe, implementation="device_invariant")
+        flipped = replace(recipe, flipped_at=self.flipped_at)
+        settings = {
+            NO_SEED: repeated(replace(run, seeded=False)),
+            SEED: repeated(run),
+            THREADS: over("thread", self.threads, run),
+            RECIPE: {
+                **repeated(recipe, self.repeats - 1),
+                "on one core": replace(recipe, cores=1),
+            },
+            ON_TWO: repeated(replace(recipe, devices=2)),
+            DEVICES: over("device", self.devices, recipe),
+            INVARIANT: over("device", self.devices, invariant),
+            FAULT: {"as it is": recipe, f"before step {self.flipped_at}": flipped},
+        }
+        return {name: settings[name] for name in self.names}
 
 
 class Result(NamedTuple):
@@ -49,58 +105,25 @@ class Probe(NamedTuple):
     probe: str
 
 
-# The n-th of several runs that are the same. It serves every setting that asks for it.
-_Key = tuple[Run, int]
-
-
-def distinct(settings: Mapping[str, Setting]) -> list[_Key]:
-    """Returns the runs that the settings ask for, each once."""
-    return list(dict.fromkeys(key for setting in settings.values() for key in _keys(setting)))
-
-
 def measure(settings: Mapping[str, Setting]) -> tuple[list[Result], list[Probe]]:
     """Returns one result for each run, and the probes in the order of the program."""
-    keys = distinct(settings)
+    runs = [run for setting in settings.values() for run in setting.values()]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
-        ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(keys))]
-        started = pool.map(_started, [run for run, _ in keys], ledgers)
-        outcomes = list(tqdm(started, total=len(keys), unit="run", disable=None))
-        seen = dict(zip(keys, zip(outcomes, ledgers, strict=True), strict=True))
-        found = [row for name, of in settings.items() for row in _compared(name, of, seen)]
+        ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(runs))]
+        started = pool.map(_started, runs, ledgers)
+        outcomes = list(tqdm(started, total=len(runs), unit="run", disable=None))
+        done = zip(outcomes, ledgers, strict=True)
+        found = [
+            result
+            for name, setting in settings.items()
+            for result in _compared(name, setting, [*itertools.islice(done, len(setting))])
+        ]
         rows = read(ledgers[0]).rows
         return found, [Probe(row.label) for row in rows if row.step == rows[0].step]
 
 
-def _compared(
-    name: str, setting: Setting, seen: Mapping[_Key, tuple[Outcome, Path]]
-) -> Iterator[Result]:
-    outcomes, ledgers = zip(*(seen[key] for key in _keys(setting)), strict=True)
-    verdicts = [compare(ledgers[0], ledger) for ledger in ledgers]
-    steps = [_by_step(ledger) for ledger in ledgers]
-    step = min((v.step for v in verdicts if v.step is not None), default=0)
-    columns = versions(steps), versions([of_run[step] for of_run in steps])
-    for run, outcome, verdict, by_step, by_probe in zip(
-        setting, outcomes, verdicts, *columns, strict=True
-    ):
-        yield Result(
-            name,
-            run,
-            *outcome,
-            parts="" if verdict.same else verdict.text.splitlines()[0],
-            agreed=verdict.agreed,
-            by_step=by_step,
-            step=step,
-            by_probe=by_probe,
-        )
-
-
-def _keys(setting: Setting) -> list[_Key]:
-    runs = list(setting.values())
-    return [(run, runs[:i].count(run)) for i, run in enumerate(runs)]
-
-
 def _started(run: Run, ledger: Path) -> Outcome:
-    described = json.dumps(dataclasses.asdict(run))
+    described = json.dumps(asdict(run))
     finished = subprocess.run(
         [sys.executable, "-m", "experiments.determinism.run", described, os.fspath(ledger)],
         cwd=ROOT,
@@ -111,7 +134,31 @@ def _started(run: Run, ledger: Path) -> Outcome:
     )
     if finished.returncode:
         raise RuntimeError(f"{run} ended with {finished.returncode}:\n{finished.stderr}")
-    return Outcome(**json.loads(finished.stdout))
+    return json.loads(finished.stdout)
+
+
+def _compared(
+    name: str, setting: Setting, done: Sequence[tuple[Outcome, Path]]
+) -> Iterator[Result]:
+    outcomes, ledgers = zip(*done, strict=True)
+    verdicts = [compare(ledgers[0], ledger) for ledger in ledgers]
+    steps = [_by_step(ledger) for ledger in ledgers]
+    step = min((v.step for v in verdicts if v.step is not None), default=0)
+    columns = versions(steps), versions([of_run[step] for of_run in steps])
+    for run, outcome, verdict, by_step, by_probe in zip(
+        setting, outcomes, verdicts, *columns, strict=True
+    ):
+        parts = "" if verdict.same else verdict.text.splitlines()[0]
+        yield Result(
+            name,
+            run,
+            *outcome,
+            parts=parts,
+            agreed=verdict.agreed,
+            by_step=by_step,
+            step=step,
+            by_probe=by_probe,
+        )
 
 
 def _by_step(ledger: Path) -> list[tuple[str | None, ...]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import peers
 from .exact import EPS, Answer, Batch
+from .passes import BOTH, function
 from .peers import names
 
 
@@ -22,8 +23,12 @@ def batch_norm(name: str, batch: Batch) -> Answer:
         return _torch_batch_norm(batch)
     # Flax's default is to have the channels last.
     axis = -1 if names.package(name) == "flax" else 1
+    # This package takes no momentum of 0, and remembers a first batch as it is at any.
+    momentum = 0.5 if names.package(name) == "eqx_norm" else 0.0
+    how = {"momentum": momentum, "channel_axis": axis, "affine": batch.weight is not None}
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
-    answer = _in_jax(name, axis, batch._replace(x=x, dy=dy))
+    moved = batch._replace(x=x, dy=dy)
+    answer = _in_jax(moved, peers.batch_norm, name, batch.x.shape[1], **how)
     y, dx = (np.moveaxis(values, axis, 1) for values in (answer.y, answer.dx))
     return answer._replace(y=y, dx=dx)
 
@@ -34,45 +39,26 @@ def layer_norm(name: str, batch: Batch) -> Answer:
         from .peers import of_torch
 
         return _in_torch(of_torch.layer_norm, batch)
-    return _in_jax(name, None, batch)
+    return _in_jax(batch, peers.layer_norm, name, batch.x.shape[1:])
 
 
-def _in_jax(name: str, axis: int | None, batch: Batch) -> Answer:
-    with jax.enable_x64(batch.x.dtype == np.float64):
-        affine = batch.weight, batch.bias
-        y, variance, affine, dx = _step(name, axis)(affine, batch.x, batch.dy)
+def _in_jax(batch: Batch, *layer: Any, **how: Any) -> Answer:
+    double, affine = batch.x.dtype == np.float64, (batch.weight, batch.bias)
+    with jax.enable_x64(double):
+        made, step = _step(double, *layer, **how)
+        y, memory, (affine, dx) = step(affine, made.memory, batch.x, batch.dy)
+    variance = (made.statistics(memory) or (None, None))[1]
     return _answer(y, variance, dx, *affine)
 
 
 # Cached, as a step is compiled once for each shape, however many batches there are of it.
 @functools.cache
-def _step(name: str, axis: int | None) -> Callable[..., Any]:
-    """Returns what gives y, variance, the gradients of weight and bias, and dx.
-
-    It is that of the batch norm with its channels at `axis`, or of the layer norm.
-    """
-
-    def make(affine: peers.Affine, x: jax.Array) -> peers.Layer:
-        if axis is None:
-            return peers.layer_norm(name, x.shape[1:], eps=EPS)
-        # This package takes no momentum of 0, and remembers a first batch as it is at any.
-        momentum = 0.5 if names.package(name) == "eqx_norm" else 0.0
-        how = {"channel_axis": axis, "affine": affine[0] is not None}
-        return peers.batch_norm(name, x.shape[axis], momentum=momentum, eps=EPS, **how)
-
-    @jax.jit
-    def step(affine: peers.Affine, x: jax.Array, dy: jax.Array) -> tuple[Any, Any, Any, Any]:
-        layer = make(affine, x)
-
-        def train(affine: peers.Affine, x: jax.Array) -> tuple[jax.Array, Any]:
-            y, memory = layer.train(affine, layer.memory, x)
-            statistics = layer.statistics(memory)  # mean and variance, of a batch norm
-            return y, statistics[1] if statistics else None
-
-        y, pull_back, variance = jax.vjp(train, affine, x, has_aux=True)
-        return y, variance, *pull_back(dy.astype(y.dtype))
-
-    return step
+def _step(
+    double: bool, make: Callable[..., peers.Layer], name: str, size: Any, **how: Any
+) -> tuple[peers.Layer, Callable[..., Any]]:
+    """Returns the layer, made with or without 64 bits, and its forward and backward pass."""
+    made = make(name, size, eps=EPS, **how)
+    return made, jax.jit(function(made, BOTH))
 
 
 def _torch_batch_norm(batch: Batch) -> Answer:

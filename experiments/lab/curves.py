@@ -27,11 +27,12 @@ def steps(
 
 def by_setting(rows: Iterable[Any], setting: type[Setting]) -> dict[Setting, Curves]:
     """Returns the curves of each setting; every one of its seeds has the same steps."""
+
+    def curves(rows: list[Any]) -> Curves:
+        seeds = len({row.seed for row in rows})
+        names = rows[0]._fields[rows[0]._fields.index("step") :]
+        columns = {name: [getattr(row, name) for row in rows] for name in names}
+        return {name: np.reshape(column, (seeds, -1)) for name, column in columns.items()}
+
     found = by(rows, lambda row: setting(*row[: row._fields.index("seed")]))
-    return {setting: _curves(of_setting) for setting, of_setting in found.items()}
-
-
-def _curves(rows: list[Any]) -> Curves:
-    seeds = len({row.seed for row in rows})
-    names = rows[0]._fields[rows[0]._fields.index("step") :]
-    return {name: np.reshape([getattr(r, name) for r in rows], (seeds, -1)) for name in names}
+    return {setting: curves(of_setting) for setting, of_setting in found.items()}

@@ -19,8 +19,6 @@ _CPUINFO = Path("/proc/cpuinfo")
 _DRIVER = Path("/proc/driver/nvidia/version")
 # What decides in which order and how rounded compiled code sums and multiplies.
 _VECTORS = re.compile(r"sse4_2|avx.*|fma.*|f16c|amx.*|asimd.*|sve.*|sme(?!p).*|bf16|i8mm")
-_ALWAYS = ("jax", "jaxlib", "equinox", "numpy")
-_IF_USED = ("optax", "flax", "torch")
 
 
 def environment(*packages: str) -> dict[str, Any]:
@@ -29,17 +27,18 @@ def environment(*packages: str) -> dict[str, Any]:
     `packages` are named as well, where they are installed: plugins, say, that nobody imports.
     """
     device = jax.devices()[0]
-    used = (*_ALWAYS, *(name for name in _IF_USED if name in sys.modules), *packages)
+    name, instructions = processor()
     found = {
         "device": f"{device.platform}: {device.device_kind}",
-        "processor": processor(),
-        "instruction set": instruction_set(),
+        "processor": name,
+        "instruction set": instructions,
         "cores": cores(),
         "python": platform.python_version(),
     }
-    for name in used:
+    used = ("jax", "jaxlib", "equinox", "numpy", "optax", "flax", "torch")
+    for package in (*filter(sys.modules.__contains__, used), *packages):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+            found[package] = version(package)
     if device.platform != "cpu":
         found["platform"] = " ".join(device.client.platform_version.split())
         if _DRIVER.exists():
@@ -61,26 +60,16 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def processor() -> str:
-    """Returns the processor's name; its architecture where there is no `/proc/cpuinfo`."""
-    about = _about()
+def processor() -> tuple[str, str]:
+    """Returns the processor's name, and its architecture with its vector instructions.
+
+    What Linux says of the first core tells both; elsewhere there is less to tell.
+    """
+    said = _CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""
+    first = said.partition("\n\n")[0]
+    about = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", first, re.MULTILINE))
     name = about.get("model name") or platform.processor() or platform.machine()
     numbers = [f"{key} {about[key]}" for key in ("cpu family", "model") if key in about]
-    return f"{name} ({', '.join(numbers)})" if numbers else name
-
-
-def instruction_set() -> str:
-    """Returns the architecture, and which vector and matrix instructions there are."""
-    about = _about()
     flags = (about.get("flags") or about.get("Features") or "").split()
-    return " ".join([platform.machine(), *sorted(filter(_VECTORS.fullmatch, flags))])
-
-
-def _about() -> dict[str, str]:
-    """Returns what Linux says of the first core; nothing elsewhere."""
-    try:
-        first, *_ = _CPUINFO.read_text(encoding="utf-8").split("\n\n")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    instructions = [platform.machine(), *sorted(filter(_VECTORS.fullmatch, flags))]
+    return f"{name} ({', '.join(numbers)})" if numbers else name, " ".join(instructions)

@@ -7,6 +7,7 @@
     found = exact.errors(batch, right, answers.batch_norm("PyTorch", batch))
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,8 +50,8 @@ class Answer(NamedTuple):
 class Errors(NamedTuple):
     """Holds the largest error of each on the scale of its bound; NaN where there is nothing.
 
-    In half precision, y and dx are allowed half an ulp of the dtype of the input, which is
-    what a correctly rounded answer may be off by; what exceeds it is counted.
+    In half precision, half an ulp of the dtype of x does not count in y and dx: a correctly
+    rounded answer may be off by as much.
     """
 
     y: float  # in units of max(1, |xhat|)
@@ -87,20 +88,17 @@ def _exact(
 ) -> Exact:
     """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
 
-    def mean(values: NDArray) -> NDArray:
-        return values.mean(statistics, keepdims=True)
-
-    def wide(values: Any, default: float) -> Any:
-        if values is None:
-            return default
-        return np.expand_dims(values.astype(precision), parameters)
-
+    mean = functools.partial(np.mean, axis=statistics, keepdims=True)
     x, dy = (values.astype(precision) for values in (batch.x, batch.dy))
-    weight, bias = wide(batch.weight, 1), wide(batch.bias, 0)
+    weight, bias = (
+        default if values is None else np.expand_dims(values, parameters).astype(precision)
+        for values, default in ((batch.weight, 1), (batch.bias, 0))
+    )
     deviation = x - mean(x)
     variance = mean(deviation**2)
     rstd = 1 / np.sqrt(variance + precision(EPS))
-    xhat, g, product = deviation * rstd, dy * weight, dy * (deviation * rstd)
+    xhat, g = deviation * rstd, dy * weight
+    product = dy * xhat
     variance = variance.squeeze(statistics)
     sum_dy = np.abs(dy).sum(parameters)
     both = tuple(set(statistics) & set(parameters))  # summed by one rstd
@@ -142,9 +140,8 @@ def errors(batch: Batch, right: Exact, given: Answer) -> Errors:
 
 def worst(found: Sequence[Errors]) -> Errors:
     """Returns the largest errors over several batches; of `nonfinite`, their sum."""
-    columns = Errors(*np.array(found).T)
-    together = Errors(*(float(np.max(column)) for column in columns))
-    return together._replace(nonfinite=float(np.sum(columns.nonfinite)))
+    table = np.array(found)
+    return Errors(*table.max(0).tolist())._replace(nonfinite=float(table[:, -1].sum()))
 
 
 def half_ulp(values: NDArray, dtype: np.dtype) -> NDArray:

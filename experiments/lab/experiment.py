@@ -80,8 +80,6 @@ class Experiment(Generic[Job]):
     report: Callable[[Files], Report]
     draw: Callable[[Files], list[Path]] = lambda files: []
     thread: str = ""  # what it reproduces, or shows: a link, for the README's table
-    quick_help: str = "less of everything; exits with 1 if a claim does not hold"
-    whole_help: str = "the whole job"
     # Options of its own: adds them, and changes a job as they ask for (by default: an option
     # that was given, its default being None, replaces the field of its name).
     add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None
@@ -105,25 +103,15 @@ class Experiment(Generic[Job]):
 
     def parser(self) -> argparse.ArgumentParser:
         made = parser(self.name, self.about)
-        made.add_argument("--quick", action="store_true", help=self.quick_help)
-        made.add_argument(
-            "--redraw",
-            action="store_true",
-            help="measures nothing: shows tables and figures of the results in DIR (default: "
-            "the committed ones, in experiments)",
-        )
-        where = made.add_mutually_exclusive_group()
-        where.add_argument(
-            "--out",
-            type=Path,
-            metavar="DIR",
-            help=f"writes DIR/results and DIR/figures (default: build/{self.name})",
-        )
-        where.add_argument(
-            "--commit",
-            action="store_true",
-            help=f"replaces the committed results, in experiments; only of {self.whole_help}",
-        )
+        add, where = made.add_argument, made.add_mutually_exclusive_group()
+        quick = "less of everything, in under 30 seconds; exits with 1 if a claim does not hold"
+        add("--quick", action="store_true", help=quick)
+        redraw = "measures nothing: shows the results in DIR (default: the committed ones)"
+        add("--redraw", action="store_true", help=redraw)
+        out = f"writes DIR/results and DIR/figures (default: build/{self.name})"
+        where.add_argument("--out", type=Path, metavar="DIR", help=out)
+        commit = "replaces the committed results; only of the whole job with every peer"
+        where.add_argument("--commit", action="store_true", help=commit)
         self.add_arguments(made)
         return made
 
@@ -140,42 +128,43 @@ class Experiment(Generic[Job]):
         files = Files(self._folder(options, job), self.stem(job) if self.stem else self.name)
         started = time.perf_counter()
         noted = self.measure(job, files)
-        report, drawn = self._shown(files)
+        shown, verdicts = self._shown(files)
+        seconds = round(time.perf_counter() - started, 1)
         about = {
             "environment": noted.pop("environment", None) or environment(),
             **noted,
             "left out": left_out,
-            "seconds": round(time.perf_counter() - started, 1),
+            "seconds": seconds,
             "claims": [
-                {"claim": v.claim, "measured": v.measured, "holds": v.holds}
-                for v in report.verdicts
+                {"claim": v.claim, "measured": v.measured, "holds": v.holds} for v in verdicts
             ],
         }
         files.json.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        _show(report, drawn)
-        print(f"\nin {about['seconds']} s; results in {files.json.parent}")
+        print(f"{shown}\n\nin {seconds} s; results in {files.json.parent}")
         if options.quick:
-            return int(any(verdict.quick and not verdict.holds for verdict in report.verdicts))
+            return int(any(verdict.quick and not verdict.holds for verdict in verdicts))
         strict = self.strict(job) if callable(self.strict) else self.strict
-        return int(strict and any(verdict.holds is False for verdict in report.verdicts))
+        return int(strict and any(verdict.holds is False for verdict in verdicts))
 
     def _redraw(self, out: Path | None) -> int:
         out = out or committed()
         stems = self.stems(out)
         if not stems:
-            raise UserError(
-                f"--out {out}: there are no results of {self.name} in {out}/results"
-            )
+            raise UserError(f"--out: there are no results of {self.name} in {out}/results")
         for stem in stems:
             try:
-                _show(*self._shown(Files(out, stem)))
+                print(self._shown(Files(out, stem))[0])
             except FileNotFoundError as error:
                 raise UserError(f"--out {out}: there is no {error.filename} to read") from error
         return 0
 
-    def _shown(self, files: Files) -> tuple[Report, list[Path]]:
+    def _shown(self, files: Files) -> tuple[str, Sequence[Verdict]]:
+        """Draws the figures, and returns all that is to be printed, and the verdicts."""
+        report = self.report(files)
         with figures.style():
-            return self.report(files), self.draw(files)
+            drawn = self.draw(files)
+        lines = ["\nfigures:", *(f"  {figure}" for figure in drawn)] if drawn else []
+        return "\n".join(["", report.text, *lines]), report.verdicts
 
     def _folder(self, options: argparse.Namespace, job: Job) -> Path:
         """Returns the folder to write to: `--out`, else the committed one or one below `build`.
@@ -191,11 +180,10 @@ class Experiment(Generic[Job]):
                 "that it compares with is installed (make experiments), or leave out --commit."
             )
         out = options.out or (committed() if options.commit else Path("build") / self.name)
-        made = out / "results"
         try:
-            made.mkdir(parents=True, exist_ok=True)
+            (out / "results").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            why = f"{made} cannot be made ({error.strerror})"
+            why = f"{out}/results cannot be made ({error.strerror})"
             raise UserError(f"{why}: name another folder with --out") from error
         return out
 
@@ -215,7 +203,7 @@ def number_from(least: int) -> Callable[[str], int]:
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """Returns a parser with nothing but `--help`."""
     return argparse.ArgumentParser(
-        prog=f"python -m experiments.{name}",
+        prog=f"python -m experiments.{name}".removesuffix("."),
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -224,9 +212,3 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
 def committed() -> Path:
     """Returns the folder of the committed results, as short as it can be written from here."""
     return Path(os.path.relpath(COMMITTED))
-
-
-def _show(report: Report, drawn: Sequence[Path]) -> None:
-    print(f"\n{report.text}")
-    if drawn:
-        print("\nfigures:", *(f"  {figure}" for figure in drawn), sep="\n")

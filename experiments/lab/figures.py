@@ -1,15 +1,6 @@
-"""Gives all figures one look: colours, fonts, scales, panels, and how they are saved.
+"""Gives all figures one look. They are made without pyplot, which keeps state."""
 
-Figures are made without pyplot, which keeps state:
-
-    with style():
-        figure = Figure(figsize=(9, 4))
-        axes = figure.subplots()
-        ...
-        save(figure, path)
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,13 +65,10 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def median_and_range(axes: Axes, curves: Curves, quantity: str, **line: Any) -> None:
-    """Draws the median over the seeds by step, with their range shaded; accuracy in percent.
-
-    Only where all seeds were measured: where none is NaN.
-    """
+def _median_and_range(axes: Axes, curves: Curves, quantity: str, **line: Any) -> None:
+    """Draws the median over the seeds by step, with their range shaded; accuracy in percent."""
     values = curves[quantity] * (100 if quantity.endswith("accuracy") else 1)
-    measured = ~np.isnan(values).any(axis=0)
+    measured = ~np.isnan(values).any(axis=0)  # from every seed
     x, values = curves["step"][0, measured], values[:, measured]
     marker = "o" if len(x) < 20 else None
     axes.plot(x, np.median(values, axis=0), marker=marker, markersize=3, **line)
@@ -94,16 +82,16 @@ def panels(
     quantities: Mapping[str, str],
     columns: Mapping[str, Mapping[str, tuple[Curves, dict[str, Any]]]],
 ) -> Legend:
-    """Draws quantities, which have these labels, by step; returns the legend below the panels.
+    """Draws quantities, with their labels, by step; returns the legend below the panels.
 
-    `axes` has one row for each quantity. The columns have titles, and by label the curves that
-    they show with the style of their line.
+    `axes` has one row for each quantity. `columns` gives by title, and there by the label of
+    each line, its curves and its style.
     """
     for row, (quantity, label) in zip(axes, quantities.items(), strict=True):
         row[0].set_ylabel(label)
         for panel, lines in zip(row, columns.values(), strict=True):
             for name, (curves, style) in lines.items():
-                median_and_range(panel, curves, quantity, label=name, **style)
+                _median_and_range(panel, curves, quantity, label=name, **style)
     for column, title in zip(axes.T, columns, strict=True):
         column[0].set_title(title)
         column[-1].set_xlabel("training step")
@@ -113,8 +101,7 @@ def panels(
 
 def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:
     """Makes the axis `"x"` or `"y"` logarithmic, with ticks at such multiples, in digits."""
-    set_scale: Callable[[str], Any] = getattr(axes, f"set_{name}scale")
-    set_scale("log")
+    axes.set(**{f"{name}scale": "log"})
     axis = getattr(axes, f"{name}axis")
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -75,11 +75,7 @@ class Small(eqx.Module):
 
 
 class Large(eqx.Module):
-    """Has four convolutions, each normalised: instability can build up over the depth.
-
-    The issue was first met in a ResNet; this is the smallest network of that kind that
-    trains on two cores.
-    """
+    """Has four convolutions, each normalised: instability can build up over the depth."""
 
     convs: list[eqx.nn.Conv2d]
     norms: list[eqx.Module]

@@ -8,7 +8,7 @@ from jax import Array
 
 from . import peers
 from .exact import EPS
-from .peers import Layer, names, ours
+from .peers import Layer, names
 
 MOMENTUM = 0.99
 FORWARD, BOTH, NO_NORM = "forward", "forward + backward", "no norm"
@@ -16,16 +16,17 @@ FORWARD, BOTH, NO_NORM = "forward", "forward + backward", "no norm"
 
 def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
     """Returns a batch norm with ReLU, or without; its output has the dtype of x."""
-    settings = peers.BatchNorm(channels, MOMENTUM, EPS, channel_axis, affine=True)
     if name == NO_NORM:
         unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
         made = Layer((), unchanged, unchanged)
-    elif relu and names.package(name) == "eqx_norm":
-        return ours.batch_norm_and_relu(name, settings)
     else:
+        own = relu and names.package(name) == "eqx_norm"  # this layer has a ReLU of its own
+        how: dict[str, Any] = {"activation": jax.nn.relu} if own else {}
         made = peers.batch_norm(
-            name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis
+            name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis, **how
         )
+        if own:
+            return made
 
     def train(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
         y, memory = made.train(affine, memory, x)
@@ -52,6 +53,6 @@ def function(made: Layer, pass_: str, *, apart: bool = False) -> Callable[..., A
         y, pull_back, memory = jax.vjp(train, parameters, x, has_aux=True)
         if apart:
             y, dy = jax.lax.optimization_barrier((y, dy))
-        return y, memory, pull_back(dy)
+        return y, memory, pull_back(dy.astype(y.dtype))
 
     return forward if pass_ == FORWARD else forward_and_backward

@@ -44,7 +44,8 @@ class Times(NamedTuple):
 
     seconds: NDArray[np.float64]
     calls: int
-    # Of which the host was busy to hand out a call; NaN where each call is waited for.
+    # Seconds in which the host handed out a call: all of them, where it is the host that is
+    # measured. NaN where each call is waited for.
     host: NDArray[np.float64]
 
     def percentiles(self, *at: float) -> list[float]:
@@ -66,9 +67,8 @@ def interleave(
 
     `wait_for_each` is the default on a CPU, where a call that is not waited for runs beside the
     next. A GPU runs calls one after the other, while the host hands out the next: there only
-    the last is waited for. `least`, in seconds, should be long beside the some 50 us until the
-    first call runs and the host has heard of the last one's end. Where the host takes as long
-    to hand out a call as all of it takes, it is the host's time that was measured.
+    the last is waited for. `least`, the seconds of a timing, should be long beside the some
+    50 us until the first call runs and the host has heard of the last one's end.
 
     What raises an exception is left out from there on, and `failed` is told; or it is raised.
     """
@@ -91,24 +91,20 @@ def interleave(
     for key in programs:
         with attempt(key) as program:
             calls[key] = _calls(program, least)
-    total = len(calls) * (WARM_UPS + rounds)
-    collecting = gc.isenabled()
     gc.disable()
     try:
-        with tqdm(total=total, desc=f"{title:>28}", leave=False, disable=None) as progress:
-            for _ in range(WARM_UPS + rounds):
-                order = list(calls)
-                shuffle(order)
-                for key in order:
-                    with attempt(key) as program:
-                        # Untimed: the program before has left its threads spinning, and the
-                        # caches full of its own.
-                        program.wait(program.call())
-                        taken[key].append(_time(program, calls[key], wait_for_each))
-                    progress.update()
+        repeated = range(WARM_UPS + rounds)
+        for _ in tqdm(repeated, desc=f"{title:>28}", leave=False, disable=None):
+            order = list(calls)
+            shuffle(order)
+            for key in order:
+                with attempt(key) as program:
+                    # Untimed: the program before has left its threads spinning, and the
+                    # caches full of its own.
+                    program.wait(program.call())
+                    taken[key].append(_time(program, calls[key], wait_for_each))
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
     found = {}
     for key, count in calls.items():
         seconds, host = np.array(taken[key][WARM_UPS:]).T
@@ -129,9 +125,8 @@ def keep_memory() -> bool:
         return False
     trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # of malloc.h
     # One arena, as the others hold no array of 64 MiB.
-    most = 2**31 - 1
-    settings = ((mmap_max, 0), (trim_threshold, most), (top_pad, 2**26), (arena_max, 1))
-    return all(mallopt(*setting) == 1 for setting in settings)
+    settings = {mmap_max: 0, trim_threshold: 2**31 - 1, top_pad: 2**26, arena_max: 1}
+    return all(mallopt(*setting) == 1 for setting in settings.items())
 
 
 def _time(program: Program, calls: int, wait_for_each: bool) -> tuple[float, float]:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -55,8 +54,8 @@ class Job:
     data: str = "subset"
 
     def noted(self) -> dict[str, Any]:
-        """Returns what is noted beside the results."""
-        data = mnist.kind(self.data)
+        """Returns what is noted beside the results: of the data, no path."""
+        data = "subset" if self.data == "subset" else "folder"
         return {"seeds": self.seeds, "network": self.network, "data": data}
 
 
@@ -72,21 +71,19 @@ def runs(
     """Yields every setting and seed with the record of its training; shows the progress."""
     data = mnist.load(job.data)
     pairs = list(itertools.product(settings, job.seeds))
-    with tqdm(total=len(pairs) * steps, unit="step", disable=None) as progress:
-        for setting, seed in pairs:
-            progress.set_description(", ".join(map(str, setting)))
-            record = train(
-                NETWORKS[job.network],
-                make_norm(setting),
-                data,
-                seed=seed,
-                steps=steps,
-                evaluated=evaluated,
-                on_step=progress.update,
-                change=functools.partial(change, setting),
-                probe=probe,
-            )
-            yield setting, seed, record
+    for setting, seed in (progress := tqdm(pairs, unit="run", disable=None)):
+        progress.set_description(", ".join(map(str, setting)))
+        record = train(
+            NETWORKS[job.network],
+            make_norm(setting),
+            data,
+            seed=seed,
+            steps=steps,
+            evaluated=evaluated,
+            change=functools.partial(change, setting),
+            probe=probe,
+        )
+        yield setting, seed, record
 
 
 def train(
@@ -97,7 +94,6 @@ def train(
     seed: int,
     steps: int,
     evaluated: Collection[int] = (),
-    on_step: Callable[[], object] = lambda: None,
     change: Callable[[int, Images], Images] = lambda i, images: images,
     probe: Probe = no_probe,
 ) -> Record:
@@ -105,26 +101,24 @@ def train(
 
     The seed decides the initial parameters and the order of the images, so that runs of the
     same seed differ in their normalisation only. Test accuracy is measured after the steps in
-    `evaluated`, and after the last. `on_step` is called after every step. `change` gets each
-    step, counted from 1, and its images, and returns the images to train on instead.
+    `evaluated`, and after the last. `change` gets each step, counted from 1, and its images,
+    and returns the images to train on instead.
     """
     model, state = eqx.nn.make_with_state(network)(make_norm, jax.random.key(seed))
     parameters = eqx.filter(model, eqx.is_inexact_array)
     optimiser_state = OPTIMISER.init(parameters)
     images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
     test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
-    columns: defaultdict[str, list[Any]] = defaultdict(list)
-    for i, indices in enumerate(_order(len(labels), steps, seed), start=1):
+    recorded: list[dict[str, Any]] = []
+    for i, indices in enumerate(_batches(len(labels), steps, seed), start=1):
         batch = jnp.asarray(change(i, images[indices])), jnp.asarray(labels[indices])
         model, state, optimiser_state, values = step(
             model, state, optimiser_state, *batch, probe
         )
         measured = i in evaluated or i == steps
-        for name, value in values.items():
-            columns[name].append(value)
-        columns["test_accuracy"].append(_accuracy(model, state, *test) if measured else np.nan)
-        on_step()
-    curves = {name: np.array(column) for name, column in columns.items()}
+        accuracy = _accuracy(model, state, *test) if measured else np.nan
+        recorded.append({**values, "test_accuracy": accuracy})
+    curves = {name: np.array([at[name] for at in recorded]) for name in recorded[0]}
     norms = curves.pop("gradient_norms")
     curves["largest_gradient_norm"] = norms.max(axis=1)
     paths, _ = jax.tree_util.tree_flatten_with_path(parameters)
@@ -132,15 +126,13 @@ def train(
     return Record(curves, dict(zip(names, norms.T, strict=True)))
 
 
-def _order(images: int, steps: int, seed: int) -> Int[np.ndarray, "steps batch"]:
-    """Returns epoch after epoch in a new order, whole batches only."""
+def _batches(images: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Yields the indices of each batch: every epoch in a new order, whole batches only."""
     random = np.random.RandomState(seed)
-    batches = images // BATCH_SIZE
-    epochs = [
-        random.permutation(images)[: batches * BATCH_SIZE].reshape(batches, BATCH_SIZE)
-        for _ in range(-(-steps // batches))
-    ]
-    return np.concatenate(epochs)[:steps]
+    epochs = (random.permutation(images) for _ in range(steps))
+    starts = range(0, images - BATCH_SIZE + 1, BATCH_SIZE)
+    batches = (order[i : i + BATCH_SIZE] for order in epochs for i in starts)
+    return itertools.islice(batches, steps)
 
 
 def _forward(model: Any, state: eqx.nn.State, images: Float[Array, "n 1 28 28"]) -> Any:

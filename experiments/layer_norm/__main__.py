@@ -14,6 +14,7 @@ Compared are Equinox's, Flax's and PyTorch's layers. The issue:
 https://github.com/Oneflow-Inc/oneflow/issues/6149. The time it takes: experiments.speed.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,9 +32,17 @@ from experiments.lab.peers import names
 from experiments.lab.tables import grid, listing
 
 from . import cases, claims, figures
-from .rows import EXCHANGED, AtMean, ByBatchNorm, Gradients, Pair
+from .claims import EXCHANGED, AtMean, ByBatchNorm, Gradients, Pair
 
 PEERS = (names.OURS, names.EQUINOX, names.LINEN, names.LINEN_TWO_PASS, names.TORCH)
+TWO_DTYPES = ("float32", "float64")
+PAIR_COLUMNS = {
+    "the pair in": "{dtype}",
+    "layer": "{layer}",
+    "output": "{y:.7f}",
+    "its error": "{error:.1e}",
+    "gradient of the sum": "{dx:.1e}",
+}
 
 
 @dataclass(frozen=True)
@@ -48,14 +57,12 @@ QUICK = Job(PEERS[:2], (1, 2))
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    for suffix, kind, measured in (
-        ("_pair", Pair, _pair(job.layers)),
-        ("_means", AtMean, _means(job.layers)),
-        ("_gradients", Gradients, _gradients(job)),
-        ("_by_batch_norm", ByBatchNorm, _by_batch_norm(job.layers)),
-    ):
-        # As float32 has them: what is compared with 0.8454272 is a number, no error.
-        rows.save(files.csv(suffix), kind, measured, digits=9)
+    # Nine digits, as float32 has: what is compared with 0.8454272 is a number, no error.
+    save = functools.partial(rows.save, digits=9)
+    save(files.csv("_pair"), Pair, _pair(job.layers))
+    save(files.csv("_means"), AtMean, _means(job.layers))
+    save(files.csv("_gradients"), Gradients, _gradients(job))
+    save(files.csv("_by_batch_norm"), ByBatchNorm, _by_batch_norm(job.layers))
     return {"bits of the reference's mantissa": exact.MANTISSA}
 
 
@@ -67,7 +74,7 @@ def _pairs(layer: str, batch: Batch) -> list[tuple[float, ...]]:
 
 
 def _pair(layers: Sequence[str]) -> Iterator[Pair]:
-    for dtype, layer in itertools.product(("float32", "float64"), layers):
+    for dtype, layer in itertools.product(TWO_DTYPES, layers):
         yield Pair(dtype, layer, *_pairs(layer, cases.pair(dtype))[0])
 
 
@@ -87,14 +94,13 @@ def _gradients(job: Job) -> Iterator[Gradients]:
             dbias=None if batch.bias is None else right.answer.dweight,
         )
         for layer, answer in gave.items():
-            found = exact.errors(batch, right, answer)
-            shape = batch.x.shape[1:]
-            yield Gradients(dtype, shape, layer, found.dweight, found.dbias, found.dx)
+            off = exact.errors(batch, right, answer)
+            yield Gradients(dtype, batch.x.shape[1:], layer, off.dweight, off.dbias, off.dx)
 
 
 def _by_batch_norm(layers: Sequence[str]) -> Iterator[ByBatchNorm]:
     drawn = [np.random.RandomState(0).normal(3, 2, shape) for shape in cases.SHAPES]
-    for dtype, layer in itertools.product(("float32", "float64"), layers):
+    for dtype, layer in itertools.product(TWO_DTYPES, layers):
         differences = []
         for x in (values.astype(dtype) for values in drawn):
             y = answers.layer_norm(layer, Batch(x, x, None, None)).y
@@ -106,26 +112,16 @@ def _by_batch_norm(layers: Sequence[str]) -> Iterator[ByBatchNorm]:
 
 
 def report(files: Files) -> Report:
-    measured = claims.load(files)
+    measured = claims.Measured(files)
     layers = list(dict.fromkeys(row.layer for row in measured.pair))
     verdicts = judge(claims.CLAIMS, measured)
-    pair = {
-        "the pair in": "{dtype}",
-        "layer": "{layer}",
-        "output": "{y:.7f}",
-        "its error": "{error:.1e}",
-        "gradient of the sum": "{dx:.1e}",
+    by_batch_norm = {
+        (row.dtype, row.layer): f"{row.difference:.1e}" for row in measured.by_batch_norm
     }
-    differences = {(row.dtype, row.layer): row.difference for row in measured.by_batch_norm}
     tables = (
-        listing(measured.pair, pair),
+        listing(measured.pair, PAIR_COLUMNS),
         _gradients_table(measured.gradients, layers),
-        grid(
-            "layer norm - batch norm",
-            list(dict.fromkeys(row.dtype for row in measured.by_batch_norm)),
-            layers,
-            lambda dtype, layer: f"{differences[dtype, layer]:.1e}",
-        ),
+        grid("layer norm - batch norm", TWO_DTYPES, layers, lambda *at: by_batch_norm[at]),
         verdicts_table(verdicts, "claim of this layer"),
     )
     single = {row.layer: row for row in measured.pair if row.dtype == "float32"}
@@ -140,6 +136,11 @@ def report(files: Files) -> Report:
 
 def _gradients_table(found: Sequence[Gradients], layers: Sequence[str]) -> str:
     of_kinds = rows.by(found, lambda row: (row.dtype, row.layer))
+    lines = {
+        f"{quantity}, {dtype}": (dtype, quantity)
+        for dtype in dict.fromkeys(row.dtype for row in found)
+        for quantity in ("dweight", "dbias", "dx")
+    }
 
     def worst(line: tuple[str, str], layer: str) -> str:
         dtype, quantity = line
@@ -147,11 +148,6 @@ def _gradients_table(found: Sequence[Gradients], layers: Sequence[str]) -> str:
             return ""
         return f"{np.nanmax([getattr(row, quantity) for row in of_kinds[dtype, layer]]):.1e}"
 
-    lines = {
-        f"{quantity}, {row.dtype}": (row.dtype, quantity)
-        for row in found
-        for quantity in ("dweight", "dbias", "dx")
-    }
     return grid("largest error", lines, [*layers, EXCHANGED], worst)
 
 
@@ -164,8 +160,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     draw=figures.draw,
-    quick_help="fewer shapes, no peers but Equinox; exits with 1 if a claim does not hold",
-    whole_help="the whole job with every peer",
     present=peers.present_layers,
 )
 

@@ -12,7 +12,7 @@ from experiments.lab.experiment import Files
 from experiments.lab.figures import BLACK, PEERS, SKY, save
 from experiments.lab.peers import names
 
-from .rows import AtMean
+from .claims import AtMean
 
 STYLE: dict[str, dict[str, Any]] = {
     names.EQUINOX: {"linewidth": 2.6, "alpha": 0.6},
@@ -21,20 +21,16 @@ STYLE: dict[str, dict[str, Any]] = {
     names.TORCH: {"linestyle": ":", "linewidth": 2},
     names.OURS: {"linewidth": 2.4, "marker": "o", "markersize": 3},
 }
-# A logarithmic axis has no zero: it is drawn here.
-ZERO = 1e-8
-# The distance of the issue's pair from zero.
-PAIR_MEAN = 1.834651
+ZERO = 1e-8  # where 0 is drawn, which a logarithmic axis does not have
+PAIR_MEAN = 1.834651  # the distance of the issue's pair from zero
 
 
 def draw(files: Files) -> list[Path]:
     found = rows.load(files.csv("_means"), AtMean)
     figure = Figure(figsize=(10, 4.2))
     output, gradient = figure.subplots(1, 2)
-    _panel(output, found, "error")
-    _panel(gradient, found, "dx")
-    output.set_title("Error of the output")
-    gradient.set_title("Input gradient of the sum of the output (0 is right)")
+    _panel(output, found, "error", "Error of the output")
+    _panel(gradient, found, "dx", "Input gradient of the sum of the output (0 is right)")
     output.legend(loc="upper left")
     figure.suptitle(
         "Layer norm in float32 of two values as close together as OneFlow's pair (0.01 apart)"
@@ -42,7 +38,7 @@ def draw(files: Files) -> list[Path]:
     return [save(figure, files.figure())]
 
 
-def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
+def _panel(axes: Axes, found: list[AtMean], quantity: str, title: str) -> None:
     of_layers = rows.by(found, lambda row: row.layer)
     for layer in filter(of_layers.__contains__, STYLE):
         mine = of_layers[layer]
@@ -50,19 +46,10 @@ def _panel(axes: Axes, found: list[AtMean], quantity: str) -> None:
         look = {"label": layer, "color": PEERS[layer], **STYLE[layer]}
         axes.plot([row.mean for row in mine], np.clip(values, ZERO, 1e4), **look)
     axes.axvline(PAIR_MEAN, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
-    axes.annotate(
-        "the pair of the issue",
-        (PAIR_MEAN, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, -3),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
-    )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("distance of the pair from zero")
-    exponents = range(-7, 5, 2)
-    ticks = {ZERO: "0", **{10.0**k: f"$10^{{{k}}}$" for k in exponents}}
+    place: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    where = (PAIR_MEAN, 1)
+    axes.annotate("the pair of the issue", where, (3, -3), va="top", fontsize=8, **place)
+    axes.set(title=title, xscale="log", yscale="log", xlabel="distance of the pair from zero")
+    ticks = {ZERO: "0", **{10.0**k: f"$10^{{{k}}}$" for k in range(-7, 5, 2)}}
     axes.set_yticks([*ticks], [*ticks.values()])
     axes.minorticks_off()

@@ -3,57 +3,63 @@
 A race between programs with different results has no winner.
 """
 
+import functools
+from typing import Any, NamedTuple
+
+import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.lab import exact
 from experiments.lab.exact import Answer, Batch
 
-from .cases import DTYPES, Problem
+from .cases import Problem, Shape
+from .programs import drawn
 
 # The largest absolute error of y and dx, whose values are of order 1. bf16 has 8 bits: values
 # up to 6 are rounded by up to 2^-6, several times on the way.
 TOLERANCE = {"f32": 1e-4, "bf16": 0.1}
 
 
-def numbers(problem: Problem, seed: int = 0) -> Batch:
-    """Returns what every peer is given; weight and bias are f32."""
-    rng = np.random.default_rng(seed)
+class Case(NamedTuple):
+    """Holds what a layer is given, and what it should give."""
 
-    def normal(*size: int) -> NDArray[np.float32]:
-        return rng.standard_normal(size, dtype=np.float32)
-
-    dtype, channels = DTYPES[problem.dtype], problem.shape[1]
-    x, dy = 0.3 + normal(*problem.shape), normal(*problem.shape)
-    weight, bias = 1 + 0.1 * normal(channels), 0.1 * normal(channels)
-    return Batch(x.astype(dtype), dy.astype(dtype), weight, bias)
-
-
-class Agreement:
-    """Measures how far answers to these numbers are from the exact one."""
-
-    def __init__(self, given: Batch, problem: Problem) -> None:
-        self.tolerance = TOLERANCE[problem.dtype]
-        # The gradients of weight and bias are sums over so many values.
-        self._values = given.x.size / given.weight.size
-        if problem.rows:
-            self._exact = exact.layer_norm(given, np.float64).answer
-            self._sure = np.True_
-            return
-        before = exact.batch_norm(given, np.float64).answer.y  # the ReLU
-        dy = given.dy.astype(np.float64) * (before > 0)
-        answer = exact.batch_norm(given._replace(dy=dy), np.float64).answer
-        self._exact = answer._replace(y=np.maximum(before, 0))
-        # Around zero, rounding decides which side of the ReLU a value is on.
-        self._sure = np.abs(before) > self.tolerance
+    given: Batch
+    right: Answer
+    sure: Any  # where rounding does not decide on which side of the ReLU a value is
 
     def deviation(self, found: Answer) -> float:
-        """Returns the largest, over all four results; those of the sums per value summed."""
-        right = self._exact
+        """Returns the largest deviation, over all four results.
+
+        The gradients of weight and bias are sums, whose deviation counts per value summed.
+        """
+        right, summed = self.right, self.given.x.size / self.given.weight.size
+        off_y, off_dx = (
+            np.abs(values.reshape(exactly.shape) - exactly)
+            for values, exactly in ((found.y, right.y), (found.dx, right.dx))
+        )
         largest = (
-            np.max(np.abs(found.y - right.y)),
-            np.max(np.abs(found.dx - right.dx), where=self._sure, initial=0.0),
-            np.max(np.abs(found.dweight - right.dweight)) / self._values,
-            np.max(np.abs(found.dbias - right.dbias)) / self._values,
+            np.max(off_y),
+            np.max(off_dx, where=self.sure, initial=0.0),
+            np.max(np.abs(found.dweight - right.dweight)) / summed,
+            np.max(np.abs(found.dbias - right.dbias)) / summed,
         )
         return float(np.nan_to_num(np.max(largest), nan=np.inf))
+
+
+@functools.lru_cache(2)  # the peers on one array share it
+def case(problem: Problem, shape: Shape) -> Case:
+    """Returns the case of a layer that is given x in this shape; weight and bias are f32."""
+    ((x, dy),) = drawn(shape, problem.dtype)
+    normal = jax.random.normal(jax.random.key(1), (2, problem.shape[1]))
+    weight, bias = 0.1 * np.asarray(normal)
+    given = batch = Batch(np.asarray(x), np.asarray(dy), 1 + weight, bias)
+    if problem.rows:
+        return Case(given, exact.layer_norm(batch, np.float64).answer, np.True_)
+    if shape != problem.shape:  # its channels are last
+        flat = batch.x.reshape(-1, weight.size), batch.dy.reshape(-1, weight.size)
+        batch = batch._replace(x=flat[0], dy=flat[1])
+    before = exact.batch_norm(batch, np.float64).answer.y  # the ReLU
+    dy = batch.dy.astype(np.float64) * (before > 0)
+    right = exact.batch_norm(batch._replace(dy=dy), np.float64).answer
+    right = right._replace(y=np.maximum(before, 0))
+    return Case(given, right, np.abs(before) > TOLERANCE[problem.dtype])

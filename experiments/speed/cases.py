@@ -51,9 +51,9 @@ LARGE = 100_000_000
 # until the next call, and there is work for some hundred microseconds, more than a call takes
 # to launch.
 ONCE_IN = 250_000_000
-# The least that has to move between memory and cores, in units of x. No value of a channel can
-# be normalised before all are summed: x and x, y; then x and dy, x and dy, dx. A row can be
-# held meanwhile: x, y; then x and dy, dx. Vectors are next to nothing.
+# The least that has to move between memory and cores, in units of x, by whether it is a layer
+# norm. No value of a channel can be normalised before all are summed: x and x, y; then x and
+# dy, x and dy, dx. A row can be held meanwhile: x, y; then x and dy, dx.
 LEAST = {(False, FORWARD): 3, (False, BOTH): 8, (True, FORWARD): 2, (True, BOTH): 5}
 
 
@@ -64,9 +64,6 @@ class Problem(NamedTuple):
     dtype: str
     layout: str
 
-    def __str__(self) -> str:
-        return f"{shape_name(self.shape)} {self.dtype}, {self.layout}"
-
     @property
     def rows(self) -> bool:
         return self.layout == ROWS
@@ -76,8 +73,12 @@ class Problem(NamedTuple):
         """Returns the bytes of x."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def least_bytes(self, pass_: str) -> int:
-        return LEAST[self.rows, pass_] * self.bytes
+
+class Shapes(NamedTuple):
+    """Holds shapes of a batch norm's x, and of a layer norm's."""
+
+    images: tuple[Shape, ...]
+    rows: tuple[Shape, ...]
 
 
 class Sizes(NamedTuple):
@@ -99,30 +100,21 @@ class Job:
     # A batch norm's x: large and square, many channels, few channels, one long spatial axis,
     # late in a ResNet at a batch of 8, and two without spatial axes.
     shapes: tuple[Shape, ...] = (
-        (64, 64, 32, 32),
-        (256, 256, 8, 8),
-        (32, 16, 112, 112),
-        (16, 32, 4096),
-        (8, 512, 7, 7),
-        (1024, 128),
-        (64, 512),
+        *((64, 64, 32, 32), (256, 256, 8, 8), (32, 16, 112, 112), (16, 32, 4096)),
+        *((8, 512, 7, 7), (1024, 128), (64, 512)),
     )
     layouts: tuple[str, ...] = (OWN,)
     rows: tuple[Shape, ...] = ((64, 512), (1024, 256), (4096, 768), (8192, 1024))
     dtypes: tuple[str, ...] = tuple(DTYPES)
     peers: tuple[str, ...] = (
-        names.OURS,
-        names.OURS_INVARIANT,
-        *EQUINOX,
-        names.EQUINOX,
-        *FLAX,
-        names.TORCH,
+        *(names.OURS, names.OURS_INVARIANT),
+        *(*EQUINOX, names.EQUINOX, *FLAX, names.TORCH),
     )
     rounds: int = 20
     least: float = 0.005  # seconds a timing
     spread: tuple[float, float] = (10, 90)  # percentiles over the rounds
     most_instances: int = 1
-    copied: int = 0  # bytes
+    copied: int = 0  # bytes, to measure the bandwidth of a copy
     memory: str = "system"
     compilations: int = 3  # the median counts
     stack: Shape = (32, 32, 8, 8)
@@ -130,11 +122,9 @@ class Job:
     # N of [N, 64, 16, 16]: 2^14 to 2^26 values, and others between them.
     growth: tuple[int, ...] = (*(2**i for i in range(13)), *(3**i for i in range(1, 8)))
     runs: int = 100
-    shapes_for_bits: tuple[Shape, ...] = ((16, 64, 32, 32),)
-    rows_for_bits: tuple[Shape, ...] = ((1024, 768),)
-    # To compare with arithmetic in float64; all that is timed where there are none.
-    shapes_to_agree: tuple[Shape, ...] = ()
-    rows_to_agree: tuple[Shape, ...] = ()
+    for_bits: Shapes = Shapes(((16, 64, 32, 32),), ((1024, 768),))
+    # To compare with arithmetic in float64: all that is timed, where it is None.
+    to_agree: Shapes | None = None
     network: Sizes = Sizes(16, (16, 32), 10, 32, 32)
 
     @property
@@ -142,34 +132,28 @@ class Job:
         return self.device != "cpu"
 
     def batch_norms(self, shapes: tuple[Shape, ...]) -> list[Problem]:
-        return [
-            Problem(s, d, layout)
-            for d in self.dtypes
-            for s in shapes
-            for layout in self.layouts
-        ]
+        layouts = [(shape, layout) for shape in shapes for layout in self.layouts]
+        return [Problem(s, dtype, layout) for dtype in self.dtypes for s, layout in layouts]
 
     def layer_norms(self, shapes: tuple[Shape, ...]) -> list[Problem]:
         return [Problem(shape, dtype, ROWS) for dtype in self.dtypes for shape in shapes]
 
-    def problems(self, shapes: tuple[Shape, ...], rows: tuple[Shape, ...]) -> list[Problem]:
-        return [*self.batch_norms(shapes), *self.layer_norms(rows)]
+    def problems(self, shapes: Shapes) -> list[Problem]:
+        return [*self.batch_norms(shapes.images), *self.layer_norms(shapes.rows)]
 
     def entered(self, problem: Problem, pass_: str = BOTH) -> list[str]:
         """Returns the peers that take part."""
-        found = set(self.peers)
+        absent = {names.EQUINOX}
         if problem.rows:
-            found -= {names.OURS_INVARIANT, *EQUINOX, names.NNX}
-        else:
-            found -= {names.EQUINOX}
+            absent = {names.OURS_INVARIANT, *EQUINOX, names.NNX}
         if problem.dtype == "bf16":  # it mixes bf16 and f32 in one `select`, and fails
-            found -= {names.EQUINOX_EMA}
+            absent |= {names.EQUINOX_EMA}
         # What takes long to compile is there only where it matters.
         if pass_ == FORWARD:
-            found -= {*KERNELS, names.TORCH_COMPILED}
+            absent |= {*KERNELS, names.TORCH_COMPILED}
         if problem.bytes <= LARGE:
-            found -= {names.TORCH_COMPILED}
-        return [name for name in self.peers if name in found]
+            absent |= {names.TORCH_COMPILED}
+        return [name for name in self.peers if name not in absent]
 
 
 # What does not depend on the machine: results, and temporaries from 1 MiB on. (In smaller
@@ -197,50 +181,34 @@ GPU = Job(
     rows=tuple((8192, width) for width in (768, 1024, 2048, 4096, 8192, 16384)),
     # Equinox's other mode fails in bf16, and moves as many bytes; nnx has linen's arithmetic.
     peers=(
-        names.OURS,
-        names.OURS_XLA,
-        *KERNELS,
-        names.EQUINOX_BATCH,
-        names.EQUINOX,
-        names.LINEN,
-        *IN_TORCH,
+        *(names.OURS, names.OURS_XLA, *KERNELS),
+        *(names.EQUINOX_BATCH, names.EQUINOX, names.LINEN, *IN_TORCH),
     ),
     rounds=7,
     least=0.01,
     spread=(25, 75),
     most_instances=24,
     copied=2**30,
-    shapes_for_bits=((64, 256, 56, 56), (256, 512, 7, 7)),
-    rows_for_bits=((8192, 4096), (64, 100_000)),
-    shapes_to_agree=((8, 64, 14, 14),),
-    rows_to_agree=((256, 768),),
+    for_bits=Shapes(((64, 256, 56, 56), (256, 512, 7, 7)), ((8192, 4096), (64, 100_000))),
+    to_agree=Shapes(((8, 64, 14, 14),), ((256, 768),)),
     network=Sizes(),
 )
-GPU_QUICK = dataclasses.replace(
-    GPU,
-    shapes=((256, 256, 56, 56),),
-    rows=((8192, 4096),),
-    dtypes=("bf16",),
-    peers=tuple(name for name in GPU.peers if name != names.TORCH_COMPILED),
-    rounds=5,
-    runs=20,
-    shapes_for_bits=((64, 256, 28, 28),),
-    rows_for_bits=((8192, 4096),),
-    network=Sizes(stages=(64,), batch=64, image=112),
-)
+GPU_QUICK = dataclasses.replace(GPU, parts=("bits", "agreement"), dtypes=("bf16",), runs=20)
+SMALL = Shapes(((4, 8, 3, 5),), ((16, 24),))
 REHEARSAL = dataclasses.replace(
-    GPU_QUICK,
+    GPU,
     device="rehearsal",
-    shapes=((4, 8, 3, 5),),
-    rows=((16, 24),),
-    peers=tuple(name for name in GPU_QUICK.peers if name not in KERNELS),
+    shapes=SMALL.images,
+    rows=SMALL.rows,
+    dtypes=("bf16",),
+    peers=tuple(n for n in GPU.peers if n not in (*KERNELS, names.TORCH_COMPILED)),
     rounds=2,
     least=0.0,
     most_instances=2,
     copied=2**16,
     runs=3,
-    shapes_for_bits=((4, 8, 3, 5),),
-    rows_for_bits=((16, 24),),
+    for_bits=SMALL,
+    to_agree=None,
     network=Sizes(4, (), 5, 2, 8),  # a block compiles for seconds
 )
 # By device: the whole job, and the quick one.

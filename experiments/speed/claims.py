@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,12 +11,11 @@ from experiments.lab.claims import Claim, NotMeasured, Verdict, worst
 from experiments.lab.peers import names
 
 from .cases import BOTH, EQUINOX, FIRST, FLAX, IN_TORCH, LARGE, LAST, MIB, ROWS
-from .roofline import PARTS
+from .programs import SUM_OF_PARTS
 from .rows import DIFFERS, Row, chosen, measured
 
 Rows = Sequence[Row]
 Judge = Callable[[Rows], tuple[str, bool]]
-T = TypeVar("T")
 
 # Below so many values a call is mostly dispatch, whose cost does not grow.
 GROWS_FROM = 2**18
@@ -25,8 +24,7 @@ BY_TWO, BY_THREE = "powers of 2", "powers of 3"
 # On a GPU.
 SHARE, EQUINOX_FACTOR = 0.85, 1.5
 # Two timings of one program lie apart by a little, depending on where its arrays lie. What is
-# slower by no more than this, or within the quartiles, is not called slower. How far apart
-# "auto" and "xla" are where both are the same program is said beside it.
+# slower by no more than this, or within the quartiles, is not called slower.
 APART = 1.03
 
 
@@ -58,30 +56,23 @@ def ratios(
     for mine in chosen(known, peer=ours):
         theirs = [row for row in known if row.peer in others and _beside(mine, row)]
         if theirs:
-            best = min(theirs, key=lambda row: getattr(row, of))
+            best = min(theirs, key=operator.attrgetter(of))
             found.append(Ratio(getattr(mine, of) / getattr(best, of), mine, best))
     return found
 
 
 def _beside(mine: Row, other: Row) -> bool:
     """Returns whether both are of one array; where channels are last, torch may choose."""
-    layouts = {mine.layout}
-    if mine.layout == LAST and other.peer in IN_TORCH:
-        layouts.add(FIRST)
-    same = ("part", "shape", "dtype", "program")
-    return other.layout in layouts and all(getattr(mine, f) == getattr(other, f) for f in same)
+    same = operator.attrgetter("part", "shape", "dtype", "program")
+    chosen_by_torch = (mine.layout, other.layout) == (LAST, FIRST) and other.peer in IN_TORCH
+    return same(mine) == same(other) and (mine.layout == other.layout or chosen_by_torch)
 
 
-def _some(found: list[T]) -> list[T]:
-    """Returns what was found; where nothing was, the claim cannot be judged."""
+def _mean(found: Sequence[Ratio]) -> float:
+    """Returns the geometric mean; without ratios, raises `NotMeasured`."""
     if not found:
         raise NotMeasured
-    return found
-
-
-def _mean(found: list[Ratio]) -> float:
-    """Returns the geometric mean."""
-    return math.exp(np.mean([math.log(ratio.value) for ratio in _some(found)]))
+    return math.exp(np.mean([math.log(ratio.value) for ratio in found]))
 
 
 # Claims of a kind. Times are of forward + backward; of several others the best counts, array
@@ -94,13 +85,9 @@ def _faster(others: Sequence[str], target: float, **fields: Any) -> Judge:
     def judged(rows: Rows) -> tuple[str, bool]:
         timed = chosen(rows, part="time", program=BOTH, **fields)
         speed_up = 1 / _mean(ratios(timed, others))
-        each = []
-        for other in others if len(others) > 1 else ():
-            found = ratios(timed, (other,))
-            each.append(
-                f"{1 / _mean(found):.2f} x {other}" if found else f"{other} not measured"
-            )
-        beside = f" ({', '.join(each)})" if each else ""
+        each = ((other, ratios(timed, (other,))) for other in others)
+        said = ", ".join(f"{1 / _mean(found):.2f} x {other}" for other, found in each if found)
+        beside = f" ({said})" if len(others) > 1 else ""
         return f"{speed_up:.2f} x{beside}", speed_up >= target
 
     return judged
@@ -156,14 +143,7 @@ def _never_slower(others: Sequence[str], *parts: str) -> Judge:
         of_host = sum(ratio.ours.of_host for ratio in slower)
         said = f"slower on {len(slower)} of {len(found)}"
         said += f", on {of_host} waiting for the host" if of_host else ""
-        said += f"; worst {worst(slower or found, VALUE)[1]}"
-        # Without a kernel, "auto" is "xla".
-        same = [r for r in found if (r.other.peer, r.ours.note) == (names.OURS_XLA, "")]
-        values = [ratio.value for ratio in same if ratio.ours.part != "training"]
-        if values:
-            apart = max(max(values), 1 / min(values))
-            said += f"; the same program twice: up to {apart:.2f}"
-        return said, not slower
+        return f"{said}; worst {worst(slower or found, VALUE)[1]}", not slower
 
     return judged
 
@@ -172,14 +152,15 @@ def _never_slower(others: Sequence[str], *parts: str) -> Judge:
 
 
 def _agreement(rows: Rows) -> tuple[str, bool]:
-    found = measured(rows, "deviation", part="agreement")
-    said = []
+    found, said = measured(rows, "deviation", part="agreement"), []
     for dtype in dict.fromkeys(row.dtype for row in found):
         largest, row = worst(chosen(found, dtype=dtype), lambda row: row.deviation)
         said.append(f"{dtype} to {largest:.1e} ({row.peer} on {row.where})")
     differ = chosen(found, note=DIFFERS)
     said += [f"not {row.peer} on {row.where}" for row in differ]
-    return "; ".join(_some(said)), not differ
+    if not said:
+        raise NotMeasured
+    return "; ".join(said), not differ
 
 
 def _bits(rows: Rows) -> tuple[str, bool]:
@@ -203,10 +184,8 @@ def _invariance(rows: Rows) -> tuple[str, bool]:
 
 
 def _nothing_failed(rows: Rows) -> tuple[str, bool]:
-    failed = [row for row in rows if row.failed]
-    said = "; ".join(f"{r.peer}, {r.part} {r.place}" for r in failed[:3])
-    more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
-    return said + more if failed else f"{len(rows)} rows", not failed
+    failed = sum(row.failed for row in rows)
+    return f"{failed} of {len(rows)} rows" if failed else f"{len(rows)} rows", not failed
 
 
 def growing(rows: Rows) -> dict[str, list[Row]]:
@@ -229,7 +208,7 @@ def growth(rows: Iterable[Row]) -> tuple[float, float]:
 
 
 def _growth(rows: Rows) -> tuple[str, bool]:
-    """Judges by the powers of two alone; see parts.Parts.growth."""
+    """Judges by the powers of two alone; see measure.Parts.growth."""
     found = growing(rows)
     exponent, _ = growth(found[BY_TWO])
     odd = found[BY_THREE]
@@ -241,13 +220,10 @@ PEERS = (*EQUINOX, *FLAX, names.TORCH)
 COMPILES = ("{mean:.2f} of {peers}", EQUINOX)
 LAYER_NORM = "{mean:.2f} of its time ({least:.2f} to {most:.2f})"
 OVER = "over 100 MB: 85% of copy bandwidth"
+SAME = "all that is timed computes the same: f32 to 1e-4, bf16 to 0.1"
 
-SAME = {"all that is timed computes the same: f32 to 1e-4, bf16 to 0.1": _agreement}
-NOTHING_FAILED = {"nothing failed": _nothing_failed}
-# The others depend on the machine, and --quick does not fail of them on a CPU.
-ON_ANY_CPU = (_agreement, _temporaries, _nothing_failed)
 ON_A_CPU: dict[str, Judge] = {
-    **SAME,
+    SAME: _agreement,
     "f32: 3 times as fast as Equinox's layer, its faster mode": _faster(
         EQUINOX, 3.0, dtype="f32"
     ),
@@ -260,7 +236,7 @@ ON_A_CPU: dict[str, Judge] = {
         1.1, PEERS, lambda row: row.bytes < MIB, dtype="f32"
     ),
     "f32, over 8 MiB: at most 1.15 of the sum of its parts": _at_most(
-        1.15, (PARTS,), lambda row: row.bytes > 8 * MIB, dtype="f32"
+        1.15, (SUM_OF_PARTS,), lambda row: row.bytes > 8 * MIB, dtype="f32"
     ),
     "f32: temporaries at most 0.1 of x's bytes": _temporaries,
     "bf16, 1 MiB or more: no slower than PyTorch": _at_most(
@@ -275,9 +251,11 @@ ON_A_CPU: dict[str, Judge] = {
     "layer norm, f32: faster than Equinox's (geometric mean)": _on_average(
         LAYER_NORM, (names.EQUINOX,), "layer_norm"
     ),
-    **NOTHING_FAILED,
+    "nothing failed": _nothing_failed,
 }
-OF_SPEED: dict[str, Judge] = {
+ON_A_GPU: dict[str, Judge] = {
+    "the same bits in every run, forward and backward": _bits,
+    SAME: _agreement,
     f"batch norm, {LAST}, {OVER}": _share("time", LAST),
     f"batch norm, {FIRST}, {OVER}": _share("time", FIRST),
     f"layer norm, {OVER}": _share("layer_norm", ROWS),
@@ -290,20 +268,21 @@ OF_SPEED: dict[str, Judge] = {
     "never slower than XLA under 'auto', training steps included": _never_slower(
         (names.OURS_XLA,), "time", "layer_norm", "training"
     ),
+    "nothing failed": _nothing_failed,
 }
-BITS = {"the same bits in every run, forward and backward": _bits}
-ON_A_GPU: dict[str, Judge] = {**BITS, **SAME, **OF_SPEED, **NOTHING_FAILED}
+# The others depend on the machine: --quick does not fail of them on a CPU, and a rehearsal says
+# nothing of them.
+ANYWHERE = (_agreement, _bits, _temporaries, _nothing_failed)
 
 
 def verdicts(rows: Rows) -> list[Verdict]:
     """Judges the claims of the device that the rows are of, numbered."""
     device = rows[0].device if rows else "cpu"
-    on_a_cpu = device == "cpu"
     found = []
-    for i, (text, judged) in enumerate((ON_A_CPU if on_a_cpu else ON_A_GPU).items(), 1):
-        made = Claim(f"{i}. {text}", judged, judged in ON_ANY_CPU).verdict(rows)
-        if device == "rehearsal" and text in OF_SPEED:
+    for i, (text, judged) in enumerate((ON_A_CPU if device == "cpu" else ON_A_GPU).items(), 1):
+        made = Claim(f"{i}. {text}", judged, judged in ANYWHERE).verdict(rows)
+        if device == "rehearsal" and judged not in ANYWHERE:
             made = made._replace(measured="says nothing on a CPU", holds=None)
         # Where a part was measured alone on a GPU, --quick fails of nothing else.
-        found.append(made if on_a_cpu else made._replace(quick=made.holds is not None))
+        found.append(made if device == "cpu" else made._replace(quick=made.holds is not None))
     return found

@@ -1,14 +1,14 @@
-"""Draws the figure: times over this layer's on a CPU, shares of a copy's bandwidth on a GPU."""
+"""Draws the figure: the peers' times over this layer's, and how this layer's grows."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from experiments.lab import rows as csv
 from experiments.lab.experiment import Files
@@ -16,120 +16,98 @@ from experiments.lab.figures import BLACK, log_scale, save
 from experiments.lab.figures import PEERS as COLOURS
 from experiments.lab.peers import names
 
-from .cases import BOTH, LAST, MIB, ROWS, Shape, shape_name
-from .claims import BY_THREE, BY_TWO, GROWS_FROM, SHARE, Rows, growing, growth
-from .roofline import PARTS
+from .cases import BOTH, DTYPES, LAST, MIB, OWN, ROWS, Shape, shape_name
+from .claims import BY_THREE, BY_TWO, GROWS_FROM, growing, growth
+from .programs import SUM_OF_PARTS
 from .rows import Row, by_shape, chosen, measured
 
 # In this order from left to right; shapes for print and for any colour vision.
 MARKERS: dict[str, dict[str, Any]] = {
     names.OURS: {"marker": "o", "markersize": 6.5},
     names.OURS_INVARIANT: {"marker": "o", "markerfacecolor": "white"},
+    names.OURS_XLA: {"marker": "P"},
     names.TORCH: {"marker": "s"},
+    names.TORCH_COMPILED: {"marker": "s", "markerfacecolor": "white"},
     names.LINEN: {"marker": "^"},
     names.NNX: {"marker": "v"},
     names.EQUINOX_BATCH: {"marker": "D"},
     names.EQUINOX_EMA: {"marker": "X"},
+    names.EQUINOX: {"marker": "D"},
 }
-# What is drawn of a row that took so long.
-Value = Callable[[Row, float], float]
+# A figure has one layout of batch norm: that of a CPU, or of a GPU.
+BATCH_NORM = "batch norm + ReLU, channels last, "
+KINDS = {("time", OWN): "", ("time", LAST): BATCH_NORM, ("layer_norm", ROWS): "layer norm, "}
+COPY = "as fast as a copy"
+Peers = dict[str, Row]
 
 
 def draw(files: Files) -> list[Path]:
     """Draws what was timed of this layer; nothing, where nothing was."""
     rows = measured(csv.load(files.csv(), Row), "median")
-    if measured(rows, "share"):
-        figure = _on_a_gpu(rows)
-    elif any(row.part in ("time", "growth") and row.peer == names.OURS for row in rows):
-        figure = _on_a_cpu(rows)
-    else:
+    on_a_gpu = bool(measured(rows, "share"))
+    panels: dict[str, dict[Shape, Peers]] = {}
+    for ((part, layout), words), dtype in itertools.product(KINDS.items(), DTYPES):
+        found = by_shape(chosen(rows, part=part, layout=layout, dtype=dtype, program=BOTH))
+        found = {shape: peers for shape, peers in found.items() if names.OURS in peers}
+        if found and (on_a_gpu or part == "time"):
+            panels[f"{words}forward + backward, {dtype}"] = found
+    titles = [*panels, *(["growth"] if chosen(rows, part="growth") else [])]
+    if not titles:
         return []
+    # The first in full width, the others side by side, the last of them narrower.
+    first, *rest = titles
+    mosaic: Any = [[title] * 5 for title in titles]
+    if len(rest) == 2:
+        mosaic = [[first] * 5, [rest[0]] * 3 + [rest[1]] * 2]
+    figure = Figure(figsize=(12 if on_a_gpu else 9.5, 3.6 * len(mosaic)))
+    axes = figure.subplot_mosaic(mosaic)
+    for title, found in panels.items():
+        _over_ours(axes[title], found)
+        axes[title].set_title(title)
+    if "growth" in titles:
+        _growth(axes["growth"], rows)
+    _legend(figure, [axes[title] for title in panels])
     return [save(figure, files.figure())]
 
 
-def _on_a_cpu(rows: Rows) -> Figure:
-    timed = chosen(rows, part="time", peer=names.OURS)
-    dtypes = list(dict.fromkeys(row.dtype for row in timed))
-    panels = [*dtypes, *(["growth"] if chosen(rows, part="growth") else [])]
-    # The first in full width, the others side by side, the last of them narrower.
-    first, *rest = panels
-    layout: Any = [[panel] * 5 for panel in panels]
-    if len(rest) == 2:
-        layout = [[first] * 5, [rest[0]] * 3 + [rest[1]] * 2]
-    figure = Figure(figsize=(9.5, 3.6 * len(layout)))
-    axes = figure.subplot_mosaic(layout)
-    for dtype in dtypes:
-        _over_ours(axes[dtype], rows, dtype)
-    if "growth" in panels:
-        _growth(axes["growth"], rows)
-    _legend(figure, [axes[dtype] for dtype in dtypes])
-    return figure
-
-
-def _on_a_gpu(rows: Rows) -> Figure:
-    panels = [
-        (part, layout, dtype)
-        for part, layout in (("time", LAST), ("layer_norm", ROWS))
-        for dtype in dict.fromkeys(row.dtype for row in chosen(rows, part=part))
-    ]
-    figure = Figure(figsize=(11, 3.2 * len(panels)))
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for panel, place in zip(panels, axes, strict=True):
-        _shares(place, rows, *panel)
-    _legend(figure, list(axes))
-    return figure
-
-
-def _over_ours(axes: Axes, rows: Rows, dtype: str) -> None:
-    """Draws time of forward + backward over this layer's: median, and 10 to 90% of rounds."""
-    found = by_shape(chosen(rows, part="time", dtype=dtype, program=BOTH))
-    found = {shape: peers for shape, peers in found.items() if names.OURS in peers}
-    ours = {shape: peers[names.OURS] for shape, peers in found.items()}
-    shapes = _side_by_side(
-        axes, found, MARKERS, lambda row, time: time / ours[row.shape].median, _points
-    )
-    for place, shape in enumerate(shapes):
+def _over_ours(axes: Axes, found: dict[Shape, Peers]) -> None:
+    """Draws times over this layer's median, and the least that there can be."""
+    shapes = sorted(found, key=math.prod, reverse=True)
+    peers = [found[shape] for shape in shapes]
+    ours = [rows[names.OURS] for rows in peers]
+    present = [name for name in MARKERS if any(name in rows for rows in peers)]
+    for i, name in enumerate(present):
+        at = [place for place, rows in enumerate(peers) if name in rows]
+        middle = np.array(at) + (i - (len(present) - 1) / 2) * 0.84 / len(present)
+        unit = np.array([ours[place].median for place in at])
+        label = f"{name} (this)" if name == names.OURS else name
+        _points(axes, name, middle, [peers[place][name] for place in at], unit, label=label)
+    axes.grid(visible=False, axis="x")
+    for place, (rows, mine) in enumerate(zip(peers, ours, strict=True)):
         if place % 2:
             axes.axvspan(place - 0.5, place + 0.5, color="0.95", lw=0, zorder=0)
-        parts = found[shape].get(PARTS)
+        least, label = mine.share, COPY
         # With a small array the time of five calls is that of calling.
-        if parts is not None and parts.bytes >= MIB:
-            least = parts.median / ours[shape].median
-            label = PARTS if place == 0 else ""
+        if SUM_OF_PARTS in rows and mine.bytes >= MIB:
+            least, label = rows[SUM_OF_PARTS].median / mine.median, SUM_OF_PARTS
+        if not math.isnan(least):
+            label = label if place == 0 else ""
             axes.hlines(least, place - 0.42, place + 0.42, color=BLACK, lw=1.2, label=label)
-    ticks = [_in_words(shape, ours[shape].bytes) for shape in shapes]
-    axes.set_xticks(range(len(shapes)), ticks, fontsize=7.5)
+    ticks = [_in_words(row) for row in ours]
+    axes.set_xticks(range(len(ours)), ticks, fontsize=7.5)
     axes.tick_params(axis="x", length=0)
     axes.axhline(1, color=COLOURS[names.OURS], lw=0.8, zorder=1)
-    axes.set_xlim(-0.5, len(shapes) - 0.5)
+    axes.set_xlim(-0.5, len(ours) - 0.5)
     log_scale(axes, "y")
     axes.set_ylabel("time / time of this layer")
-    axes.set_title(f"forward + backward, {dtype}")
 
 
-def _shares(axes: Axes, rows: Rows, part: str, layout: str, dtype: str) -> None:
-    """Draws shares of a copy's bandwidth, of forward + backward."""
-    found = by_shape(chosen(rows, part=part, layout=layout, dtype=dtype, program=BOTH))
-    shapes = _side_by_side(
-        axes, found, COLOURS, lambda row, time: row.share * row.median / time, _bars
-    )
-    axes.axhline(1, color=BLACK, lw=0.8)
-    axes.axhline(SHARE, color=BLACK, lw=0.8, ls=":")
-    ticks = [shape_name(shape) for shape in shapes]
-    axes.set_xticks(range(len(shapes)), ticks, rotation=30, ha="right", fontsize=7)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    axes.set_ylabel("share of copy bandwidth")
-    what = "batch norm + ReLU, channels last" if part == "time" else "layer norm"
-    axes.set_title(f"{what}, forward + backward, {dtype}")
-
-
-def _growth(axes: Axes, rows: Rows) -> None:
+def _growth(axes: Axes, rows: Sequence[Row]) -> None:
     """Draws time over size, and the lines through the larger ones."""
     for name, marker, line in ((BY_TWO, "o", "-"), (BY_THREE, "^", "--")):
         mine = growing(rows)[name]
         values = np.array([math.prod(row.shape) for row in mine])
-        look = {"marker": marker, "markersize": 4.5}
-        _points(axes, names.OURS, values, *_spread(mine, lambda _, time: time), **look)
+        _points(axes, names.OURS, values, mine, marker=marker, markersize=4.5)
         fitted = values[values > GROWS_FROM]
         if len(fitted) > 1:
             exponent, factor = growth(mine)
@@ -144,64 +122,34 @@ def _growth(axes: Axes, rows: Rows) -> None:
     axes.set_title("growth, forward + backward, f32")
 
 
-def _side_by_side(
-    axes: Axes,
-    found: dict[Shape, dict[str, Row]],
-    peers: Iterable[str],
-    value: Value,
-    mark: Callable[..., None],
-) -> list[Shape]:
-    """Draws the peers side by side on each array; returns the arrays, the largest first."""
-    shapes = sorted(found, key=math.prod, reverse=True)
-    present = [name for name in peers if any(name in rows for rows in found.values())]
-    width = 0.84 / max(1, len(present))
-    for i, name in enumerate(present):
-        at = [place for place, shape in enumerate(shapes) if name in found[shape]]
-        middle = np.array(at) + (i - (len(present) - 1) / 2) * width
-        spread = _spread([found[shapes[place]][name] for place in at], value)
-        label = f"{name} (this)" if name == names.OURS else name
-        mark(axes, name, middle, *spread, label=label, width=width)
-    axes.grid(visible=False, axis="x")
-    return shapes
-
-
-def _spread(rows: Rows, value: Value) -> tuple[Any, Any]:
-    """Returns the values of the medians, and how far below and above them the others are."""
-    middle, low, high = (
-        np.array([value(row, getattr(row, of)) for row in rows])
-        for of in ("median", "low", "high")
-    )
-    # A longer time is a smaller share.
-    return middle, (middle - np.minimum(low, high), np.maximum(low, high) - middle)
-
-
 def _points(
-    axes: Axes, name: str, at: Any, values: Any, spread: Any, width: float = 0, **look: Any
+    axes: Axes, name: str, at: Any, rows: Sequence[Row], unit: Any = 1, **look: Any
 ) -> None:
+    """Draws medians, and how far the percentiles are from them."""
+    low, middle, high = (
+        np.array([(r.low, r.median, r.high) for r in rows]).reshape(-1, 3).T / unit
+    )
     look = {"color": COLOURS[name], "markersize": 5, **MARKERS[name], **look}
-    axes.errorbar(at, values, yerr=spread, linestyle="none", elinewidth=1, **look)
+    spread = middle - low, high - middle
+    axes.errorbar(at, middle, yerr=spread, linestyle="none", elinewidth=1, **look)
 
 
-def _bars(axes: Axes, name: str, at: Any, values: Any, spread: Any, **look: Any) -> None:
-    look = {"color": COLOURS[name], "error_kw": {"elinewidth": 0.8}, **look}
-    axes.bar(at, values, yerr=spread, **look)
-
-
-def _in_words(shape: Shape, size: int) -> str:
+def _in_words(row: Row) -> str:
     """Returns three lines: batch and channels, what is spatial, and bytes."""
-    spatial = f"\nx{shape_name(shape[2:])}" if shape[2:] else ""
+    spatial = f"\nx{shape_name(row.shape[2:])}" if row.shape[2:] else ""
+    size = row.bytes
     unit = f"{size / MIB:.3g} MiB" if size >= MIB else f"{size / 2**10:.3g} KiB"
-    return f"{shape_name(shape[:2])}{spatial}\n{unit}"
+    return f"{shape_name(row.shape[:2])}{spatial}\n{unit}"
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Writes the labels of all panels below them, each once."""
+    """Writes the labels of all panels below them, each once; of the least time the last."""
     labels: dict[str, Any] = {}
     for panel in axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             labels.setdefault(label, handle)
-    if PARTS in labels:  # last
-        labels[PARTS] = labels.pop(PARTS)
+    for least in {SUM_OF_PARTS, COPY} & labels.keys():
+        labels[least] = labels.pop(least)
     if labels:
         place, columns = "outside lower center", min(len(labels), 4)
         figure.legend(list(labels.values()), list(labels), loc=place, ncols=columns)

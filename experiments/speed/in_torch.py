@@ -2,13 +2,13 @@
 
 On a GPU several instances of a layer are one call, as in JAX: a CUDA graph, replayed. That
 takes the host's part out of it, which is most of the time of a small layer that is called from
-Python. Where a graph cannot be captured, the layer is called as it is.
+Python.
 
 Weights are float32, as torch allows them to be for batch norm in bfloat16. Its layer norm on a
 GPU wants them in the dtype of x. Arrays are where JAX has them.
 """
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,16 +31,15 @@ def program(
 ) -> Program:
     """Returns the program, on random arrays or on these numbers."""
     of_torch.use_all_cores()
-    device, dtype, channels = _device(), _DTYPES[problem.dtype], problem.shape[1]
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    dtype, channels = _DTYPES[problem.dtype], problem.shape[1]
     if given is None:
         weight, bias = torch.ones(channels, device=device), torch.zeros(channels, device=device)
-        pairs = [
-            [torch.randn(problem.shape, device=device) for _ in range(2)]
-            for _ in range(how.instances)
-        ]
+        normal = functools.partial(torch.randn, problem.shape, device=device)
+        pairs = [(normal(), normal()) for _ in range(how.instances)]
     else:
-        weight, bias = (of_torch.tensor(v, device) for v in (given.weight, given.bias))
-        pairs = [[of_torch.tensor(v, device) for v in (given.x, given.dy)]] * how.instances
+        x, dy, weight, bias = (of_torch.tensor(values, device) for values in given)
+        pairs = [(x, dy)]
     images = problem.layout == LAST and len(problem.shape) == 4
     order = torch.channels_last if images else torch.contiguous_format
     arrays = [[v.to(dtype, memory_format=order) for v in pair] for pair in pairs]
@@ -64,34 +63,17 @@ def program(
     def each() -> list[Any]:
         return [one(x, dy) for x, dy in arrays]
 
-    call, note = each, ""
     if device == "cuda":
-        call, note = _captured(each, lambda: one(*arrays[0]))
-    return Program(call, _wait, how.instances, note)
+        return Program(_captured(each), lambda _: torch.cuda.synchronize(), len(arrays))
+    return Program(each, lambda results: results, len(arrays))
 
 
 def answer(name: str, problem: Problem, given: Batch, how: How) -> Answer:
     """Returns what the layer gives for these numbers, forward and backward."""
     made = program(name, problem, BOTH, how, given)
-    ((y, gradients),) = made.wait(made.call())
+    ((y, gradients),) = made.call()
     y, *gradients = map(of_torch.array, (y, *gradients))
     return Answer(y, None, *gradients)
-
-
-def copy(size: int) -> Program:
-    """Returns a copy of so many bytes, to where they were copied before."""
-    source = torch.randn(math.ceil(size / 4), device=_device())
-    target = torch.empty_like(source)
-    return Program(lambda: target.copy_(source), _wait)
-
-
-def forget() -> None:
-    """Gives back the memory of what is no longer there."""
-    torch.cuda.empty_cache()
-
-
-def _device() -> str:
-    return "cuda" if jax.default_backend() == "gpu" else "cpu"
 
 
 def _layer(problem: Problem, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
@@ -107,35 +89,22 @@ def _layer(problem: Problem, weight: Any, bias: Any) -> Callable[[Any, Any, Any]
     return layer
 
 
-def _captured(
-    each: Callable[[], Any], once: Callable[[], Any]
-) -> tuple[Callable[[], Any], str]:
-    """Returns a call that replays all of it, and a note where that cannot be."""
+def _captured(each: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a call that replays all of it as a CUDA graph."""
     # Whatever is set up or compiled at the first call is not for the graph.
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(3):
-            once()
+            each()
     torch.cuda.current_stream().wait_stream(aside)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        # JAX's threads may call CUDA meanwhile; it is none of the graph's business.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = each()
-    except RuntimeError as error:
-        torch.cuda.synchronize()
-        return each, f"no CUDA graph: {str(error).splitlines()[0]}"
+    # JAX's threads may call CUDA meanwhile; it is none of the graph's business.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = each()
 
     def replay() -> Any:
         graph.replay()
         return results
 
-    return replay, ""
-
-
-def _wait(results: Any) -> Any:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return results
+    return replay

@@ -1,83 +1,296 @@
-"""Runs part after part, and writes results after each step.
+"""Measures the parts of the experiment one after the other, and writes rows after each step.
 
 On a GPU nobody may look on, and a run may be cut off. What raises is a row that says so, and
 the others go on.
 """
 
 import dataclasses
-import faulthandler
+import gc
+import itertools
 import json
-import os
+import math
+import statistics
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import distributions
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from eqx_norm.determinism import fingerprint
 from experiments.lab import rows as csv
+from experiments.lab import timer
 from experiments.lab.environment import environment
 from experiments.lab.errors import UserError
 from experiments.lab.experiment import Files
+from experiments.lab.passes import function
+from experiments.lab.peers import Layer, names
+from experiments.lab.timer import Program
 
-from .cases import PARTS, Job
-from .parts import Parts
-from .rows import Row, because, replaced
+from . import agreement, cases, programs, training
+from .cases import BOTH, FORWARD, IN_TORCH, OWN, PARTS, PASSES, Job, Problem, Shapes
+from .programs import How
+from .rows import DIFFERS, Row, because
 
-MOST_THREADS = 16
-# Packages on which the numbers depend, whether they are imported or not.
-NOTED = ("flax", "optax", "jax-cuda", "nvidia-cudnn", "torch", "triton")
+# Packages on which the numbers depend, though nobody imports them.
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+# What is to be measured, and how: the row stands there where that raises.
+Step = tuple[Row, Callable[[], list[Row]]]
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    """Writes rows, and returns what they were measured with.
-
-    Rows from before are kept if they are of the same environment, and of a job that differs in
-    parts and dtypes alone.
-    """
+    """Writes rows, and returns what they were measured with."""
     if not job.peers:
         raise UserError("--peers: none of them can run here")
-    installed = {(found.metadata["Name"] or "").lower() for found in distributions()}
-    packages = sorted(name for name in installed if name.startswith(NOTED))
-    settings = dataclasses.asdict(job)
-    del settings["parts"], settings["dtypes"]
-    settings = json.loads(json.dumps(settings))  # as they are read again
-    noted = {"environment": environment(*packages), "settings": settings}
-    old, seconds = _earlier(files, noted)
-    new: list[Row] = []
-
-    def add(rows: Sequence[Row]) -> None:
-        new.extend(rows)
-        for row in rows:
-            if row.failed:
-                print(f"{row.peer}, {row.part} {row.place}: {row.note}", flush=True)
-        csv.save(files.csv(), Row, replaced(old, new))
-
-    # At the start as well, so that a run that was cut off can be added to.
-    files.json.write_text(json.dumps({**noted, "seconds of parts": seconds}), encoding="utf-8")
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
-        parts = Parts(job, pool)
-        if job.copied and {"layer_norm", "time"} & set(job.parts):
-            add(parts.copies())
-        for part in (part for part in PARTS if part in job.parts):
-            started = time.perf_counter()
+    noted = {"environment": environment(*PLUGINS), "settings": dataclasses.asdict(job)}
+    # So that what a run has measured until it was cut off can be shown.
+    files.json.write_text(json.dumps(noted), encoding="utf-8")
+    parts, rows = Parts(job), []
+    for part in (part for part in PARTS if part in job.parts):
+        print(f"[{time.strftime('%H:%M:%S')}] {PARTS[part]}", flush=True)
+        for row, work in getattr(parts, part)():
             try:
-                for rows in getattr(parts, part)():
-                    add(rows)
-            except Exception as error:  # whatever it is, the other parts are to be measured
-                traceback.print_exc()
-                add([because(Row(job.device, part, peer="all"), error)])
-            seconds[part] = round(time.perf_counter() - started, 1)
-    faulthandler.cancel_dump_traceback_later()
-    return {**noted, "seconds of parts": seconds}
+                rows += work()
+            except Exception as error:  # whatever it is, the others are to be measured
+                rows.append(because(row, error))
+            csv.save(files.csv(), Row, rows)
+    return noted
 
 
-def _earlier(files: Files, noted: dict[str, Any]) -> tuple[list[Row], dict[str, float]]:
-    """Returns what was measured before of the same job in the same environment."""
-    if not (files.csv().exists() and files.json.exists()):
-        return [], {}
-    written = json.loads(files.json.read_text(encoding="utf-8"))
-    if {name: written.get(name) for name in noted} != noted:
-        print(f"{files.csv()} was measured with something else, and is replaced.")
-        return [], {}
-    return csv.load(files.csv(), Row), written["seconds of parts"]
+class Parts:
+    """Yields the steps of each part, by its name."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._bandwidth = math.nan  # of a copy, in bytes a millisecond
+
+    def bits(self) -> Iterator[Step]:
+        for problem in self._job.problems(self._job.for_bits):
+            for name in self._job.entered(problem):
+                if names.package(name) == "eqx_norm":
+                    row = self._row("bits", problem, name, "")
+                    yield row, partial(self._bits, row)
+
+    def agreement(self) -> Iterator[Step]:
+        timed = Shapes(self._job.shapes, self._job.rows)
+        for problem in self._job.problems(self._job.to_agree or timed):
+            for name in self._job.entered(problem):
+                row = self._row("agreement", problem, name, BOTH)
+                yield row, partial(self._agreement, row)
+
+    def training(self) -> Iterator[Step]:
+        for dtype in self._job.dtypes:
+            problem = training.problem(self._job.network, dtype)
+            row = self._row("training", problem, "", cases.STEP)
+            yield row, partial(self._training, row)
+
+    def layer_norm(self) -> Iterator[Step]:
+        return self._layers("layer_norm", self._job.layer_norms(self._job.rows))
+
+    def time(self) -> Iterator[Step]:
+        return self._layers("time", self._job.batch_norms(self._job.shapes))
+
+    def growth(self) -> Iterator[Step]:
+        """Times this layer on ever larger arrays of f32.
+
+        New results are, from 32 MiB on, fresh pages of the system, which take longer to get
+        than the arithmetic takes. So y and dx are written over those of the call before.
+
+        Arrays of a power of two in size, one after the other, get in each other's way: in NumPy
+        a plain addition of two takes up to 3 times as long as where they are 4 KiB further
+        apart. So there are powers of three as N, too: were it the layer that does not grow
+        linearly, they would show it.
+        """
+        name, made = names.OURS, {}
+        for n in self._job.growth if name in self._job.peers else ():
+            problem = Problem((n, 64, 16, 16), "f32", OWN)
+            make = partial(programs.program, name, problem, BOTH, How(in_place=True))
+            made[self._row("growth", problem, name, BOTH)] = make
+        rounds = max(1, self._job.rounds // 2)
+        yield Row(self._job.device, "growth"), lambda: self._race(made, "growth", rounds)
+
+    def compile(self) -> Iterator[Step]:
+        """Measures temporaries, and the time to compile."""
+        for problem in self._job.batch_norms(self._job.shapes):
+            entered = [n for n in self._job.entered(problem) if n not in IN_TORCH]
+            made = {name: programs.layer(name, problem) for name in entered}
+            affine = programs.unit_affine(problem.shape[1])
+            for pass_ in PASSES:
+                row = self._row("compile", problem, "", pass_)
+                yield row, partial(self._compiled, row, made, affine)
+
+    def stack(self) -> Iterator[Step]:
+        """Compiles many blocks of a linear layer, norm and ReLU, both ways."""
+        problem, depth = Problem(self._job.stack, "f32", OWN), self._job.depth
+        made = {
+            name: programs.stack(programs.layer(name, problem), depth, axis)
+            for name, axis in ((names.OURS, 1), (names.EQUINOX_BATCH, 1), (names.LINEN, -1))
+            if name in self._job.peers
+        }
+        affines = (programs.unit_affine(problem.shape[1]),) * depth
+        row = self._row("stack", problem, "", BOTH)
+        yield row, partial(self._compiled, row, made, affines)
+
+    def _layers(self, part: str, problems: list[Problem]) -> Iterator[Step]:
+        if self._job.copied and math.isnan(self._bandwidth):
+            size = self._job.copied
+            row = Row(self._job.device, "copy", (size // 4,), "f32", "", "JAX, copy", "copy")
+            yield row, partial(self._copy, row, size)
+        for problem, pass_ in itertools.product(problems, PASSES):
+            row = self._row(part, problem, "", pass_)
+            yield row, partial(self._layer, row)
+
+    def _row(self, part: str, problem: Problem, peer: str, program: str) -> Row:
+        return Row(self._job.device, part, *problem, peer, program)
+
+    def _bits(self, row: Row) -> list[Row]:
+        """Counts runs with other bits than the first: of y and memory, and of the gradients."""
+        how, runs = How(as_on_a_gpu=self._job.as_on_a_gpu), self._job.runs
+        run = programs.program(row.peer, row.problem, BOTH, how).call
+        counts = zip(("forward", "backward"), differing(run, runs), strict=True)
+        return [replace(row, program=p, differing=n, calls=runs) for p, n in counts]
+
+    def _agreement(self, row: Row) -> list[Row]:
+        """Measures the largest deviation of a peer from the same in float64."""
+        case = agreement.case(row.problem, programs.given_shape(row.peer, row.problem))
+        how = How(as_on_a_gpu=self._job.as_on_a_gpu)
+        answer = _made_by(row.peer).answer(row.peer, row.problem, case.given, how)
+        deviation = case.deviation(answer)
+        agrees = deviation <= agreement.TOLERANCE[row.dtype]
+        return [replace(row, deviation=deviation, note="" if agrees else DIFFERS)]
+
+    def _training(self, row: Row) -> list[Row]:
+        entered = [name for name in self._job.entered(row.problem) if name not in IN_TORCH]
+        with ThreadPoolExecutor() as pool:  # nothing is compiled while something is timed
+            made = {
+                replace(row, peer=name): pool.submit(
+                    training.program, name, self._job.network, row.dtype
+                ).result
+                for name in (*entered, cases.NO_NORM)
+            }
+        return self._race(made, f"{row.program}, {row.dtype}")
+
+    def _copy(self, row: Row, size: int) -> list[Row]:
+        """Measures the bandwidth of a copy."""
+        (row,) = self._race({row: partial(programs.copy, size)}, "copy")
+        self._bandwidth = 2 * size / row.median
+        return [row]
+
+    def _layer(self, row: Row) -> list[Row]:
+        """Times all peers on one array, and what they are measured by."""
+        gc.collect()  # what was timed before, and takes memory
+        problem, pass_, on_a_gpu = row.problem, row.program, self._job.as_on_a_gpu
+        instances = min(-(-cases.ONCE_IN // problem.bytes), self._job.most_instances)
+        entered, how = self._job.entered(problem, pass_), How(instances, on_a_gpu, on_a_gpu)
+        if on_a_gpu:  # several at once; what fails to compile raises again below
+            with ThreadPoolExecutor() as pool:
+                for name in set(entered) - set(IN_TORCH):
+                    pool.submit(programs.built, name, problem, pass_, how)
+        if problem.layout == OWN:
+            entered += programs.ROOFLINE
+        made = {
+            replace(row, peer=name): partial(_made_by(name).program, name, problem, pass_, how)
+            for name in entered
+        }
+        rows = self._race(made, f"{row.part}, {row.place}")
+        least = cases.LEAST[problem.rows, pass_] * problem.bytes / self._bandwidth
+        return [replace(row, share=least / row.median) for row in rows]
+
+    def _race(
+        self, made: Mapping[Row, Callable[[], Program]], title: str, rounds: int = 0
+    ) -> list[Row]:
+        """Returns the rows with their times, or with why there are none."""
+        found: dict[Row, Row] = {}
+        entered: dict[Row, Program] = {}
+
+        def failed(row: Row, error: Exception) -> None:
+            found[row] = because(row, error)
+
+        for row, make in made.items():
+            try:
+                entered[row] = make()
+            except Exception as error:  # whatever it is, the others are to be measured
+                failed(row, error)
+        times = timer.interleave(
+            entered,
+            rounds or self._job.rounds,
+            least=self._job.least,
+            wait_for_each=not self._job.as_on_a_gpu,
+            failed=failed,
+            title=title,
+        )
+        for row, taken in times.items():
+            low, median, high = taken.percentiles(self._job.spread[0], 50, self._job.spread[1])
+            found[row] = replace(
+                row,
+                median=median,
+                low=low,
+                high=high,
+                host=1e3 * statistics.median(taken.host.tolist()),
+                calls=taken.calls,
+                instances=entered[row].instances,
+            )
+        return [found[row] for row in made]
+
+    def _compiled(self, row: Row, layers: Mapping[str, Layer], affine: Any) -> list[Row]:
+        """Compiles the layers in turns; of the seconds both ways the median counts."""
+        problem, pass_ = row.problem, row.program
+        taken: dict[str, list[tuple[float, int]]] = {name: [] for name in layers}
+        for _ in range(1 if pass_ == FORWARD else self._job.compilations):
+            for name, made in layers.items():
+                shape = programs.given_shape(name, problem)
+                x = jax.ShapeDtypeStruct(shape, cases.DTYPES[problem.dtype])
+                given = (x,) if pass_ == FORWARD else (x, x)
+                arguments = affine, made.memory, *given
+                taken[name].append(compiled(function(made, pass_), arguments))
+        return [
+            replace(
+                row,
+                peer=name,
+                temporaries=several[0][1] / problem.bytes,
+                compile_seconds=statistics.median(seconds for seconds, _ in several),
+            )
+            for name, several in taken.items()
+        ]
+
+
+def _made_by(name: str) -> Any:
+    """Returns the module that makes programs of that name."""
+    if name in IN_TORCH:
+        from . import in_torch
+
+        return in_torch
+    return programs
+
+
+def compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, int]:
+    """Returns the seconds to trace, lower and compile, and the bytes of temporaries.
+
+    `function` has to be a fresh one; what JAX has traced of others before is forgotten, so that
+    nobody gains from the order.
+    """
+    jax.clear_caches()
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    analysis = program.memory_analysis()
+    if analysis is None:
+        raise RuntimeError(f"{jax.default_backend()} does not tell what memory programs need")
+    return seconds, analysis.temp_size_in_bytes
+
+
+def differing(run: Callable[[], Any], runs: int) -> list[float]:
+    """Returns how many of so many runs gave other bits than the first, forward and backward."""
+
+    @jax.jit
+    def prints(y: Any, memory: Any, gradients: Any) -> Array:
+        return jnp.stack([fingerprint((y, memory)), fingerprint(gradients)])
+
+    found = np.array([prints(*run()[0]) for _ in range(runs)])
+    return (found != found[0]).any(-1).sum(0).tolist()

@@ -1,20 +1,26 @@
-"""Makes programs to be timed of layers in JAX: forward, and forward and backward.
+"""Makes programs to be timed of layers in JAX, and of what layers are measured by.
 
 One layer on a small array takes a GPU less time than it takes the host to call it. In a network
 that is not so, since there a whole step is one call. So there a program has several instances
 of the layer, each on an x and dy of its own. A barrier keeps them apart, so that each is what
 it would be alone: compiled for an H200, three move three times the bytes of one.
+
+Every channel has to be summed up before any value can be normalised, so no batch norm has fewer
+than five passes over x. Each of them is a compiled function, too, with nothing shared; together
+they are "the sum of its parts", which a whole without waste comes close to. They run one after
+the other, as in the whole: a pass that is repeated alone would find all of x in a cache of its
+size, where the whole, which goes through four such arrays, does not.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpy.typing import NDArray
 
 from experiments.lab import peers
 from experiments.lab.exact import EPS, Answer, Batch
@@ -22,9 +28,9 @@ from experiments.lab.passes import BOTH, FORWARD, batch_norm, function
 from experiments.lab.peers import Layer, names
 from experiments.lab.timer import Program
 
-from .cases import DTYPES, LAST, OWN, Problem, Shape
+from .cases import DTYPES, IN_TORCH, LAST, OWN, Problem, Shape
 
-KERNEL = "gpu.triton", "mosaic_gpu"  # in the text of a program that has one
+ROOFLINE = MEMORY_COPY, SUM_OF_PARTS = "memory copy", "sum of its parts"
 
 
 class How(NamedTuple):
@@ -39,11 +45,21 @@ class How(NamedTuple):
     as_on_a_gpu: bool = False
 
 
+class Built(NamedTuple):
+    """Holds a layer as a program, without its arrays."""
+
+    # Takes weight and bias, memory, what each instance is given, and what the call before
+    # wrote; returns a list of what each instance gives.
+    call: Any
+    memory: Any
+    written: Any  # as shapes
+
+
 def layer(name: str, problem: Problem) -> Layer:
     """Returns the layer of that name for such an array."""
     if problem.rows:
         return peers.layer_norm(name, problem.shape[1:], eps=EPS)
-    return batch_norm(name, problem.shape[1], channel_axis=-1 if _moved(name, problem) else 1)
+    return batch_norm(name, problem.shape[1], channel_axis=-1 if moved(name, problem) else 1)
 
 
 def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
@@ -66,22 +82,14 @@ def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
     return made._replace(memory=memories, train=train)
 
 
-class Built(NamedTuple):
-    """Holds a layer as a program, without its arrays."""
-
-    # Takes weight and bias, memory, what each instance is given, and what the call before
-    # wrote; returns a list of what each instance gives.
-    call: Any
-    memory: Any
-    affine: Any  # ones and zeros
-    written: Any  # as shapes
-    note: str
+def unit_affine(channels: int) -> tuple[Array, Array]:
+    """Returns the weight and bias that are timed."""
+    return jnp.ones(channels), jnp.zeros(channels)
 
 
-@functools.lru_cache(512)  # more than are compiled together
+@functools.lru_cache(64)  # more than are compiled together
 def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
     made = layer(name, problem)
-    affine = jnp.ones(problem.shape[1]), jnp.zeros(problem.shape[1])
     one = function(made, pass_, apart=how.as_on_a_gpu)
     if how.instances > 1:  # it is traced once, and there as often
         one = jax.jit(one)
@@ -97,35 +105,32 @@ def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
 
     x = jax.ShapeDtypeStruct(given_shape(name, problem), DTYPES[problem.dtype])
     given = [(x,) if pass_ == FORWARD else (x, x)] * how.instances
-    arguments = affine, made.memory, given
+    arguments = unit_affine(problem.shape[1]), made.memory, given
     written = jax.eval_shape(each, *arguments, None) if how.in_place else None
     # An argument that is not used is not passed on, unless kept, and has no memory to give.
     jitted = jax.jit(each, donate_argnames="written", keep_unused=how.in_place)
-    if not how.as_on_a_gpu:
-        return Built(jitted, made.memory, affine, written, "")
-    lowered = jitted.lower(*arguments, written)
-    note = "with a kernel" if any(word in lowered.as_text() for word in KERNEL) else ""
-    return Built(lowered.compile(), made.memory, affine, written, note)
+    call = jitted.lower(*arguments, written).compile() if how.as_on_a_gpu else jitted
+    return Built(call, made.memory, written)
 
 
 def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
     """Returns the program with its arrays."""
-    call, memory, affine, written, note = built(name, problem, pass_, how)
+    if name in ROOFLINE:
+        return _roofline(name, problem, pass_)
+    call, memory, written = built(name, problem, pass_, how)
     arrays = drawn(given_shape(name, problem), problem.dtype, how.instances)
     given = [(x,) if pass_ == FORWARD else (x, dy) for x, dy in arrays]
+    parameters = unit_affine(problem.shape[1])
     results = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), written)
 
-    def call_in_place() -> Any:
+    def run() -> Any:
         nonlocal results
-        results = call(affine, memory, given, results)
-        return results
+        found = call(parameters, memory, given, results)
+        if how.in_place:
+            results = found
+        return found
 
-    def call_anew() -> Any:
-        return call(affine, memory, given, None)
-
-    return Program(
-        call_in_place if how.in_place else call_anew, instances=how.instances, note=note
-    )
+    return Program(run, instances=how.instances)
 
 
 @functools.lru_cache(2)  # the peers on one array share it, in either layout
@@ -139,22 +144,22 @@ def drawn(shape: Shape, dtype: str, instances: int = 1) -> list[tuple[Array, Arr
 def answer(name: str, problem: Problem, given: Batch, how: How) -> Answer:
     """Returns what a layer gives for these numbers, forward and backward."""
     call, memory, *_ = built(name, problem, BOTH, how)
-    affine = jnp.asarray(given.weight), jnp.asarray(given.bias)
-    x, dy = (placed(name, problem, values) for values in (given.x, given.dy))
-    ((y, _, ((dweight, dbias), dx)),) = call(affine, memory, [(x, dy)], None)
-    y, dx = (back(name, problem, values) for values in (y, dx))
-    return Answer(y, None, dx, np.asarray(dweight), np.asarray(dbias))
+    x, dy, weight, bias = map(jnp.asarray, given)
+    ((y, _, ((dweight, dbias), dx)),) = call((weight, bias), memory, [(x, dy)], None)
+    y, *gradients = (np.asarray(v, np.float32) for v in (y, dx, dweight, dbias))
+    return Answer(y, None, *gradients)
 
 
-def _moved(name: str, problem: Problem) -> bool:
+def moved(name: str, problem: Problem) -> bool:
     """Returns whether x has its channels last: Flax's default is that, and nobody else's."""
-    own = problem.layout == OWN and names.package(name) == "flax"
-    return own or problem.layout == LAST
+    if problem.layout == OWN:
+        return names.package(name) == "flax"
+    return problem.layout == LAST and name not in IN_TORCH  # which has a format for it
 
 
 def given_shape(name: str, problem: Problem) -> Shape:
-    """Returns the shape of x as a layer in JAX is given it."""
-    if not _moved(name, problem):
+    """Returns the shape of x as a layer is given it."""
+    if not moved(name, problem):
         return problem.shape
     batch, channels, *spatial = problem.shape
     if problem.layout == LAST:
@@ -162,17 +167,64 @@ def given_shape(name: str, problem: Problem) -> Shape:
     return batch, *spatial, channels
 
 
-def placed(name: str, problem: Problem, values: NDArray[Any]) -> Array:
-    """Returns values of the problem's shape as a layer in JAX is given them."""
-    if _moved(name, problem):
-        values = np.moveaxis(values, 1, -1)
-    return jnp.asarray(values.reshape(given_shape(name, problem)))
+# What layers are measured by.
 
 
-def back(name: str, problem: Problem, values: Array) -> NDArray[np.float32]:
-    """Returns what `placed` took."""
-    array = np.asarray(values, np.float32)
-    if not _moved(name, problem):
-        return array
-    batch, channels, *spatial = problem.shape
-    return np.moveaxis(array.reshape(batch, *spatial, channels), -1, 1)
+def copy(size: int) -> Program:
+    """Returns a copy of so many bytes, to where they were copied before."""
+    x = jax.random.normal(jax.random.key(0), (size // 4,))
+    # What is donated has the memory of what is returned.
+    jitted = jax.jit(lambda x, old: -x, donate_argnums=1, keep_unused=True)
+    result = jnp.zeros_like(x)
+
+    def call() -> Any:
+        nonlocal result
+        result = jitted(x, result)
+        return result
+
+    return Program(call)
+
+
+# All take x as [N, C, S], and sum in f32. (XLA is faster at two plain sums than at one
+# reduction to two results.)
+@jax.jit
+def _sum(x: Array) -> Array:
+    return x.astype(jnp.float32).sum((0, 2))
+
+
+@jax.jit
+def _sums(x: Array, y: Array) -> tuple[Array, Array]:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return x.sum((0, 2)), (x * y).sum((0, 2))
+
+
+@jax.jit
+def _normalise(x: Array, a: Array, b: Array) -> Array:
+    return jax.nn.relu(x * a[:, None] + b[:, None]).astype(x.dtype)
+
+
+@jax.jit
+def _gradient(x: Array, dy: Array, a: Array, b: Array) -> Array:
+    return (dy * a[:, None] + x * b[:, None] + b[:, None]).astype(x.dtype)
+
+
+@jax.jit
+def _negative(x: Array) -> Array:  # reads x and writes as much; a copy would be optimised away
+    return -x
+
+
+def _roofline(name: str, problem: Problem, pass_: str) -> Program:
+    """Returns a copy of x, which is what it is whatever is done with x; or all passes."""
+    ((x, dy),) = drawn(problem.shape, problem.dtype)
+    if name == MEMORY_COPY:
+        return Program(lambda: _negative(x))
+    x, dy = (values.reshape(*values.shape[:2], -1) for values in (x, dy))
+    a, b = unit_affine(x.shape[1])
+    passes: list[Callable[[], Any]] = [
+        lambda: _sum(x),
+        lambda: _sums(x, x),
+        lambda: _normalise(x, a, b),
+    ]
+    if pass_ != FORWARD:
+        passes += [lambda: _sums(dy, x), lambda: _gradient(x, dy, a, b)]
+    return Program(lambda: [jax.block_until_ready(each()) for each in passes])

@@ -1,16 +1,12 @@
-"""Defines the rows that are measured; picks some of them, and joins those of several runs."""
+"""Defines the rows that are measured, and picks some of them."""
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.lab.peers import names
-from experiments.lab.timer import Program, Times
-
-from .cases import IN_TORCH, Problem, Shape, shape_name
+from .cases import KERNELS, Problem, Shape, shape_name
 
 FAILED, NOT_SERVED, DIFFERS = "failed: ", "not served: ", "differs"
 
@@ -94,33 +90,10 @@ def by_shape(rows: Iterable[Row]) -> dict[Shape, dict[str, Row]]:
 def because(row: Row, error: Exception) -> Row:
     """Returns what is in the row's place where something raised.
 
-    Asked for by name, a kernel may say that it cannot serve: that is an answer. "auto" and
-    "xla" serve everything.
+    Asked for by name, a kernel may say that it cannot serve: that is an answer.
     """
     said = str(error).strip().partition("\n")[0][:300]
-    by_name = row.peer not in (names.OURS, names.OURS_XLA, *IN_TORCH)
-    if isinstance(error, ValueError) and by_name and said.startswith("implementation="):
+    refused = isinstance(error, ValueError) and said.startswith("implementation=")
+    if refused and row.peer in KERNELS:
         return dataclasses.replace(row, note=NOT_SERVED + said)
     return dataclasses.replace(row, note=f"{FAILED}{type(error).__name__}: {said}")
-
-
-def timed(row: Row, times: Times, program: Program, spread: tuple[float, float]) -> Row:
-    """Returns the row with the median, and these percentiles, of the program's times."""
-    low, median, high = times.percentiles(spread[0], 50, spread[1])
-    return dataclasses.replace(
-        row,
-        median=median,
-        low=low,
-        high=high,
-        host=1e3 * statistics.median(times.host.tolist()),
-        calls=times.calls,
-        instances=program.instances,
-        note=program.note,
-    )
-
-
-def replaced(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """Returns what was measured anew, by part and dtype, and of the others the old rows."""
-    new = list(new)
-    anew = {(row.part, dtype) for row in new for dtype in (row.dtype, "")}
-    return [*(row for row in old if (row.part, row.dtype) not in anew), *new]

@@ -6,11 +6,13 @@ all four stages there are 17 norms, on arrays of the sizes that a ResNet-50 has.
 block's stride stands in for the pooling.)
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -18,101 +20,113 @@ from experiments.lab.passes import batch_norm
 from experiments.lab.peers import Layer
 from experiments.lab.timer import Program
 
-from .cases import DTYPES, Shape, Sizes
+from .cases import DTYPES, Problem, Sizes
+from .programs import unit_affine
 
 OPTIMISER = optax.sgd(0.01, momentum=0.9)
-BLOCK = 4  # convolutions: of sizes 1, 3 and 1, and one beside them
 
 
-class Linear(NamedTuple):
-    """Holds what the networks have in common: convolutions with a norm each, and a head."""
+class Convolution(NamedTuple):
+    """Says what a convolution is, and whether the norm after it has a ReLU."""
 
-    convolutions: list[eqx.nn.Conv2d]
-    head: eqx.nn.Linear
+    inputs: int
+    outputs: int
+    size: int
+    stride: int
+    relu: bool
 
 
-def images_shape(sizes: Sizes) -> Shape:
-    return sizes.batch, 3, sizes.image, sizes.image
-
-
-@eqx.filter_jit  # as one program: array by array it takes longer than all steps
-def initial(sizes: Sizes, dtype: Any) -> Linear:
-    """Returns convolutions in `dtype`, and the last layer in float32."""
-    # Inputs, outputs, size, stride.
-    settings, channels = [(3, sizes.stem, 7, 2)], sizes.stem
+def convolutions(sizes: Sizes) -> list[Convolution]:
+    """Returns the stem, and four convolutions for each block."""
+    channels = sizes.stem
+    found = [Convolution(3, channels, 7, 2, relu=True)]
     for width in sizes.stages:
-        settings += [(channels, width, 1, 1), (width, width, 3, 2), (width, 4 * width, 1, 1)]
-        settings += [(channels, 4 * width, 1, 2)]
+        found += [
+            Convolution(channels, width, 1, 1, relu=True),
+            Convolution(width, width, 3, 2, relu=True),
+            Convolution(width, 4 * width, 1, 1, relu=False),
+            Convolution(channels, 4 * width, 1, 2, relu=False),  # beside these three
+        ]
         channels = 4 * width
-    *keys, last = jax.random.split(jax.random.key(0), len(settings) + 1)
-    convolutions = [
-        eqx.nn.Conv2d(*setting, setting[2] // 2, use_bias=False, dtype=dtype, key=key)
-        for setting, key in zip(settings, keys, strict=True)
-    ]
-    return Linear(convolutions, eqx.nn.Linear(channels, sizes.classes, key=last))
+    return found
 
 
-def norms(name: str, linear: Linear) -> list[Layer]:
-    """Returns a norm for each convolution, with a ReLU but before and beside a sum."""
-    return [
-        batch_norm(name, conv.out_channels, relu=i % BLOCK not in (3, 0) or i == 0)
-        for i, conv in enumerate(linear.convolutions)
+def problem(sizes: Sizes, dtype: str) -> Problem:
+    """Returns what the network is given."""
+    return Problem((sizes.batch, 3, sizes.image, sizes.image), dtype, "")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # array by array it takes far longer
+def initial(sizes: Sizes, dtype: str) -> Any:
+    """Returns kernels in `dtype`; weights and biases, and the last layer, in float32."""
+    made = convolutions(sizes)
+    *keys, last = jax.random.split(jax.random.key(0), len(made) + 1)
+    normal = jax.nn.initializers.he_normal(in_axis=1, out_axis=0)
+    kernels = [
+        normal(key, (conv.outputs, conv.inputs, conv.size, conv.size), DTYPES[dtype])
+        for conv, key in zip(made, keys, strict=True)
     ]
+    head = normal(last, (sizes.classes, made[-1].outputs))
+    return kernels, [unit_affine(conv.outputs) for conv in made], head
 
 
 def logits(
-    layers: list[Layer], linear: Linear, affines: Any, memories: Any, images: Array
+    network: Sequence[tuple[Convolution, Layer]], weights: Any, memories: Any, images: Array
 ) -> tuple[Array, list[Any]]:
     """Returns logits of images [N, 3, H, W] in float32, and the memories after them."""
+    kernels, affines, head = weights
     after: list[Any] = []
 
     def convolved(x: Array) -> Array:
         """Applies the next convolution and its norm."""
         i = len(after)
-        x = jax.vmap(linear.convolutions[i])(x)
-        y, memory = layers[i].train(affines[i], memories[i], x)
+        conv, norm = network[i]
+        x = jax.lax.conv(x, kernels[i], (conv.stride, conv.stride), "SAME")
+        y, memory = norm.train(affines[i], memories[i], x)
         after.append(memory)
         return y
 
     x = convolved(images)
-    while len(after) < len(layers):
+    while len(after) < len(network):
         y = convolved(convolved(convolved(x)))
         x = jax.nn.relu(y + convolved(x))
-    return jax.vmap(linear.head)(x.mean((2, 3)).astype(jnp.float32)), after
+    return x.mean((2, 3)).astype(jnp.float32) @ head.T, after
 
 
-def program(name: str, linear: Linear, sizes: Sizes, dtype: str) -> Program:
+def program(name: str, sizes: Sizes, dtype: str) -> Program:
     """Returns training, each step on the same images, whose call gives the loss.
 
     It is compiled here, so that several may be at once.
     """
-    layers = norms(name, linear)
+    network = [(c, batch_norm(name, c.outputs, relu=c.relu)) for c in convolutions(sizes)]
     keys = jax.random.split(jax.random.key(1))
-    images = jax.random.normal(keys[0], images_shape(sizes), DTYPES[dtype])
+    images = jax.random.normal(keys[0], problem(sizes, dtype).shape, DTYPES[dtype])
     labels = jax.random.randint(keys[1], (sizes.batch,), 0, sizes.classes)
-    channels = [conv.out_channels for conv in linear.convolutions]
-    affines = [(jnp.ones(c), jnp.zeros(c)) for c in channels]
-    arrays, static = eqx.partition((linear, affines), eqx.is_inexact_array)
 
+    @jax.jit
     def step(carried: Any, images: Array, labels: Array) -> Any:
-        arrays, memories, memory, _ = carried
+        weights, memories, memory, _ = carried
 
-        def loss(arrays: Any) -> Any:
-            linear, affines = eqx.combine(arrays, static)
-            found, after = logits(layers, linear, affines, memories, images)
+        def loss(weights: Any) -> Any:
+            found, after = logits(network, weights, memories, images)
             entropies = optax.softmax_cross_entropy_with_integer_labels(found, labels)
             return entropies.mean(), after
 
-        (value, memories), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
+        (value, memories), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
         change, memory = OPTIMISER.update(gradients, memory)
-        return optax.apply_updates(arrays, change), memories, memory, value
+        return optax.apply_updates(weights, change), memories, memory, value
 
-    carried = arrays, [made.memory for made in layers], OPTIMISER.init(arrays), jnp.zeros(())
-    compiled = jax.jit(step).lower(carried, images, labels).compile()
+    weights = initial(sizes, dtype)
+    memories = [layer.memory for _, layer in network]
+    carried = weights, memories, OPTIMISER.init(weights), jnp.zeros(())
+    compiled = step.lower(carried, images, labels).compile()
 
     def call() -> Any:
         nonlocal carried
         carried = compiled(carried, images, labels)
         return carried[-1]
 
+    call()
+    if not np.isfinite(call()):  # which has seen the gradients of the first
+        raise FloatingPointError("the loss is not finite")
     return Program(call)

@@ -14,10 +14,9 @@ from experiments.lab.curves import by_setting
 from experiments.lab.experiment import Files
 
 from .claims import Runs
-from .runs import FIGURE_1, FIGURE_2, FIGURE_3, MOMENTA, Gradient, Setting, Step
+from .runs import EMA, FIGURE_1, FIGURE_2, FIGURE_3, MOMENTA, Gradient, Setting, Step
 
 STYLE: dict[str, dict[str, Any]] = {
-    "none": {"color": look.BLACK, "linestyle": "-"},
     "batch": {"color": look.BLUE, "linestyle": "-"},
     "ema": {"color": look.VERMILION, "linestyle": "-"},
     "adam": {"color": look.ORANGE, "linestyle": "--"},
@@ -27,39 +26,37 @@ STYLE: dict[str, dict[str, Any]] = {
 
 
 def draw(files: Files) -> list[Path]:
-    """Draws all three; a selection of settings has only the third."""
+    """Draws all three; of a quick run, which lacks settings, only the third."""
     steps = rows.load(files.csv(), Step)
     runs = by_setting(steps, Setting)
-    drawn = []
-    if runs.keys() >= set(FIGURE_1):
-        found = rows.load(files.csv("_gradients"), Gradient)
-        drawn.append(gradients(found, steps, files.figure("_1_gradients")))
-    if runs.keys() >= set(FIGURE_2):
-        drawn.append(momenta(runs, files.figure("_2_momenta")))
-    shown = FIGURE_3 if runs.keys() >= set(FIGURE_3) else tuple(runs)
-    return [*drawn, seeds(runs, shown, files.figure("_3_seeds"))]
+    if not runs.keys() >= {*FIGURE_1, *FIGURE_2}:
+        return [seeds(runs, files.figure("_3_seeds"))]
+    found = rows.load(files.csv("_gradients"), Gradient)
+    return [
+        gradients(found, steps, files.figure("_1_gradients")),
+        momenta(runs, files.figure("_2_momenta")),
+        seeds(runs, files.figure("_3_seeds")),
+    ]
 
 
 def gradients(found: Sequence[Gradient], steps: Sequence[Step], path: Path) -> Path:
     """Draws figure 1: the gradient norm of every parameter, and the loss, of one seed."""
     seed = found[0].seed
     of_setting = rows.by(found, lambda row: Setting(row.approach, row.momentum))
-    of_module = {s: rows.by(mine, lambda row: row.module) for s, mine in of_setting.items()}
-    # A network without normalisation lacks some of them.
-    modules = list(max(of_module.values(), key=len))
+    modules = dict.fromkeys(row.module for row in of_setting[EMA])
     colors = [look.BLACK, look.BLUE, look.VERMILION, look.GREEN, look.ORANGE, look.PURPLE]
     if len(modules) > len(colors):  # a scale then, from input to output
         colors = list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, len(modules))))
-    figure = Figure(figsize=(2.6 * len(of_module) + 1.2, 4.6))
-    axes = figure.subplots(2, len(of_module), sharex=True, sharey="row")
-    for (setting, norms), (top, bottom) in zip(of_module.items(), axes.T, strict=True):
+    figure = Figure(figsize=(2.6 * len(of_setting) + 1.2, 4.6))
+    axes = figure.subplots(2, len(of_setting), sharex=True, sharey="row")
+    for (setting, norms), (top, bottom) in zip(of_setting.items(), axes.T, strict=True):
         for module, color in zip(modules, colors, strict=False):
+            mine = [row for row in norms if row.module == module]
             for kind, linestyle in (("weight", "-"), ("bias", ":")):
-                mine = norms.get(module, [])
                 values = [getattr(row, kind) for row in mine]
                 line = {"color": color, "linestyle": linestyle, "label": f"{module}.{kind}"}
                 top.plot([row.step for row in mine], values, **line)
-        mine = [step for step in steps if (*step[:2], step.seed) == (*setting, seed)]
+        mine = [step for step in steps if step[:3] == (*setting, seed)]
         bottom.plot([s.step for s in mine], [s.loss for s in mine], color=look.BLACK)
         top.set_title(setting.label)
         bottom.set_xlabel("training step")
@@ -94,14 +91,14 @@ def momenta(runs: Runs, path: Path) -> Path:
     return look.save(figure, path)
 
 
-def seeds(runs: Runs, settings: Sequence[Setting], path: Path) -> Path:
+def seeds(runs: Runs, path: Path) -> Path:
     """Draws figure 3: loss, largest gradient norm and test accuracy over the seeds."""
     quantities = {
         "loss": "training loss",
         "largest_gradient_norm": "largest gradient norm",
         "test_accuracy": "test accuracy, inference mode, %",
     }
-    lines = {setting.label: (runs[setting], STYLE[setting.approach]) for setting in settings}
+    lines = {s.label: (runs[s], STYLE[s.approach]) for s in FIGURE_3 if s in runs}
     figure = Figure(figsize=(10, 3.6))
     axes = figure.subplots(1, len(quantities))
     look.panels(figure, axes[:, None], quantities, {"": lines})

@@ -2,35 +2,31 @@
 
 from typing import NamedTuple
 
-NO_NORM = "none"
-
 
 class Setting(NamedTuple):
-    approach: str  # or `NO_NORM`
-    momentum: float  # 0 where nothing is normalised, so that there is one such setting
+    approach: str
+    momentum: float
 
     @property
     def label(self) -> str:
-        return "no norm" if self.approach == NO_NORM else f"{self.approach} {self.momentum:g}"
+        return "no norm" if self == NO_NORM else f"{self.approach} {self.momentum:g}"
 
+
+NO_NORM = Setting("none", 0.0)
+# What `batch` trains by does not depend on the momentum: one run of it serves every claim.
+BATCH, EMA, ADAM, SMOOTH = (Setting(a, 0.99) for a in ("batch", "ema", "adam", "smooth_start"))
+EMA_LOW, SMOOTHER = Setting("ema", 0.5), Setting("smooth_start", 0.9999)
+COMPARED = (BATCH, EMA, EMA_LOW, ADAM, SMOOTH, SMOOTHER)  # by the claims
 
 # What the three figures show.
-FIGURE_1 = (
-    Setting(NO_NORM, 0.0),
-    Setting("ema", 0.99),
-    Setting("batch", 0.99),
-    Setting("ema", 0.5),
-)
+FIGURE_1 = (NO_NORM, EMA, BATCH, EMA_LOW)
 MOMENTA = (0.5, 0.99, 0.9999)
 FIGURE_2 = tuple(
     Setting(approach, momentum)
     for momentum in MOMENTA
     for approach in ("batch", "adam", "smooth_start", "ema")
 )
-FIGURE_3 = tuple(
-    Setting(approach, 0.99)
-    for approach in ("batch", "ema", "adam", "smooth_start", "variance_clip")
-)
+FIGURE_3 = (BATCH, EMA, ADAM, SMOOTH, Setting("variance_clip", 0.99))
 SETTINGS = tuple(dict.fromkeys((*FIGURE_1, *FIGURE_2, *FIGURE_3)))
 
 

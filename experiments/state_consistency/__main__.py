@@ -9,15 +9,10 @@ backward pass follows, and on which library computes the layer; and one value pe
 NaN. The thread's script is the one here: evaluate, call once in training mode, evaluate again;
 then all of it again with another batch. Each row of the matrix runs it in another way: with
 and without a backward pass, op by op and under `jax.jit`, `jax.checkpoint` and `lax.scan`, in
-two dtypes, with each implementation of this layer; and the same of Equinox's, Flax's and
-PyTorch's layers, of which those that are not installed are left out. Measured are
-
-    difference       largest, of the outputs of the evaluations before and after one call
-    updates          how many steps of the running average a training call made
-    errors           of what an update took in, beside the batch's mean, biased and unbiased
-                     variance computed in float64
-    memory           what is remembered after each call, to the bit
-    nonfinite        how many numbers are NaN or infinite
+two dtypes, with two implementations of this layer; and the same of Equinox's, Flax's and
+PyTorch's layers, of which those that are not installed are left out. Measured is what of the
+batch an update took in, beside mean, biased and unbiased variance computed in float64; what is
+remembered, to the bit; and how far the evaluations before and after the first call differ.
 
 (Equinox's mode="ema" evaluates by a variance of 0 before its first batch: so its difference is
 large. torch.batch_norm is what PyTorch's layer calls, without the check that comes before.)
@@ -26,27 +21,23 @@ A row may have one value per channel (n = 1), or in its second batch a number th
 infinite, or so large that its square is; ten good batches follow that.
 """
 
-import dataclasses
 import itertools
 import sys
-import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from eqx_norm import BatchNorm
 from experiments.lab import peers, rows
 from experiments.lab.claims import verdicts_table
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.peers import names
+from experiments.lab.tables import grid
 
-from .claims import CLAIMS
-from .row import OURS, Row
-from .script import ERRORS, SEED, SHAPE, play, subject
-from .subjects import EPS, JIT, MOMENTUM, usual, ways
-from .summary import in_short, raised, summary
+from .claims import CLAIMS, FINITE, JIT, OP_BY_OP, OURS, Row
+from .script import EPS, MOMENTUM, SEED, SHAPE, WAYS, play, subject
 
 LAYERS = (
     *OURS,
@@ -54,19 +45,13 @@ LAYERS = (
     *(names.LINEN, names.NNX),
     *(names.TORCH, names.TORCH_OPERATOR),
 )
-# All but the one that sums in an order of its own, so that its bits are others.
-IMPLEMENTATIONS = tuple(
-    name
-    for name in typing.get_args(typing.get_type_hints(BatchNorm)["implementation"])
-    if name != "device_invariant"
-)
+IMPLEMENTATIONS = ("auto", "xla")  # of this package's layer; "auto" takes kernels on a GPU
 FEW_VALUES = (1, 6), (1, 6, 5), (1, 6, 1)  # the thread's, too
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Job:
     layers: tuple[str, ...] = LAYERS
-    implementations: tuple[str, ...] = IMPLEMENTATIONS  # of this package's layer
     # Run in every way. The second is a batch of several examples.
     shapes: tuple[tuple[int, ...], ...] = (SHAPE, (8, 3, 4))
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
@@ -81,53 +66,111 @@ QUICK = Job(LAYERS[:4], shapes=(SHAPE,), dtypes=("float32",), not_finite=("nan",
 def settings(job: Job) -> Iterator[Row]:
     """Yields the rows, of which nothing is measured yet."""
     for layer in job.layers:
-        implementations = job.implementations if layer in OURS else ("",)
+        implementations = IMPLEMENTATIONS if layer in OURS else ("",)
+        ways, usual = tuple(WAYS), JIT
+        if names.package(layer) == "torch":
+            ways, usual = (OP_BY_OP, "checkpoint, op by op"), OP_BY_OP
         for made in itertools.product((layer,), implementations, job.dtypes):
-            for how in itertools.product(job.shapes, ways(layer), (False, True)):
+            for how in itertools.product(job.shapes, ways, (False, True)):
                 yield Row(*made, *how)
             for shape in FEW_VALUES:
-                yield Row(*made, shape, usual(layer), True)
+                yield Row(*made, shape, usual, True)
             for number in job.not_finite:
-                yield Row(*made, job.shapes[-1], usual(layer), True, number)
-
-
-def present(job: Job) -> tuple[Job, dict[str, str]]:
-    """Returns the job without the peers and implementations that cannot run here."""
-    job, left_out = peers.present_layers(job)
-    run = []
-    for name in job.implementations:
-        row = Row(names.OURS, name, "float32", (2, 1), JIT, backward=True)
-        try:
-            subject(row).train(np.ones(row.shape, np.float32))
-        except ERRORS as error:
-            if name in ("auto", "xla"):  # which run everywhere
-                raise
-            left_out[f"implementation={name!r}"] = f"{type(error).__name__}: {error}"
-        else:
-            run.append(name)
-    return dataclasses.replace(job, implementations=tuple(run)), left_out
+                yield Row(*made, job.shapes[-1], usual, True, number)
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
     progress = tqdm([*settings(job)], unit="row", disable=None)
     rows.save(files.csv(), Row, [play(subject(row), row) for row in progress], digits=9)
-    noted = {"eps": EPS, "momentum": MOMENTUM, "seeds": [SEED]}
-    return {**noted, "implementations": job.implementations}
+    return {"eps": EPS, "momentum": MOMENTUM, "seeds": [SEED]}
 
 
 def report(files: Files) -> Report:
     """Returns the matrix in a few lines, the verdicts, and what was raised."""
     found = rows.load(files.csv(), Row)
     verdicts = [claim.verdict(found) for claim in CLAIMS]
-    tables = f"{summary(found)}\n\n{verdicts_table(verdicts, f'claim of {names.OURS}')}"
+    of_layers = rows.by(found, lambda row: row.layer)
+    tables = (
+        grid("layer", of_layers, COLUMNS, lambda mine, cell: cell(mine)),
+        verdicts_table(verdicts, f"claim of {names.OURS}"),
+    )
+    failed = rows.by(
+        (row for row in found if row.raised), lambda row: f"{row.layer}: {row.raised}"
+    )
+    raised = (
+        f"raises: {what} ({', '.join(dict.fromkeys(row.values for row in mine))})"
+        for what, mine in failed.items()
+    )
     return Report(
-        f"{tables}\n\n{raised(found)}",
+        "\n\n".join((*tables, "\n".join(raised))),
         verdicts,
-        summary=tables,
-        ours=in_short([row for row in found if row.layer in OURS]),
-        peers=in_short([row for row in found if row.layer not in OURS]),
+        summary="\n\n".join(tables),
+        ours=_in_short([row for row in found if row.layer in OURS]),
+        peers=_in_short([row for row in found if row.layer not in OURS]),
     )
 
+
+def _in_short(found: list[Row]) -> str:
+    return f"updates a call: {_updates(found)}; memory after NaN: {_bad_batch(found)}"
+
+
+def _updates(found: list[Row]) -> str:
+    counts = [count for row in found for count in (row.updates_1, row.updates_2)]
+    return _joined(f"{count:.0f}" for count in counts if np.isfinite(count))
+
+
+def _difference(found: list[Row]) -> str:
+    mine = [row for row in found if (row.dtype, row.shape) == ("float32", SHAPE)]
+    return _joined(f"{row.difference:.2f}" for row in mine)
+
+
+def _variance(dtype: str) -> Callable[[list[Row]], str]:
+    def cell(found: list[Row]) -> str:
+        several = [row for row in found if row.dtype == dtype and row.n > 1]
+        # Where a call is two updates, what one of them took in cannot be told.
+        counted = [row for row in several if not row.raised and _updates([row]) == "1"]
+        if not counted:
+            return "fails" if several else "-"
+        kind = "unbiased" if counted[0].unbiased else "biased"
+        return f"{kind}, to {max(row.variance_error for row in counted):.0e}"
+
+    return cell
+
+
+def _one_value(found: list[Row]) -> str:
+    def said(row: Row) -> str:
+        if row.raised:
+            touched = "" if row.memory_0 == row.memory_1 else ", memory changed"
+            return row.raised.partition(":")[0] + touched
+        return "NaN" if row.nonfinite_training + row.nonfinite_evaluation else "finite"
+
+    # Whether a layer can be run in bfloat16 is another column's.
+    return _joined(said(row) for row in found if row.n == 1 and row.dtype == "float32")
+
+
+def _bad_batch(found: list[Row]) -> str:
+    def said(row: Row) -> str:
+        if row.nonfinite_later:
+            return "lost for ever"
+        kept = "kept" if row.memory_1 == row.memory_2 else "changed"
+        return kept + (", counted" if row.rejected == 1 else "")
+
+    return _joined(said(row) for row in found if row.batch != FINITE and not row.raised)
+
+
+def _joined(said: Iterable[str]) -> str:
+    return " or ".join(sorted(set(said))) or "-"
+
+
+COLUMNS = {
+    "rows": lambda found: str(len(found)),
+    "updates a call": _updates,
+    "evaluations differ by": _difference,
+    "running variance, float32": _variance("float32"),
+    "bfloat16": _variance("bfloat16"),
+    "n = 1": _one_value,
+    "memory after NaN, inf": _bad_batch,
+}
 
 EXPERIMENT = Experiment(
     name="state_consistency",
@@ -137,11 +180,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     report=report,
     thread="[MXNet #21111](https://github.com/apache/mxnet/issues/21111)",
-    quick_help="fewer rows, no peers but Equinox; exits with 1 if a claim does not hold",
-    whole_help="the whole job with every peer",
-    present=present,
-    # Which implementations can run is a question of the device.
-    is_whole=lambda job: dataclasses.replace(job, implementations=IMPLEMENTATIONS) == WHOLE,
+    present=peers.present_layers,
 )
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import (  # pyright: ignore[reportMissingImports]  (
 
 from experiments.lab.peers import names, of_torch
 
-from .row import Row
-from .subjects import EPS, MOMENTUM, OP_BY_OP, Memory
+from .claims import OP_BY_OP, Row
+from .script import EPS, MOMENTUM
 
 
 class InTorch:
@@ -39,10 +39,9 @@ class InTorch:
             tensors += [inputs.grad, layer.weight.grad, layer.bias.grad]
         return [of_torch.array(tensor) for tensor in tensors]
 
-    def trace(self, x: np.ndarray) -> None:
-        """Does nothing: here every operation has values."""
+    def raises_while_tracing(self, x: np.ndarray) -> bool:
+        return False  # here every operation has values
 
-    def memory(self) -> Memory:
-        layer = self._layer
-        kept = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
-        return Memory(tuple(tensor.numpy().copy() for tensor in kept))
+    def memory(self) -> list[np.ndarray]:
+        # Running mean, running variance, how many batches were counted.
+        return [tensor.numpy().copy() for tensor in self._layer.buffers()]

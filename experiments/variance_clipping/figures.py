@@ -1,7 +1,6 @@
 """Draws two of the corruptions, step by step."""
 
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -10,29 +9,16 @@ from experiments.lab import rows
 from experiments.lab.curves import Curves, by_setting
 from experiments.lab.experiment import Files
 
-from .corruptions import CLEAN, ONE_IMAGE, SCALED
-from .runs import CORRUPTED, Setting, Step
+from .runs import CLEAN, CORRUPTED, ONE_IMAGE, SCALED, Setting, Step
 
 # A figure of each, by its suffix.
 DRAWN = {SCALED: "_scaled", ONE_IMAGE: "_one_image"}
-
-# By whether clipped, and whether corrupted.
-STYLE: dict[tuple[bool, bool], tuple[str, dict[str, Any]]] = {
-    (False, False): ("no corrupted batch", {"color": look.BLACK, "linestyle": ":"}),
-    (False, True): ("without clipping", {"color": look.VERMILION, "linestyle": "-"}),
-    (True, True): ("with clipping", {"color": look.BLUE, "linestyle": "--"}),
-}
 LABELS = {
     "loss": "training loss",
     "training_accuracy": "training accuracy, %",
     "running_variance": "running variance,\nmean over channels",
     "test_accuracy": "test accuracy,\ninference mode, %",
 }
-
-
-def is_drawn(setting: Setting) -> bool:
-    corrupted = setting.corruption != CLEAN
-    return (setting.clipped, corrupted) in STYLE and setting.corruption in (CLEAN, *DRAWN)
 
 
 def draw(files: Files) -> list[Path]:
@@ -44,10 +30,15 @@ def draw(files: Files) -> list[Path]:
 
 def panels(runs: dict[Setting, Curves], corruption: str, path: Path) -> Path:
     """Draws loss, training accuracy, running variance and test accuracy, by approach."""
+    lines = {
+        "no corrupted batch": ((False, CLEAN), {"color": look.BLACK, "linestyle": ":"}),
+        "without clipping": ((False, corruption), {"color": look.VERMILION, "linestyle": "-"}),
+        "with clipping": ((True, corruption), {"color": look.BLUE, "linestyle": "--"}),
+    }
     columns = {
         approach: {
-            name: (runs[Setting(approach, clipped, corruption if bad else CLEAN)], style)
-            for (clipped, bad), (name, style) in STYLE.items()
+            name: (runs[Setting(approach, *rest)], style)
+            for name, (rest, style) in lines.items()
         }
         for approach in dict.fromkeys(setting.approach for setting in runs)
     }

@@ -1,8 +1,12 @@
-"""Says how every run is trained, and what is kept of it."""
+"""Says how every run is trained, how its batches are corrupted, and what is kept of it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from experiments.lab.curves import Curves
+from experiments.lab.training import Images
 
 MOMENTUM = 0.99
 # Ginsburg's factor. He starts after 200 batches; here training has settled after 100. (All of
@@ -15,15 +19,39 @@ STEPS = 230
 # "Soon after" and "at the end": the mean over so many steps.
 WINDOW = 20
 
+CLEAN = "none"
+SCALED, CONTRAST, ONE_IMAGE = "scaled by 1e3", "contrast by 1e3", "one image by 1e3"
+CONSTANT, LOUD, FAINT = "constant", "constant 1e3", "scaled by 1e-3"
+
+# What is done to a batch in which 0 is black and 1 is white.
+CORRUPTIONS: dict[str, Callable[[Images], Images]] = {
+    CLEAN: lambda ink: ink,
+    # A variance 1e6 times as large, a mean 1e3 times.
+    SCALED: lambda ink: 1e3 * ink,
+    # A variance 1e6 times as large, too, but the mean of every pixel over the batch stays.
+    CONTRAST: lambda ink: ink.mean(axis=0) + 1e3 * (ink - ink.mean(axis=0)),
+    # The first of 64: a variance 2e4 times as large, a mean 20 times.
+    ONE_IMAGE: lambda ink: np.concatenate([1e3 * ink[:1], ink[1:]]),
+    # A variance of 0. White, or 1e3 times as bright.
+    CONSTANT: np.ones_like,
+    LOUD: lambda ink: np.full_like(ink, 1e3),
+    # A variance 1e-6 times as large.
+    FAINT: lambda ink: 1e-3 * ink,
+}
+
+
+def corrupted(images: Images, corruption: str) -> Images:
+    """Returns the images, from -1 to 1, corrupted so."""
+    if corruption == CLEAN:
+        return images
+    ink = CORRUPTIONS[corruption]((images + np.float32(1)) / np.float32(2))
+    return (2 * ink - 1).astype(np.float32)
+
 
 class Setting(NamedTuple):
     approach: str
     clipped: bool
     corruption: str
-
-    @property
-    def layer(self) -> str:
-        return f"{self.approach}, clipped" if self.clipped else self.approach
 
 
 class Run(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.determinism import _fingerprint, fingerprint, hexadecimal, summarise
+from eqx_norm.determinism import fingerprint, hexadecimal, summarise
 from tests.helpers import normal
 
 WRAP = 2**32
@@ -49,23 +49,16 @@ DTYPES = (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_that_of_the_formula_and_no_flipped_bit_goes_unseen(dtype):
-    """Flips each single bit, and 200 times 2 to 8 bits in random places."""
-    random = np.random.RandomState(0)
     size = 15
     width = 8 if dtype == "key" else np.dtype(jnp.dtype(dtype)).itemsize
     used = NARROW.get(dtype, 8 * width)
-    raw = np.packbits(random.rand(size, 8 * width) < 0.5, axis=-1, bitorder="little")
+    raw = np.random.RandomState(0).randint(0, 256, (size, width)).astype(np.uint8)
     raw[:2] = [[0], [255]]  # a zero, whose sign is flipped, and a NaN, whose payload is
     raw[:, 0] &= np.uint8(2 ** min(used, 8) - 1)
-    single = size * used
-    copies = np.tile(raw, (1 + single + 200, 1, 1))
+    copies = np.tile(raw, (1 + size * used, 1, 1))
     for i, copy in enumerate(copies[1:]):
-        places = [divmod(i, used)]
-        if i >= single:
-            several = random.randint(2, 9)
-            places = random.randint([size, used], size=(several, 2))
-        for place, bit in places:
-            copy[place, bit // 8] ^= np.uint8(1 << bit % 8)
+        place, bit = divmod(i, used)
+        copy[place, bit // 8] ^= np.uint8(1 << bit % 8)
     with jax.enable_x64(dtype in WIDE):
         if dtype == "key":
             tree = jax.random.wrap_key_data(jnp.asarray(copies.view(np.uint32)))
@@ -76,9 +69,7 @@ def test_it_is_that_of_the_formula_and_no_flipped_bit_goes_unseen(dtype):
     assert hexadecimal(prints[0]) == by_the_formula(raw.view(word).reshape(-1))
     words = raw.view(np.uint32 if dtype == "key" else jnp.dtype(dtype))
     np.testing.assert_array_equal(fingerprint(words), prints[0])  # the sums by NumPy
-    changed = (copies[1:] != raw).any(axis=(1, 2))
-    np.testing.assert_array_equal((prints[1:] != prints[0]).any(axis=-1), changed)
-    assert changed[:single].all()
+    assert (prints[1:] != prints[0]).any(axis=-1).all()
 
 
 WIDE_NUMPY = {
@@ -92,9 +83,7 @@ WIDE_NUMPY = {
 }
 
 
-def test_of_numpy_it_does_not_depend_on_x64(monkeypatch):
-    """Sums in parts of 7 words, after which the salts go on."""
-    monkeypatch.setattr(_fingerprint, "_CHUNK", 7)
+def test_of_numpy_it_does_not_depend_on_x64():
     native = {
         name: np.ascontiguousarray(x.astype(x.dtype.newbyteorder("<"))).reshape(x.shape)
         for name, x in WIDE_NUMPY.items()
@@ -119,12 +108,10 @@ def test_of_numpy_it_does_not_depend_on_x64(monkeypatch):
     [
         (np.array(["a"]), "dtype <U1"),
         (np.array([None]), "dtype object"),
-        (np.array(["2020"], "M8[s]"), "dtype datetime64"),
         (np.array([1], "m8[s]"), "dtype timedelta64"),
-        (np.zeros(1, "i4,i4"), "dtype \\[\\('f0'"),
         (np.ma.masked_equal([1.0, 2.0], 2.0), "x.filled"),
     ],
-    ids=["text", "objects", "dates", "durations", "records", "masked"],
+    ids=["text", "objects", "durations", "masked"],
 )
 def test_numpy_arrays_of_no_numbers_are_an_error(x, says):
     with pytest.raises(TypeError, match=says):
@@ -136,9 +123,7 @@ def test_of_a_tree_it_is_that_of_its_arrays_fingerprints():
     assert seen({"a": a, "b": [b, None]}) == seen(
         jnp.stack([fingerprint_of(a), fingerprint_of(b)])
     )
-    assert seen((a, b)) != seen((b, a))
     assert seen([a]) == seen(a)
-    assert fingerprint_of([a, b]).nbytes == 8
     with pytest.raises(ValueError, match="there is no array in it"):
         fingerprint({"a": 1.0})
 
@@ -147,27 +132,9 @@ def test_of_a_tree_it_is_that_of_its_arrays_fingerprints():
 STRUCTURED = {
     "ones": np.ones(64, np.float32),
     "zeros": np.zeros(64, np.float32),
-    "ramp": np.arange(64, dtype=np.float32),
-    "integers": np.arange(64, dtype=np.uint32),
     "powers": 2.0 ** np.arange(-32, 32, dtype=np.float32),
-    "alternating": np.arange(64, dtype=np.uint32) % 2,
-    "blocks": np.arange(64, dtype=np.float32) // 8,
     "salts": 0x9E3779B9 * np.arange(64, dtype=np.uint32),
 }
-
-
-def orders():
-    """Yields swaps, reversals of parts, shifts forwards and backwards, and transpositions."""
-    places = np.arange(64)
-    for i in range(64):
-        yield from (np.roll(places, i), np.roll(places[::-1], i))
-        for j in range(i):
-            swapped, reversed_ = places.copy(), places.copy()
-            swapped[[i, j]] = j, i
-            reversed_[j : i + 1] = places[j : i + 1][::-1]
-            yield from (swapped, reversed_)
-    for rows in (2, 4, 8, 16, 32):
-        yield places.reshape(rows, -1).T.reshape(-1)
 
 
 def distinct(rows):
@@ -176,25 +143,17 @@ def distinct(rows):
 
 @pytest.mark.parametrize("name", STRUCTURED)
 def test_neither_another_order_nor_a_bit_flipped_in_two_places_goes_unseen(name):
-    words = STRUCTURED[name].view(np.uint32)
-    copies = words[np.stack([*orders()])]
-    assert distinct(fingerprints_of(copies)) == distinct(copies)
+    words, places = STRUCTURED[name].view(np.uint32), np.arange(64)
     pairs = np.array([(i, j) for i in range(64) for j in range(i)])
+    orders = np.tile(places, (len(pairs), 1))
+    orders[np.arange(len(pairs))[:, None], pairs] = pairs[:, ::-1]  # two words swapped
+    orders = [*orders, *(np.roll(places[::step], i) for i in range(64) for step in (1, -1))]
+    copies = words[np.stack(orders)]
+    assert distinct(fingerprints_of(copies)) == distinct(copies)
     for bit in (0, 15, 16, 22, 23, 30, 31):
         copies = np.tile(words, (len(pairs), 1))
-        for place in pairs.T:
-            copies[np.arange(len(pairs)), place] ^= np.uint32(1 << bit)
+        copies[np.arange(len(pairs))[:, None], pairs] ^= np.uint32(1 << bit)
         assert distinct(fingerprints_of(copies)) == len(pairs)
-
-
-def test_nor_in_places_far_apart_and_constants_differ():
-    """The salts of words 2**n apart have their last n bits in common."""
-    copies = np.ones((12 * 32, 4096), np.float32).view(np.uint32)
-    for i, copy in enumerate(copies):
-        copy[[0, 2 ** (i // 32)]] ^= np.uint32(1 << i % 32)
-    assert distinct(fingerprints_of(copies)) == len(copies)
-    constants = np.full((64, 200), np.arange(200), np.float32).T
-    assert distinct(fingerprints_of(constants)) == 200
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 1, 4, 2)], ids=str)
@@ -221,21 +180,20 @@ def test_a_summary_is_exact_whatever_the_order():
     ("tree", "total"),
     [
         ([jnp.float32(1e30), jnp.float32(1), jnp.float32(-1e30)], 1.0),
-        ([np.float64(0.1), jnp.int32(2), np.bool_(True)], 3.1),
+        ([np.float64(0.1), jnp.int32(2), np.bool_(True), jnp.bfloat16(1.5)], 4.6),
         ([np.int64(2**53 + 1), np.int64(-(2**53)), np.float32(0.5)], 1.5),
         ([jnp.complex64(1 - 2j), jnp.float32(3)], 4 - 2j),
-        ([jnp.bfloat16(1.5), jnp.int4(-3)], -1.5),
-        ([jnp.float32(jnp.inf), jnp.float32(1)], math.inf),
+        ([np.array([np.inf, 1]), jax.random.key(0)], math.inf),
+        (jax.random.key(0), 0),
     ],
-    ids=["cancelling", "mixed", "int64", "complex", "narrow", "infinite"],
+    ids=["cancelling", "mixed", "int64", "complex", "infinite", "key"],
 )
 def test_sums(tree, total):
     with jax.enable_x64(True):
         assert summarise(tree, "x").total == total
 
 
-def test_what_cannot_be_summed_can_be_summarised():
+def test_what_has_no_sum():
     assert np.isnan(summarise([np.array([np.inf, -np.inf])], "x").total)
-    assert summarise(jax.random.key(0), "key").total == 0
     with pytest.raises(ValueError, match="no array"):
         summarise([], "x")

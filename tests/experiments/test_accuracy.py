@@ -1,89 +1,67 @@
-"""Tests that the accuracy experiment measures what it says, and that its claims can fail."""
+"""Tests that the accuracy experiment measures what it says, and that it sees what is wrong."""
 
+import contextlib
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
+from eqx_norm.strategies import NAMED, Adam, Moments
 from experiments.accuracy import __main__ as accuracy
-from experiments.accuracy import approaches, cases, claims
-from experiments.accuracy.cases import CHANNELS
-from experiments.accuracy.layouts import FIRST, LAST, LAYOUTS, ROWS
-from experiments.accuracy.rows import NOT_SERVED, Row
-from experiments.lab import claims as lab
+from experiments.accuracy import approaches, cases, claims, recursions
+from experiments.accuracy.approaches import APPROACHES
+from experiments.accuracy.claims import NOT_SERVED, Row, Y
+from experiments.accuracy.layouts import FIRST, LAYOUTS, ROWS
 from experiments.lab import exact, rows
+from experiments.lab.claims import judge
 from experiments.lab.exact import Answer
 from experiments.lab.experiment import COMMITTED, Files
 from experiments.lab.peers import names
 
-EXPERIMENT = accuracy.EXPERIMENT
 CASES = {case.name: case for case in cases.QUICK}
 EASY, AFFINE = "mean/std = 1e0", "mean/std = 1e3, affine"
 CONSTANTS, HALF = "constants to 1, n = 7", "float16, mean 0, std 300"
 FEW_STEPS = approaches.Job(2, (1.0,), (0.5,), ("ema",))
+FAR = approaches.Job(steps=40, ratios=(1e7,), momenta=(0.99,))
 
 
-def few(*names):
-    """Returns the quick job with a few of its cases."""
-    chosen = tuple(CASES[name] for name in names)
-    return dataclasses.replace(accuracy.QUICK, cases=chosen, by_approach=FEW_STEPS)
+def run(tmp_path, stem, *chosen, **fields):
+    """Returns the exit code and the rows of a run with a few cases."""
+    some = tuple(CASES[name] for name in chosen)
+    job = dataclasses.replace(accuracy.QUICK, cases=some, by_approach=FEW_STEPS, **fields)
+    experiment = dataclasses.replace(accuracy.EXPERIMENT, quick=job, draw=lambda files: [])
+    code = experiment.main(["--quick", "--out", str(tmp_path)])
+    return code, rows.load(Files(tmp_path, stem).csv(), Row)
 
 
 def test_a_layer_that_raises_is_said_to_fail(tmp_path, capsys):
-    job = few(EASY, HALF)
-    run = dataclasses.replace(EXPERIMENT, quick=job, draw=lambda files: [])
-    run.main(["--quick", "--out", str(tmp_path)])
+    _, found = run(tmp_path, "accuracy", EASY, HALF)
     assert f"fails: Equinox ema, {FIRST}, {HALF}: TypeError" in capsys.readouterr().out
-    found = rows.load(tmp_path / "results" / "accuracy.csv", Row)
     of = {(row.case, row.layer): row for row in found}
-    assert len(of) == 6
     assert np.isnan(of[HALF, names.EQUINOX_EMA][3:9]).all()
     # Overflow: float16 ends at 65504, and the variance is 90,000 in every channel.
-    overflown = CHANNELS * CASES[HALF].draws
+    overflown = cases.CHANNELS * CASES[HALF].draws
     assert of[HALF, names.EQUINOX_BATCH].nonfinite == overflown
 
 
-def test_what_a_gpu_would_run_is_rehearsed(tmp_path, capsys, monkeypatch):
-    """Every implementation in every layout, in files named after the device."""
-    run = dataclasses.replace(EXPERIMENT, quick=few(EASY, AFFINE, CONSTANTS, HALF))
-    assert run.main(["--quick", "--implementations", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    for kernel in accuracy.KERNELS:
-        assert f"{kernel} is left out: a kernel is for a GPU" in said
-    found = rows.load(tmp_path / "results" / "accuracy_cpu.csv", Row)
-    kinds = {(row.case, row.layout, row.layer) for row in found}
-    layers = (names.OURS, names.OURS_XLA)
-    assert kinds == {
-        (case, layout, layer)
-        for case in (EASY, AFFINE, CONSTANTS, HALF)
-        for layout in LAYOUTS
-        for layer in layers
-        # A row of a layer norm has no weight for each channel.
-        if not (case == AFFINE and layout == ROWS)
-    }
-    assert not any(row.raised for row in found)
-    assert said.count("| holds") == len(claims.CLAIMS) + 1
-    of_rows = next(row for row in found if row.layout == ROWS)
-    assert np.isnan([of_rows.variance, of_rows.dweight, of_rows.dbias]).all()
-    assert f"largest error of y, {LAST}" in said
-    # Where there is more than a CPU that is what is run, with the kernels.
-    options = EXPERIMENT.parser().parse_args([])
-    assert EXPERIMENT.choose(accuracy.WHOLE, options) == accuracy.WHOLE
+def test_what_a_gpu_runs_is_rehearsed(tmp_path, capsys, monkeypatch):
+    """Both layers in every layout, in files named after the device."""
+    layers, chosen = (names.OURS, names.OURS_XLA), (EASY, AFFINE, CONSTANTS, HALF)
+    code, found = run(tmp_path, "accuracy_cpu", *chosen, layers=layers, layouts=tuple(LAYOUTS))
+    assert code == 0
+    assert capsys.readouterr().out.count("| holds") == len(claims.CLAIMS) + 1
+    measured = {(row.case, row.layout, row.layer) for row in found if not row.raised}
+    assert len(measured) == len(found) == 2 * (4 * len(LAYOUTS) - 1)
+    assert (AFFINE, ROWS, names.OURS) not in measured  # which has no weight for each channel
     monkeypatch.setattr(accuracy.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(accuracy.environment, "device_name", lambda: "nvidia-h100")
-    job = EXPERIMENT.choose(accuracy.WHOLE, options)
-    assert EXPERIMENT.present(job) == (job, {})
-    assert job.layers == accuracy.IMPLEMENTATIONS
-    assert EXPERIMENT.is_whole is not None
-    assert EXPERIMENT.is_whole(job)
-    assert EXPERIMENT.stem is not None
-    assert EXPERIMENT.stem(job) == "accuracy_nvidia-h100"
+    assert {*accuracy.KERNELS, *layers} == {*accuracy.on_device(accuracy.WHOLE).layers}
 
 
 def test_a_kernel_may_say_that_it_does_not_serve():
     batch = CASES[EASY].batch()
     given = [(batch, exact.batch_norm(batch))]
-    row = accuracy._row(CASES[EASY], FIRST, names.OURS_TRITON, given)
+    row = accuracy._row(CASES[EASY], given, FIRST, names.OURS_TRITON)
     assert row.raised.startswith(NOT_SERVED), row
 
 
@@ -94,12 +72,43 @@ def test_the_reference_rounded_to_the_dtype_holds_every_bound(name):
     right = exact.batch_norm(batch)
     dtypes = (batch.x.dtype, np.float32, batch.x.dtype, np.float32, np.float32)
     rounded = Answer(*(a.astype(d) for a, d in zip(right.answer, dtypes, strict=True)))
-    found = exact.errors(batch, right, rounded)
-    row = Row(name, FIRST, names.OURS, *found)
-    assert not [v for v in lab.judge(claims.CLAIMS, [row]) if v.holds is False]
+    row = Row(name, FIRST, names.OURS, *exact.errors(batch, right, rounded))
+    assert not [v for v in judge(claims.CLAIMS, [row]) if v.holds is False]
 
 
-def test_the_committed_results_are_of_every_case_and_layer():
-    found = rows.load(Files(COMMITTED, "accuracy").csv(), Row)
-    kinds = [(row.case, row.layer) for row in found]
-    assert kinds == [(case.name, layer) for case in cases.CASES for layer in accuracy.PEERS]
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [
+        (contextlib.nullcontext, {"implementation": "device_invariant"}),
+        (contextlib.nullcontext, {"momenta": (1e-6, 0.9999), "approaches": ("smooth_start",)}),
+        # XLA then has no products and sums to make one operation of.
+        (jax.disable_jit, {"steps": 7}),
+    ],
+    ids=["device invariant", "momenta", "op by op"],
+)
+def test_every_approach_is_exact_far_from_zero(how, fields):
+    with how():
+        measured = approaches.measure(dataclasses.replace(FAR, **fields))
+    assert max(row.error for row in measured) <= Y, measured
+
+
+class Short(Adam):
+    """Drops what a mean in one float leaves out."""
+
+    def infer(self, memory):
+        return Moments.of(memory.mean, memory.variance)
+
+
+def test_a_mean_in_one_float_is_caught(monkeypatch):
+    monkeypatch.setitem(APPROACHES, "adam", (Short, recursions.adam))
+    training, inference = approaches.measure(dataclasses.replace(FAR, approaches=("adam",)))
+    assert training.error <= Y
+    assert inference.error > 0.1
+
+
+def test_the_committed_results_are_of_every_case_layer_and_approach():
+    files = Files(COMMITTED, "accuracy")
+    found = [(row.case, row.layer) for row in rows.load(files.csv(), Row)]
+    assert found == [(case.name, layer) for case in cases.CASES for layer in accuracy.PEERS]
+    found = {row.approach for row in rows.load(files.csv("_approaches"), approaches.Row)}
+    assert found == {*APPROACHES} == {*NAMED}

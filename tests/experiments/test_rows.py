@@ -16,8 +16,8 @@ class Row(NamedTuple):
     name: str
     shape: tuple[int, ...]
     calls: int
-    error: float
     holds: bool
+    error: float
     least: float | None = None
 
 
@@ -28,14 +28,10 @@ class Other:
 
 
 FLOATS = st.floats(width=32, allow_nan=False)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r\0"))
+SHAPES = st.lists(st.integers(0, 9999)).map(tuple)
 ROWS = st.builds(
-    Row,
-    st.text(st.characters(codec="utf-8", exclude_characters="\r\0")),
-    st.lists(st.integers(0, 9999)).map(tuple),
-    st.integers(),
-    FLOATS,
-    st.booleans(),
-    st.none() | FLOATS,
+    Row, TEXTS, SHAPES, st.integers(), st.booleans(), FLOATS, least=st.none() | FLOATS
 )
 
 
@@ -44,9 +40,7 @@ def test_a_round_trip(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("rows") / "rows.csv"
     rows.save(path, Row, written, digits=9)  # which tell all numbers of float32 apart
     read = rows.load(path, Row)
-    assert [row._replace(error=0, least=None) for row in read] == [
-        row._replace(error=0, least=None) for row in written
-    ]
+    assert [row[:4] for row in read] == [row[:4] for row in written]
     for a, b in zip(read, written, strict=True):
         assert np.float32(a.error) == np.float32(b.error)
         assert (a.least is None) == (b.least is None)
@@ -59,10 +53,6 @@ def test_digits_and_what_is_missing(tmp_path):
     first, second = rows.load(path, Other)
     assert first == Other("a, b", 0.333)
     assert math.isnan(second.error)
-
-
-def test_a_column_that_is_missing_is_named(tmp_path):
-    path = tmp_path / "rows.csv"
     path.write_text("name\na\n")
     with pytest.raises(KeyError, match="error"):
         rows.load(path, Other)

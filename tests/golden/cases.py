@@ -1,7 +1,6 @@
 """Lists the cases in which the layer equals its peers, runs one, and reads golden files."""
 
 import dataclasses
-import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -145,18 +144,9 @@ def write(peer: str, run: Callable[[Case], Arrays], version: str) -> None:
 def golden(case: Case) -> Arrays:
     """Returns what `run(case)` gave when the golden file was written."""
     prefix = f"{case}/"
-    return {
-        name.removeprefix(prefix): array
-        for name, array in _load(case.peer).items()
-        if name.startswith(prefix)
-    }
+    with np.load(_path(case.peer)) as file:
+        return {n.removeprefix(prefix): file[n] for n in file if n.startswith(prefix)}
 
 
 def _path(peer: str) -> Path:
     return Path(__file__).with_name(f"{peer}.npz")
-
-
-@functools.cache
-def _load(peer: str) -> Arrays:
-    with np.load(_path(peer)) as file:
-        return dict(file)

@@ -10,8 +10,8 @@ APIS = {"linen": names.LINEN_TWO_PASS, "nnx": names.NNX_TWO_PASS}
 
 
 def run(case: cases.Case) -> cases.Arrays:
-    how = {"momentum": case.momentum, "eps": cases.EPS, "affine": case.affine}
-    layer = peers.batch_norm(APIS[case.layer], case.channels, **how)
+    settings = {"momentum": case.momentum, "eps": cases.EPS, "affine": case.affine}
+    layer = peers.batch_norm(APIS[case.layer], case.channels, **settings)
     return cases.run(case, layer, layer.memory)
 
 

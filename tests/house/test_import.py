@@ -15,13 +15,12 @@ from tests.processes import python
 
 
 def test_dir_is_what_there_is_to_use():
-    assert dir(eqx_norm) == sorted([*eqx_norm.__all__, "__version__"])
     assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm", "determinism", "strategies"}
+    assert dir(eqx_norm) == sorted([*eqx_norm.__all__, "__version__"])
     assert all(hasattr(eqx_norm, name) for name in dir(eqx_norm))
-
-
-def test_the_version_is_that_of_the_installed_package():
     assert eqx_norm.__version__ == importlib.metadata.version("eqx-norm")
+    with pytest.raises(AttributeError, match="'eqx_norm' has no attribute 'GroupNorm'"):
+        eqx_norm.GroupNorm  # type: ignore  # noqa: B018
 
 
 def test_the_example_in_the_docstring_trains_then_infers():
@@ -34,11 +33,6 @@ def test_the_example_in_the_docstring_trains_then_infers():
     )
     assert not eqx.tree_equal(new, trained)
     assert eqx.tree_equal(trained, inferred)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'eqx_norm' has no attribute 'GroupNorm'"):
-        eqx_norm.GroupNorm  # type: ignore  # noqa: B018
 
 
 def test_help_shows_the_layers():

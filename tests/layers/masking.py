@@ -21,7 +21,6 @@ EXAMPLES = np.array([False, True, True, False, True, False])
 LENGTHS = np.arange(L) < np.array([0, 5, 2, 4, 1, 3])[:, None]
 NOT_THE_FIRST = np.arange(N * L).reshape(N, L) % 2 > 0
 MASKS = (np.tile(EXAMPLES[:, None], (1, L)), LENGTHS, NOT_THE_FIRST)
-NOTHING = np.zeros((N, L), bool)
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
 # The rest of a statistic is no larger than a rounding of it, and any number up to that.
@@ -63,27 +62,25 @@ def masked(layer, *axis_names):
     return mapped
 
 
-def forward(layer, x, mask, state):
+def forward(layer, state, x, mask):
     return masked(layer)(x, mask, state)
 
 
-call_masked = filter_jit(lambda layer, state, x, mask: forward(layer, x, mask, state))
+call_masked = filter_jit(forward)
 
 
-def differentiated(layer, state, x, mask, dy):
+@filter_jit
+def step(layer, state, x, mask, dy):
     """Returns output, memory, and the gradients of sum(output * dy) in weight, bias and x."""
 
     def loss(vectors, x):
         model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
-        y, new_state = forward(model, x, mask, state)
+        y, new_state = forward(model, state, x, mask)
         return jnp.vdot(y.astype(dy.dtype), dy).real, (y, memory_of(layer, new_state))
 
     gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
     ((dweight, dbias), dx), (y, memory) = gradient((layer.weight, layer.bias), x)
     return y, memory, dweight, dbias, dx
-
-
-step = filter_jit(differentiated)
 
 
 def memory_of(layer, state):
@@ -93,12 +90,10 @@ def memory_of(layer, state):
 
 def spoil(x, mask):
     """Returns `x` with NaN, infinities and 1e30 in the masked places."""
-    where = np.broadcast_to(~places(mask)[:, None], x.shape)
     if jnp.iscomplexobj(x):
         return jax.lax.complex(spoil(x.real, mask), spoil(x.imag, mask))
-    x = np.array(x)
-    x[where] = np.resize(np.asarray(GARBAGE, x.dtype), where.sum())
-    return jnp.asarray(x)
+    garbage = np.resize(np.asarray(GARBAGE, x.dtype), x.shape)
+    return jnp.where(places(mask)[:, None], x, garbage)
 
 
 def places(mask):
@@ -107,7 +102,7 @@ def places(mask):
 
 def unpadded(x, mask):
     """Returns what counts and nothing else, as one batch without spatial axes."""
-    return jnp.asarray(np.asarray(x).swapaxes(1, 2)[places(mask)])
+    return jnp.swapaxes(x, 1, 2)[places(mask)]
 
 
 def assert_as_unpadded(layer, state, x, mask, dy=DY, close: Any = close):

@@ -4,9 +4,8 @@ The cases are those of `experiments.accuracy`, with fresh seeds, small and prime
 values, masks, and float64.
 """
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -15,21 +14,52 @@ import numpy as np
 import pytest
 
 from eqx_norm import LayerNorm
-from tests.helpers import bits, make
+from experiments.lab import exact
+from experiments.lab.exact import Batch
+from tests.helpers import bits
 from tests.layers.accuracy import (
-    EPS,
-    Case,
     by_channel,
     check,
     far_from_zero,
     make_batch,
     seeds,
     train,
-    train_rows,
     with_outlier,
 )
 
 pytestmark = pytest.mark.x32  # has its own dtypes
+
+
+class Case(NamedTuple):
+    """Names a layer and the shape of a batch: `[N, C, *spatial]`, or `[examples, values]`."""
+
+    layer: Literal["BatchNorm", "LayerNorm"]
+    shape: tuple[int, ...]
+
+    def __str__(self):
+        return f"{self.layer} {'x'.join(map(str, self.shape))}"
+
+    @property
+    def axis(self):
+        """Returns the axis of what is normalised by its own moments, channels or examples."""
+        return 1 if self.layer == "BatchNorm" else 0
+
+    def draw(self, random, of_channels, *args):
+        """Returns what `of_channels` draws for a shape with channels, in this case's shape."""
+        if self.layer == "BatchNorm":
+            return of_channels(random, self.shape, *args)
+        return np.ascontiguousarray(of_channels(random, self.shape[::-1], *args).T)
+
+    def draw_outlier(self, random, place, dtype: Any = np.float32):
+        """Returns a batch with an outlier in each channel or example, at `place` of it."""
+        x = self.draw(random, with_outlier, place, dtype)
+        return make_batch(random, x, affine=False)
+
+    def check(self, batch, scale=1.0):
+        check(batch, layer=self.layer, scale=scale)
+
+    def answer(self, batch):
+        return train(batch, layer=self.layer)[0]
 
 
 def cases(*shapes):
@@ -41,10 +71,9 @@ def rows(*shapes):
 
 
 # Each is compiled once, whatever the seed. Few values and many, powers of two and primes.
-ONE = [*cases((1, 8)), *rows((8, 1))]
-PLAIN = cases((2, 8), (7, 8), (9, 8), (10, 8), (64, 8), (121, 8), (1000, 8))
+PLAIN = cases((1, 8), (2, 8), (7, 8), (9, 8), (10, 8), (64, 8), (121, 8), (1000, 8))
 SPATIAL = cases((10, 8, 10), (16, 4, 7, 7), (8, 3, 16, 16), (16, 8, 8, 8))
-ROWS = rows((8, 2), (8, 7), (8, 121), (8, 768), (8, 1009))
+ROWS = rows((8, 1), (8, 2), (8, 7), (8, 121), (8, 768), (8, 1009))
 # Few channels side by side, prime numbers, and a million values a channel.
 LARGE = cases((4001, 3), (509, 2, 31), (1_000_000, 2), (1000, 2, 1000))
 
@@ -55,16 +84,53 @@ def each(*cases):
     return pytest.mark.parametrize("case", cases, ids=str)
 
 
-@each(*ONE, *PLAIN, *SPATIAL, *ROWS)
+def hard(case, random, dtype: Any = np.float32):
+    """Yields batches with means far from zero, and with an outlier first, and elsewhere."""
+    x = case.draw(random, far_from_zero, dtype)
+    yield make_batch(random, x)
+    # The sum of y does not depend on x: its gradient is rounding, and held as any dx.
+    yield make_batch(random, x, affine=case.layer == "BatchNorm")._replace(dy=np.ones_like(x))
+    # First is where a shift by the first value is worst.
+    for place in (0, random.integers(x.size // case.shape[case.axis])):
+        yield case.draw_outlier(random, place, dtype)
+
+
+@each(*PLAIN, *SPATIAL, *ROWS)
 @hypothesis.given(seeds)
 @few_examples
-def test_means_far_from_zero(case, seed):
-    """The sum of y does not depend on x: its gradient is rounding, and held as any dx."""
+def test_hard_values(case, seed):
+    for batch in hard(case, np.random.default_rng(seed)):
+        case.check(batch)
+
+
+@each(*cases((2, 8), (7, 8), (64, 8), (1000, 8), (10, 8, 10)), *rows((8, 7), (8, 768)))
+@hypothesis.given(seeds)
+@few_examples
+def test_hard_values_in_double_precision(case, seed):
+    """float64 has 29 bits more, and the bounds are as much smaller."""
+    with jax.enable_x64(True):
+        for batch in hard(case, np.random.default_rng(seed), np.float64):
+            case.check(batch, scale=2.0**-29)
+
+
+@each(*cases((7, 8), (64, 8), (1000, 8)), *SPATIAL)
+@hypothesis.given(seeds)
+@few_examples
+def test_hard_values_and_a_third_masked(case, seed):
+    """A NaN stands wherever a place does not count."""
     random = np.random.default_rng(seed)
-    for sum_of_y in (False, True):
-        x = case.draw(random, far_from_zero)
-        affine = case.layer == "BatchNorm" or not sum_of_y
-        case.check(make_batch(random, x, affine=affine, sum_of_y=sum_of_y))
+    mask = without_a_third(case.shape)
+    for batch in (
+        make_batch(random, case.draw(random, far_from_zero)),
+        case.draw_outlier(random, place=1),
+    ):
+        np.moveaxis(batch.x, 1, -1)[~mask] = np.nan
+        check(batch, mask)
+
+
+def without_a_third(shape):
+    """Returns a mask of all places but the first, the fourth and so on."""
+    return np.arange(np.prod(shape) // shape[1]).reshape(shape[0], *shape[2:]) % 3 != 0
 
 
 @each(*LARGE, *rows((2, 1_000_000)))
@@ -74,36 +140,6 @@ def test_many_values(case, seed):
     random = np.random.default_rng(seed)
     x = (1e3 + random.standard_normal(case.shape)).astype(np.float32)
     case.check(make_batch(random, x, affine=case.layer == "LayerNorm"))
-
-
-@each(*PLAIN, *SPATIAL, *ROWS)
-@hypothesis.given(seeds, st.data())
-@few_examples
-def test_an_outlier(case, seed, data):
-    """Puts it first, where a shift by the first value is worst, and elsewhere."""
-    random = np.random.default_rng(seed)
-    for place in (0, data.draw(st.integers(1, case.values - 1))):
-        x = case.draw(random, with_outlier, place)
-        case.check(make_batch(random, x, affine=False))
-
-
-def test_the_pair_of_oneflow_6149():
-    """Both values come out right, and dx is 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
-    pair = [-1.83965693, -1.82964566]
-    assert EPS == 1e-5
-    x = np.array(pair, np.float32)[:, None]
-    check(make_batch(np.random.default_rng(0), x, affine=False, sum_of_y=True))
-    for dtype in (np.float32, np.float64):
-        with jax.enable_x64(dtype == np.float64):
-            x = jnp.asarray(pair, dtype)
-            layer = LayerNorm(2, use_weight=False, use_bias=False)
-            y, pull_back = jax.vjp(layer, x)
-            half = np.asarray(x, np.longdouble)[1] / 2 - np.asarray(x, np.longdouble)[0] / 2
-            right = half / np.sqrt(half**2 + np.longdouble(1e-5))
-            np.testing.assert_allclose(y, [-float(right), float(right)], rtol=1e-6)
-            assert float(f"{right:.4f}") == 0.8454
-            (dx,) = pull_back(jnp.ones(2, dtype))
-            assert (np.asarray(dx) == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -120,19 +156,17 @@ def test_half_precision(case, dtype, mean, std, seed):
     case.check(make_batch(random, x, affine=False))
 
 
-@each(*cases((2, 8), (7, 8), (64, 8), (1000, 8), (10, 8, 10)), *rows((8, 7), (8, 768)))
-@hypothesis.given(seeds)
-@few_examples
-def test_double_precision(case, seed):
-    """float64 has 29 bits more, and the bounds are as much smaller."""
-    random = np.random.default_rng(seed)
-    batches = [make_batch(random, case.draw(random, far_from_zero, np.float64))]
-    for place in (0, case.values - 1):
-        x = case.draw(random, with_outlier, place, np.float64)
-        batches.append(make_batch(random, x, affine=case.layer == "BatchNorm"))
-    with jax.enable_x64(True):
-        for batch in batches:
-            case.check(batch, scale=2.0**-29)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_pair_of_oneflow_6149(dtype):
+    """Both values come out right, and dx is 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
+    x = np.array([-1.83965693, -1.82964566], dtype)
+    with jax.enable_x64(dtype == np.float64):
+        y, pull_back = jax.vjp(LayerNorm(2, use_weight=False, use_bias=False), x)
+        (dx,) = pull_back(jnp.ones_like(y))
+    right = exact.layer_norm(Batch(x[None], np.ones_like(x[None]), None, None)).answer.y[0]
+    np.testing.assert_allclose(y, right.astype(float), rtol=1e-6)
+    np.testing.assert_allclose(right.astype(float), [-0.8454, 0.8454], atol=5e-5)
+    np.testing.assert_array_equal(dx, 0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -142,103 +176,56 @@ def test_double_precision(case, seed):
 def test_what_is_not_finite_stays_in_its_channel_or_example(case, bad, seed, data):
     random = np.random.default_rng(seed)
     batch = make_batch(random, case.draw(random, far_from_zero))
-    place = [data.draw(st.integers(0, size - 1)) for size in case.shape]
-    spoilt = batch.x.copy()
-    spoilt[tuple(place)] = bad
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in case.shape)
+    spoilt = batch._replace(x=batch.x.copy())
+    spoilt.x[place] = bad
     others = np.arange(case.shape[case.axis]) != place[case.axis]
-    results = []
-    for x in (batch.x, spoilt):
-        if case.layer == "BatchNorm":
-            y, *_, dweight, dbias, dx = train(batch.weight, batch.bias, x, batch.dy, None)
-            results.append([y, dx, dweight[None], dbias[None]])
-        else:  # whose weight and bias have gradients from all examples
-            y, _, _, dx = train_rows(batch.weight, batch.bias, x, batch.dy)
-            results.append([y, dx])
-    results = [list(map(np.asarray, arrays)) for arrays in results]
-    for without, with_bad in zip(*results, strict=True):
-        alike = [np.compress(others, array, case.axis) for array in (without, with_bad)]
-        assert bits(alike[0]) == bits(alike[1])
-    assert not np.isfinite(np.take(results[1][0], place[case.axis], case.axis)).any()
+    clean, found = (case.answer(b) for b in (batch, spoilt))
+    # Weight and bias of a layer norm have gradients from all examples.
+    of_channels = ("dweight", "dbias") if case.layer == "BatchNorm" else ()
+    for name in ("y", "dx", *of_channels):
+        arrays = (np.asarray(getattr(answer, name)) for answer in (clean, found))
+        alike = [np.compress(others, a, case.axis if a.ndim > 1 else 0) for a in arrays]
+        assert bits(alike[0]) == bits(alike[1]), name
+    assert not np.isfinite(np.compress(~others, found.y, case.axis)).any()
 
-
-def make_mask(shape, third):
-    """Returns a mask of all places, or of all but the first, the fourth and so on."""
-    number = np.arange(np.prod(shape) // shape[1]).reshape(shape[0], *shape[2:])
-    return number % 3 != 0 if third else number >= 0
-
-
-each_mask = pytest.mark.parametrize("third", [False, True], ids=["none out", "a third out"])
-
-
-@each_mask
-@each(*cases((7, 8), (64, 8), (1000, 8)), *SPATIAL)
-@hypothesis.given(seeds)
-@few_examples
-def test_masked(case, third, seed):
-    """A NaN stands wherever a place does not count."""
-    random = np.random.default_rng(seed)
-    mask = make_mask(case.shape, third)
-    batch = make_batch(random, case.draw(random, far_from_zero))
-    np.moveaxis(batch.x, 1, -1)[~mask] = np.nan
-    check(batch, mask)
-    if not third:
-        check(make_batch(random, case.draw(random, with_outlier, 0), affine=False), mask)
-
-
-# --- A constant gives the bias to the bit: https://github.com/BVLC/caffe/issues/3963.
 
 # Every 32-bit number in the range may come, also those that no decimal writes shortly.
 constants = st.lists(
     st.floats(float(np.float32(1e-3)), 65504, width=32), min_size=8, max_size=8
 )
 KNOWN = [1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0]
-
-
-@eqx.filter_jit
-def of_constant(weight, bias, x, mask, activation):
-    layer, state = make(8, "batch", eps=EPS, approach="batch", activation=activation)
-    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
-
-    def one(x, mask):
-        return layer(x, state, mask=mask)
-
-    y, after = jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
-    return y, after.get(layer.memory_index).variance
+CONSTANT = [
+    *cases(*((n, 8) for n in (2, 7, 9, 121, 1613)), (8, 8, 5, 5)),
+    *rows((8, 7), (8, 9), (8, 121)),
+]
 
 
 @pytest.mark.parametrize(
-    ("shape", "activation", "third", "dtype"),
+    ("case", "dtype"),
     [
-        *(((n, 8), None, None, np.float32) for n in (2, 7, 9, 121, 1613)),
-        ((7, 8), jax.nn.relu, None, np.float32),
-        *((shape, jax.nn.relu, False, np.float32) for shape in ((121, 8), (8, 8, 5, 5))),
-        *((shape, jax.nn.relu, True, np.float32) for shape in ((7, 8), (121, 8), (8, 8, 5, 5))),
-        *(((7, 8), None, None, half) for half in (jnp.float16, jnp.bfloat16)),
+        *((case, np.float32) for case in CONSTANT),
+        *((case, half) for case in cases((7, 8)) for half in (jnp.float16, jnp.bfloat16)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @hypothesis.given(constants)
 @hypothesis.example(KNOWN)
-def test_a_constant_channel(shape, activation, third, dtype: Any, constants):
-    """1/n, rounded, would give another mean."""
-    weight, bias = (np.linspace(*ends, 8, dtype=np.float32) for ends in ((0.5, 1.5), (-2, 2)))
-    mask = None if third is None else make_mask(shape, third)
-    counts = True if mask is None else mask[:, None]
-    x = np.broadcast_to(by_channel(constants, len(shape)).astype(dtype), shape)
-    x = np.where(counts, x, np.asarray(np.nan, dtype))
-    y, variance = of_constant(weight, bias, x, mask, activation)
-    assert bits(variance) == bits(np.zeros_like(variance))
-    right = jnp.asarray(bias) if activation is None else activation(bias)
-    right = by_channel(np.asarray(right.astype(dtype)), len(shape))
-    assert (np.asarray(y) == np.where(counts, np.broadcast_to(right, shape), 0)).all()
+def test_a_constant_gives_the_bias_to_the_bit(case, dtype: Any, constants):
+    """1/n, rounded, would give another mean: https://github.com/BVLC/caffe/issues/3963."""
 
+    def constant_channels(_, shape):
+        return np.broadcast_to(by_channel(constants, len(shape)), shape).astype(dtype)
 
-@pytest.mark.parametrize("n", [7, 9, 121])
-@hypothesis.given(constants)
-@few_examples
-def test_a_constant_example(n, constants):
-    x = np.repeat(np.asarray(constants, np.float32)[:, None], n, axis=1)
-    weight = np.linspace(0.5, 1.5, n, dtype=np.float32)
-    bias = np.linspace(-2, 2, n, dtype=np.float32)
-    y, *_ = train_rows(weight, bias, x, x)
-    assert bits(y) == bits(np.broadcast_to(bias, x.shape))
+    random = np.random.default_rng(0)
+    batch = make_batch(random, case.draw(random, constant_channels))
+    bias = by_channel(batch.bias.astype(dtype), batch.x.ndim)
+    answer = case.answer(batch)
+    assert bits(answer.y) == bits(np.broadcast_to(bias, batch.x.shape))
+    if case.layer == "BatchNorm":
+        assert not np.asarray(answer.variance).any()
+        counts = without_a_third(case.shape)[:, None]
+        spoilt = batch._replace(x=np.where(counts, batch.x, np.asarray(np.nan, dtype)))
+        masked, _ = train(spoilt, counts[:, 0])
+        assert not np.asarray(masked.variance).any()
+        np.testing.assert_array_equal(masked.y, np.where(counts, answer.y, 0))

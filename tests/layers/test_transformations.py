@@ -68,41 +68,31 @@ def test_ensemble_is_each_member_alone(approach):
 
     layers, states = members(jax.random.split(jax.random.key(0), 3))
     x = normal(4, (3, *X.shape), 1, 2)
-    _, states = filter_jit(eqx.filter_vmap(forward))(layers, x, None, states)
+    call_members = filter_jit(eqx.filter_vmap(forward))
+    _, states = call_members(layers, states, x, None)
     for given in (None, masks):
-        ys, after = filter_jit(eqx.filter_vmap(forward))(layers, x, given, copy(states))
+        ys, after = call_members(layers, copy(states), x, given)
         for i in range(3):
             mask = None if given is None else given[i]
             alone = call_masked(member(layers, i), copy(member(states, i)), x[i], mask)
             all_close(alone, (ys[i], member(after, i)))
 
 
-def of_ensemble(layer):
-    """Returns a call for several batches, which share layer, state and mask."""
-    return jax.vmap(masked(layer), in_axes=(0, None, None))
-
-
-def inside_out(layer):
-    """Names the outer axis, so that the several batches are the inner one."""
+@pytest.mark.parametrize("mask", [None, LENGTHS], ids=["whole", "masked"])
+def test_a_vmap_inside_of_the_batch(mask):
+    """The named axis is the outer one, and the several batches share layer, state and mask."""
+    layer, state = trained("batch")
 
     def one(x, mask, state):
         return layer(x, state, mask=mask)
 
     inside = jax.vmap(one, in_axes=(0, None, None))
     axes = {"in_axes": (1, 0, None), "out_axes": (1, None)}
-    return jax.vmap(inside, axis_name="batch", **axes)
-
-
-@pytest.mark.parametrize("nested", [of_ensemble, inside_out])
-@pytest.mark.parametrize("mask", [None, LENGTHS], ids=["whole", "masked"])
-def test_nested_vmaps(mask, nested):
-    layer, state = trained("batch")
     xs = normal(6, (2, *X.shape))
-    ys, states = jit(nested(layer))(xs, mask, copy(state))
+    ys, states = jit(jax.vmap(inside, axis_name="batch", **axes))(xs, mask, copy(state))
     for i in range(2):
-        y, new = call_masked(layer, copy(state), xs[i], mask)
-        close(y, ys[i])
-        all_close(new, member(states, i))
+        alone = call_masked(layer, copy(state), xs[i], mask)
+        all_close(alone, (ys[i], member(states, i)))
 
 
 @pytest.mark.parametrize(
@@ -129,64 +119,48 @@ def test_several_axis_names_are_one_large_batch(approach, names, unequal):
     all_close(jax.tree.leaves(state), jax.tree.leaves(one_state))
 
 
-@each_approach
-def test_plain_jit_takes_the_layer_as_an_argument(approach):
-    layer, state = trained(approach)
-
-    @jit
-    def run(layer, state, x):
-        return over_batch(layer)(x, state)
-
-    for model in (layer, eqx.nn.inference_mode(layer)):
-        y, new_state = run(model, copy(state), X)
-        right, right_state = call(model, copy(state), X)
-        close(y, right)
-        all_close(new_state, right_state)
-
-
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_one_program_serves_all_masks_and_both_modes(unbiased):
-    layer, state = trained("batch", unbiased=unbiased)
+@pytest.mark.parametrize(
+    ("approach", "unbiased"), [*((approach, False) for approach in APPROACHES), ("batch", True)]
+)
+def test_one_program_serves_all_masks_and_both_modes(approach, unbiased):
+    """Plain `jax.jit` takes the layer, and the mode, as arguments."""
+    layer, state = trained(approach, unbiased=unbiased)
     inference_only = eqx.nn.inference_mode(layer)
-    traces = 0
 
     @jit
-    def run(state, x, mask, inference):
-        nonlocal traces
-        traces += 1
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def run(layer, state, x, mask, inference):
         return masked(functools.partial(layer, inference=inference))(x, mask, state)
 
     for mask in (LENGTHS, NOT_THE_FIRST):
-        y, new = run(copy(state), X, mask, False)
+        y, new = run(layer, copy(state), X, mask, False)
         right, right_state = call(layer, copy(state), unpadded(X, mask))
         close(unpadded(y, mask), right)
         all_close(new, right_state)
-        inferred, unchanged = run(copy(state), X, mask, True)
+        inferred, unchanged = run(layer, copy(state), X, mask, True)
         close(inferred, call_masked(inference_only, copy(state), X, mask)[0])
         chex.assert_trees_all_equal(unchanged, state)
-    assert traces == 1
 
 
-@pytest.mark.parametrize("how", ["relu", "mask", "device_invariant", "LayerNorm, silu"])
-def test_without_jit(how):
+@pytest.mark.parametrize(
+    ("how", "mask"),
+    [
+        ({"activation": jax.nn.relu}, None),
+        ({}, LENGTHS[3]),
+        ({"implementation": "device_invariant"}, None),
+    ],
+    ids=["relu", "mask", "device_invariant"],
+)
+def test_without_jit(how, mask):
     """A primitive that is evaluated by a compiled program must not call itself for ever."""
-    layer, state = make(
-        3,
-        "batch",
-        approach="smooth_start",
-        activation=jax.nn.relu if how == "relu" else None,
-        implementation=how if how == "device_invariant" else "auto",
-    )
-    mask = LENGTHS[3] if how == "mask" else None
-    row = LayerNorm(X.shape[1:], activation=jax.nn.silu)
+    layer, state = make(C, "batch", approach="smooth_start", **how)
+    row = jax.vmap(LayerNorm(X.shape[1:], activation=jax.nn.silu))
 
     def loss(x):
-        if how == "LayerNorm, silu":
-            return jnp.sum(jnp.sin(jax.vmap(row)(x)))
-        y, after = over_batch(lambda x, state: layer(x, state, mask=mask))(x, copy(state))
-        return jnp.sum(jnp.sin(y)), after.get(layer.memory_index)
+        y, after = over_batch(functools.partial(layer, mask=mask))(x, copy(state))
+        return jnp.sum(jnp.sin(y) + jnp.sin(row(x))), after.get(layer.memory_index)
 
-    derive = jax.grad(loss, has_aux=how != "LayerNorm, silu")
+    derive = jax.grad(loss, has_aux=True)
     with jax.disable_jit():
         ours = derive(X)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(jit(derive)(X)), strict=True):
@@ -196,43 +170,40 @@ def test_without_jit(how):
 # In a process of its own, because the number of CPU devices is fixed when JAX starts.
 SHARDED = """
 import jax, numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from tests.helpers import make
 from tests.layers.masking import masked
 
-def value_and_gradient(f, x, mask, state):
-    def loss(x):
-        y, new_state = f(x, mask, state)
-        return (y ** 3).sum(), (y, new_state)
-    return jax.grad(loss, has_aux=True)(x)
-
-mesh = Mesh(np.array(jax.devices()), ("devices",))
-assert len(jax.devices()) == 2
-x = 5 + 2 * jax.random.normal(jax.random.key(0), (8, 3, 5))
+mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 specs = dict(in_specs=(P("devices"), P("devices"), P()), out_specs=(P("devices"), P()))
+x = 5 + 2 * jax.random.normal(jax.random.key(0), (8, 3, 5))
 
-def check(names, approach):
+for names, approach in (("batch", "devices"), "batch"), (("devices", "batch"), "smooth_start"):
     one, state = make(3, "batch", approach=approach)
     layer, _ = make(3, names, approach=approach)
     sharded = jax.shard_map(masked(layer), mesh=mesh, check_vma=False, **specs)
-    ours = jax.jit(lambda *arrays: value_and_gradient(sharded, *arrays))
-    right = jax.jit(lambda *arrays: value_and_gradient(masked(one), *arrays))
+
+    def differentiated(f):
+        def loss(x, mask):
+            y, after = f(x, mask, state)
+            return (y ** 3).sum(), (y, after)
+        return jax.jit(jax.grad(loss, has_aux=True))
+
+    ours, right = differentiated(sharded), differentiated(masked(one))
     for left in (1, 0):
         mask = np.ones((8, 5), bool)
         mask[:4] = False
         mask[0, :left] = True
-        results = ours(np.where(mask[:, None], x, np.nan), mask, state), right(x, mask, state)
+        results = ours(np.where(mask[:, None], x, np.nan), mask), right(x, mask)
         for a, b in zip(*map(jax.tree.leaves, results), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
-    dx, (y, after) = ours(np.full_like(x, np.nan), np.zeros_like(mask), state)
-    assert not np.asarray(y).any() and not np.asarray(dx).any()
+    dx, (y, after) = ours(np.full_like(x, np.nan), np.zeros_like(mask))
+    assert not y.any() and not dx.any()
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-check(("batch", "devices"), "batch")
-check(("devices", "batch"), "smooth_start")
+        assert a.tobytes() == b.tobytes()
 """
 
 
 def test_unequal_counts_over_devices():
+    """One device has a single value that counts, or none; then nothing counts on either."""
     on_devices(2, "-c", SHARDED, flags=XLA_FLAGS)

@@ -1,109 +1,91 @@
-"""Fingerprints training steps over 1, 2, 4 and 8 devices.
+"""Tests that `implementation="device_invariant"` gives one result on 1, 2, 4 and 8 devices.
 
-`python -m tests.operation.over_devices` is a program of its own, because the number of CPU
-devices is fixed when JAX starts. It prints, as JSON, for each case and quantity the fingerprint
-that each way of running it gave.
+Run by test_devices.py, in a process that has so many.
 """
 
-import hashlib
-import json
-import sys
+import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.helpers import make
+from tests.helpers import bits, make
 
-DEVICES = (1, 2, 4, 8)
 QUANTITIES = ("y", "dweight", "dbias", "dx", "memory")
-# One device without a mesh, and `jit` with x on several devices and nothing said of it.
-WAYS = ("vmap", *map(str, DEVICES), "jit")
+# So many devices in a mesh, and `jit` with x on several.
+WAYS = ("1", "2", "4", "8", "jit")
 SEEDS = 3
 
 
 class Case(NamedTuple):
     shape: tuple[int, ...]
-    approach: str
-    activation: Any = None
+    layer: dict[str, Any]
     dtype: Any = jnp.float32
     masked: bool = False
-    unbiased: bool = False
     inside: bool = False  # whether the gradient is taken inside `shard_map`
+    implementation: str = "device_invariant"
 
 
+CONV = Case((16, 3, 7, 7), {"approach": "batch", "activation": jax.nn.relu})
+SMOOTH_GELU = {"approach": "smooth_start", "activation": jax.nn.gelu}
+CLIP_SILU = {"approach": "variance_clip", "activation": jax.nn.silu, "unbiased": True}
 CASES = {
-    "conv": Case((16, 3, 7, 7), "batch", jax.nn.relu),
-    "dense, one example a device": Case((8, 19), "smooth_start", jax.nn.gelu, inside=True),
-    "bf16, mask": Case((24, 4, 9), "batch", jax.nn.relu, jnp.bfloat16, masked=True),
-    # One example a device, of eight.
-    "f16, mask": Case((8, 4, 6, 5), "variance_clip", jax.nn.silu, jnp.float16, True, True),
-    "dense, mask": Case((40, 33), "ema", None, masked=True, inside=True),
+    "conv": CONV,
+    "dense, one example a device": Case((8, 19), SMOOTH_GELU, inside=True),
+    "bf16, mask": Case((24, 4, 9), CONV.layer, jnp.bfloat16, masked=True),
+    "f16, mask, one a device": Case((8, 4, 6, 5), CLIP_SILU, jnp.float16, masked=True),
+    "dense, mask": Case((40, 33), {"approach": "ema"}, masked=True, inside=True),
 }
 
 
-def forward(layer: Any) -> Any:
-    def f(weight: Any, bias: Any, x: Any, mask: Any, state: Any) -> Any:
+def program(case, way):
+    """Returns a training step, as a function of weight, bias, x, mask, state and dy."""
+    devices = int(way) if way.isdigit() else 0
+    names = ("batch", "devices") if devices else "batch"
+    layer, _ = make(case.shape[1], names, **case.layer, implementation=case.implementation)
+
+    def forward(weight, bias, x, mask, state):
         affine = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
-        over_batch = jax.vmap(
-            lambda x, mask, state: affine(x, state, mask=mask),
-            axis_name="batch",
-            in_axes=(0, 0, None),
-            out_axes=(0, None),
-        )
-        return over_batch(x, mask, state)
 
-    return f
+        def one(x, mask, state):
+            return affine(x, state, mask=mask)
 
+        axes = {"in_axes": (0, 0, None), "out_axes": (0, None)}
+        return jax.vmap(one, axis_name="batch", **axes)(x, mask, state)
 
-def step(forward: Any, reduce: Any = lambda gradient: gradient) -> Any:
-    def f(weight: Any, bias: Any, x: Any, mask: Any, state: Any, dy: Any) -> Any:
+    def step(*arrays, forward=forward):
+        *vectors_and_x, mask, state, dy = arrays
         y, pull_back, state = jax.vjp(
-            lambda *moving: forward(*moving, mask, state), weight, bias, x, has_aux=True
+            lambda *moving: forward(*moving, mask, state), *vectors_and_x, has_aux=True
         )
-        dweight, dbias, dx = pull_back(dy)
-        return y, reduce(dweight), reduce(dbias), dx, state
+        return y, *pull_back(dy), state
 
-    return f
+    def step_of_a_device(*arrays):
+        y, dweight, dbias, dx, state = step(*arrays)
+        return y, *jax.lax.psum((dweight, dbias), "devices"), dx, state
 
-
-def programs(case: Case, implementation: str, ways: Any) -> dict[str, Any]:
-    def layer(names: Any) -> Any:
-        return make(
-            case.shape[1],
-            names,
-            approach=case.approach,
-            activation=case.activation,
-            unbiased=case.unbiased,
-            implementation=implementation,
-        )[0]
-
-    made: dict[str, Any] = {"vmap": jax.jit(step(forward(layer("batch"))))}
+    if way == "vmap":
+        return jax.jit(step)
+    mesh = Mesh(np.array(jax.devices()[: devices or None]), ("devices",))
     d, whole = P("devices"), P()
-    for devices in (int(way) for way in ways if way.isdigit()):
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("devices",))
-        f = forward(layer(("batch", "devices")))
-        if case.inside:
-            f = step(f, lambda gradient: jax.lax.psum(gradient, "devices"))
-            specs = (whole, whole, d, d, whole, d), (d, whole, whole, d, whole)
-        else:
-            specs = (whole, whole, d, d, whole), (d, whole)
-        f = jax.shard_map(f, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-        made[str(devices)] = jax.jit(f if case.inside else step(f))
-    batched = NamedSharding(Mesh(np.array(jax.devices()), ("devices",)), d)
-
-    def automatic(weight: Any, bias: Any, x: Any, mask: Any, state: Any, dy: Any) -> Any:
-        x, mask, dy = jax.device_put((x, mask, dy), batched)
-        return made["vmap"](weight, bias, x, mask, state, dy)
-
-    return {way: automatic if way == "jit" else made[way] for way in ways}
+    inputs = whole, whole, d, d, whole, d
+    if way == "jit":
+        return jax.jit(step, in_shardings=tuple(NamedSharding(mesh, spec) for spec in inputs))
+    over_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    if case.inside:
+        outputs = d, whole, whole, d, whole
+        return jax.jit(over_mesh(step_of_a_device, in_specs=inputs, out_specs=outputs))
+    sharded = over_mesh(forward, in_specs=inputs[:-1], out_specs=(d, whole))
+    return jax.jit(functools.partial(step, forward=sharded))
 
 
-def arguments(case: Case, seed: int) -> tuple[Any, ...]:
+def arguments(case, seed):
+    """Returns weight, bias, x, mask or `None`, and dy."""
     random = np.random.default_rng(seed)
     shape, channels = case.shape, case.shape[1]
     x = 10.0**seed + random.standard_normal(shape) * random.uniform(
@@ -111,44 +93,46 @@ def arguments(case: Case, seed: int) -> tuple[Any, ...]:
     )
     dy = random.standard_normal(shape) * random.integers(0, 2, shape)
     weight, bias = random.uniform(-1, 1, (2, channels))
-    mask = np.ones((shape[0], *shape[2:]), bool)
+    mask = None
     if case.masked:  # in some examples nothing counts, in others all
-        mask = random.uniform(size=mask.shape) < random.uniform(-0.2, 1.2, len(mask)).reshape(
-            -1, *[1] * (mask.ndim - 1)
-        )
+        share = random.uniform(-0.2, 1.2, (shape[0], *[1] * len(shape[2:])))
+        mask = random.uniform(size=(shape[0], *shape[2:])) < share
     x, dy = jnp.asarray(x, case.dtype), jnp.asarray(dy, case.dtype)
-    return jnp.float32(weight), jnp.float32(bias), x, jnp.asarray(mask), dy
+    return jnp.float32(weight), jnp.float32(bias), x, mask, dy
 
 
-def fingerprints(
-    case: Case, implementation: str, ways: Any = WAYS
-) -> dict[str, dict[str, str]]:
-    """Returns those of each quantity by the way of calculating it, one step a seed."""
-    hashes = {quantity: {way: hashlib.sha256() for way in ways} for quantity in QUANTITIES}
-    for way, program in programs(case, implementation, ways).items():
-        _, state = make(case.shape[1], "batch", approach=case.approach)
-        for seed in range(SEEDS):
-            weight, bias, x, mask, dy = arguments(case, seed)
-            *results, state = program(weight, bias, x, mask, state, dy)
-            # From device to device by way of NumPy.
-            state = jax.tree.map(np.asarray, state)
-            results = (*results, jax.tree.leaves(state))
-            for quantity, values in zip(QUANTITIES, results, strict=True):
-                for value in jax.tree.leaves(values):
-                    assert np.isfinite(np.asarray(value, np.float64)).all()
-                    hashes[quantity][way].update(np.asarray(value).tobytes())
-    return {q: {way: h.hexdigest()[:16] for way, h in of.items()} for q, of in hashes.items()}
+def bits_of(case, way):
+    """Returns the bits of each quantity, in some training steps one after the other."""
+    step = program(case, way)
+    _, state = make(case.shape[1], "batch", **case.layer)
+    found = []
+    for seed in range(SEEDS):
+        weight, bias, x, mask, dy = arguments(case, seed)
+        # From device to device by way of NumPy.
+        results = jax.tree.map(np.asarray, step(weight, bias, x, mask, state, dy))
+        state = results[-1]
+        for values in jax.tree.leaves(results):
+            assert np.isfinite(values.astype(np.float64)).all()
+        quantities = zip(QUANTITIES, results, strict=True)
+        found.append({name: [*map(bits, jax.tree.leaves(r))] for name, r in quantities})
+    return found
 
 
-def main() -> None:
-    found = {name: fingerprints(case, "device_invariant") for name, case in CASES.items()}
-    found["of the normal mode"] = fingerprints(CASES["conv"], "auto", ("vmap", "8"))
-    try:
-        fingerprints(CASES["conv"]._replace(shape=(6, 3)), "device_invariant", ("3",))
-    except ValueError as error:
-        found["error"] = {"three devices": {"3": str(error)}}
-    json.dump(found, sys.stdout)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_same_bits(case):
+    one_device = bits_of(case, "vmap")
+    for way in WAYS:
+        for step, right in zip(bits_of(case, way), one_device, strict=True):
+            assert [name for name in QUANTITIES if step[name] != right[name]] == [], way
 
 
-if __name__ == "__main__":
-    main()
+def test_the_normal_mode_does_not_promise_it():
+    """Guards the test above, which might pass for other reasons."""
+    auto = CONV._replace(implementation="auto")
+    assert bits_of(auto, "8") != bits_of(auto, "vmap")
+
+
+def test_three_devices_hold_no_branches():
+    words = "'devices' has 3 devices.*implementation='auto' works with any"
+    with pytest.raises(ValueError, match=words):
+        bits_of(CONV._replace(shape=(6, 3)), "3")

@@ -1,7 +1,4 @@
-"""Tests that `implementation="device_invariant"` gives one result on any number of devices."""
-
-import json
-import operator
+"""Tests `implementation="device_invariant"` on one device; on several: over_devices.py."""
 
 import equinox as eqx
 import hypothesis
@@ -9,43 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
-from eqx_norm import BatchNorm
 from eqx_norm._normalise import invariant
-from eqx_norm.strategies import Moments
-from tests.compiling import jit
-from tests.helpers import bits, call, make
+from tests.helpers import bits, call, make, same
 from tests.layers.accuracy import check, far_from_zero, make_batch, seeds, with_outlier
-from tests.processes import on_devices
 
-from .over_devices import CASES, QUANTITIES
+from .derivatives import (
+    assert_agree,
+    definition,
+    ensemble_of_gradients,
+    gradient_of_gradient,
+    linearized,
+    ours,
+    slope_of_gradient,
+)
 
 MODE = "device_invariant"
-
-
-@pytest.fixture(scope="module")
-def found():
-    return json.loads(on_devices(8, "-m", "tests.operation.over_devices").stdout)
-
-
-@pytest.mark.parametrize("quantity", QUANTITIES)
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits_on_1_2_4_and_8_devices(found, name, quantity):
-    ways = found[name][quantity]
-    assert len(set(ways.values())) == 1, ways
-
-
-def test_the_normal_mode_does_not_promise_it(found):
-    """Guards the tests above, which might pass for other reasons."""
-    ways = found["of the normal mode"]
-    assert any(len(set(ways[quantity].values())) > 1 for quantity in ("y", "dx", "memory"))
-
-
-def test_three_devices_hold_no_branches(found):
-    error = found["error"]["three devices"]["3"]
-    assert "'devices' has 3 devices" in error
-    assert "implementation='auto' works with any" in error
 
 
 @pytest.mark.parametrize("shape", [(7, 8), (64, 8), (16, 4, 7, 7), (1000, 2, 31)], ids=str)
@@ -83,42 +59,11 @@ def test_roots_and_quotients_stay_what_they_are():
     def f(x, n):
         return x / 7, n / jnp.sqrt(x), jax.lax.rsqrt(x)
 
-    x = jnp.linspace(0.1, 3, 64)
-    program = str(jax.jit(invariant.rounded(f)).lower(x, x).compile().as_text())
-    assert " divide(" in program
-    assert " rsqrt(" not in program
-    found = jax.jit(invariant.rounded(f))(x, x)
-    host = np.asarray(x)
-    right = host / np.float32(7), host / np.sqrt(host), 1 / np.sqrt(host)
-    for a, b in zip(found, right, strict=True):
-        assert bits(a) == bits(b)
-
-
-def test_derivatives_of_what_is_rounded():
-    def f(x, y):
-        z = x * y / (1 + y**2) + jax.lax.rsqrt(x) * 3 - jnp.square(y) ** 3 * jax.nn.silu(x)
-        return z * x[:, :1]
-
-    x, y = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, (2, 3, 4)), jnp.float32)
-    rounded = jax.jit(invariant.rounded(f))
-    np.testing.assert_allclose(rounded(x, y), f(x, y), rtol=1e-6)
-    np.testing.assert_allclose(
-        jax.vmap(rounded, (1, None))(x[:, None], y), [f(x, y)], rtol=1e-6
-    )
-    check_grads(rounded, (x, y), 2, atol=1e-2, rtol=1e-2)
-    gradients = jit(jax.grad(lambda *a: rounded(*a).sum(), (0, 1)))(x, y)
-    right = jit(jax.grad(lambda *a: f(*a).sum(), (0, 1)))(x, y)
-    for ours, theirs in zip(gradients, right, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    scaled = jax.grad(lambda s: invariant.rounded(operator.mul)(s, x[0]).sum())(jnp.float32(2))
-    np.testing.assert_allclose(scaled, x[0].sum(), rtol=1e-6)
-
-
-def test_a_rounded_function_keeps_pytrees():
-    a = Moments(jnp.ones(()), jnp.arange(3.0), jnp.ones(3), ddof=1)
-    merged = jax.jit(lambda a: invariant.rounded(Moments.merge)(a, a))(a)
-    assert merged.ddof == 1
-    assert bits(merged.mean) == bits(a.mean)
+    x = np.linspace(0.1, 3, 64, dtype=np.float32)
+    program = jax.jit(invariant.rounded(f)).lower(x, x).compile()
+    assert " rsqrt(" not in str(program.as_text())
+    right = x / np.float32(7), x / np.sqrt(x), 1 / np.sqrt(x)
+    assert same(program(x, x), right)
 
 
 @pytest.mark.parametrize(
@@ -135,20 +80,9 @@ def test_what_cannot_be_promised_is_an_error(arguments, x, words):
         call(layer, state, x)
 
 
-def test_other_derivatives_are_right():
-    """Tests forward mode and a higher order, of which no bits are promised."""
-    x, dx = np.random.default_rng(0).standard_normal((2, 8, 3, 4)).astype(np.float32)
-
-    def hessian_of(implementation):
-        layer, state = eqx.nn.make_with_state(BatchNorm)(
-            3, "batch", approach="batch", activation=jnp.tanh, implementation=implementation
-        )
-
-        def f(x):
-            over = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-            return (over(x, state)[0] ** 3).sum()
-
-        return jit(lambda x, dx: jax.jvp(jax.grad(f), (x,), (dx,)))(x, dx)
-
-    for ours, theirs in zip(hessian_of(MODE), hessian_of("auto"), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+def test_derivatives_are_right():
+    """Tests also those of which no bits are promised: of other orders, and forward."""
+    transforms = linearized, ensemble_of_gradients, slope_of_gradient, gradient_of_gradient
+    with jax.enable_x64(True):
+        f = ours("batch", jnp.tanh, implementation=MODE)
+    assert_agree(transforms, f, definition("batch", jnp.tanh), tolerance=1e-8)

@@ -1,25 +1,17 @@
-"""Tests that x is kept for the backward pass, in its own dtype, and but vectors beside it.
+"""Tests that x itself is kept for the backward pass, and but vectors beside it."""
 
-Read in two ways, which both find more where there is more: eqx.nn.BatchNorm followed by a ReLU.
-"""
-
-import contextlib
-import io
 import math
-import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.ad_checkpoint import print_saved_residuals
 
 from eqx_norm import LayerNorm
 from eqx_norm._normalise import jaxprs
 from tests.helpers import APPROACHES, make, normal, over_batch
 
-N, C, L = 8, 3, 40
+DEPTH, SHAPE = 3, (4, 5, 6, 7)
 ACTIVATIONS = {
     "none": None,
     "relu": jax.nn.relu,
@@ -29,120 +21,86 @@ ACTIVATIONS = {
 }
 
 
-def ours(activation=None, approach="batch"):
-    layer, state = make(C, "batch", approach=approach, activation=activation)
-    return forward(layer, state)
+def batch_norm(activation=None, approach="batch", **arguments):
+    """Returns a layer, and how it is called for a batch."""
+    layer, state = make(
+        SHAPE[1], "batch", approach=approach, activation=activation, **arguments
+    )
+    return layer, lambda layer, x: over_batch(layer)(x, state)[0]
 
 
-def theirs():
-    layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(C, "batch", mode="batch")
-    f = forward(layer, state)
-    return lambda vectors, x: jax.nn.relu(f(vectors, x))
+def layer_norm(activation=None):
+    layer = LayerNorm(SHAPE[1:], activation=activation)
+    return layer, lambda layer, x: jax.vmap(layer)(x)
 
 
-def forward(layer, state):
-    def f(vectors, x):
-        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
-        return over_batch(model)(x, state)[0]
-
-    return f
+NORMS = {"BatchNorm": batch_norm, "LayerNorm": layer_norm}
+each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
 
-def printed(f, *operands):
-    """Returns (dtype, size) of what JAX says it keeps."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        print_saved_residuals(f, *operands)
-    kept = re.findall(r"^(\w+)\[([\d,]*)\] ", text.getvalue(), re.MULTILINE)
-    assert len(kept) == len(text.getvalue().splitlines())
-    return [
-        (dtype, int(np.prod([int(n) for n in shape.split(",") if n]))) for dtype, shape in kept
-    ]
+def held(layer, call, x):
+    """Returns what the function of the backward pass holds."""
+    moving, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def f(moving, x):
+        return call(eqx.combine(moving, static), x)
+
+    _, backward = jax.vjp(f, moving, x)
+    return jax.tree.leaves(backward)
 
 
-def held(f, *operands):
-    """Returns (dtype, size) of what the function of the backward pass holds."""
-    _, backward = jax.vjp(f, *operands)
-    short = {"float32": "f32", "bfloat16": "bf16"}
-    return [
-        (short.get(leaf.dtype.name, leaf.dtype.name), leaf.size)
-        for leaf in jax.tree.leaves(backward)
-    ]
-
-
-def operands(dtype):
-    return (jnp.ones(C), jnp.zeros(C)), normal(0, (N, C, L)).astype(dtype)
-
-
-def bytes_of(kept):
-    size = {"f32": 4, "bf16": 2, "bool": 1}
-    return sum(size.get(dtype, 8) * number for dtype, number in kept)
-
-
-def large(kept):
-    return [dtype for dtype, size in kept if size > C]
-
-
-each_way = pytest.mark.parametrize("read", [printed, held])
-each_dtype = pytest.mark.parametrize("dtype", ["f32", "bf16"])
-NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-
-
-@each_way
+@each_norm
 @each_dtype
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_x_is_kept_and_vectors(name, dtype, read):
-    vectors, x = operands(NAMES[dtype])
-    kept = read(ours(ACTIVATIONS[name]), vectors, x)
-    assert [(t, size) for t, size in kept if size > C] == [(dtype, x.size)]
-    assert bytes_of(kept) <= x.nbytes + 25 * 4 * C
+def test_x_itself_is_kept_and_vectors(norm, dtype, name):
+    x, (layer, call) = normal(0, SHAPE).astype(dtype), norm(ACTIVATIONS[name])
+    kept = held(layer, call, x)
+    vectors = [leaf for leaf in kept if leaf is not x]
+    assert len(vectors) < len(kept)
+    assert max(vector.size for vector in vectors) <= layer.weight.size
+    assert len(vectors) <= 25
 
 
-@pytest.mark.parametrize("approach", APPROACHES)
-def test_with_every_approach(approach):
-    vectors, x = operands(jnp.bfloat16)
-    assert large(held(ours(jax.nn.silu, approach), vectors, x)) == ["bf16"]
+def of_masked(layer, x):
+    _, state = make(SHAPE[1], "batch", approach="batch")
+
+    def one(x, mask):
+        return layer(x, state, mask=mask)[0]
+
+    return jax.vmap(one, axis_name="batch")(x, jnp.ones((SHAPE[0], *SHAPE[2:]), bool))
+
+
+SILU, CALL = batch_norm(jax.nn.silu)
+OTHERS = {
+    **{approach: batch_norm(jax.nn.silu, approach) for approach in APPROACHES},
+    "in inference": batch_norm(jax.nn.silu, inference=True),
+    "compiled before": (SILU, jax.jit(CALL)),
+    "with a mask, as booleans": (SILU, of_masked),
+}
 
 
 @each_dtype
-def test_compiled_before_it_is_differentiated(dtype):
-    vectors, x = operands(NAMES[dtype])
-    assert large(held(jax.jit(ours(jax.nn.gelu)), vectors, x)) == [dtype]
-
-
-def test_in_inference():
-    vectors, x = operands(jnp.bfloat16)
-    layer, state = make(C, "batch", approach="batch", activation=jax.nn.silu, inference=True)
-    assert large(held(forward(layer, state), vectors, x)) == ["bf16"]
-
-
-def test_a_mask_is_kept_as_booleans():
-    layer, state = make(C, "batch", approach="batch", activation=jax.nn.silu)
-    vectors, x = operands(jnp.bfloat16)
-
-    def f(vectors, x):
-        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
-        axes = {"in_axes": (0, 0, None), "out_axes": (0, None)}
-        one = jax.vmap(lambda x, m, s: model(x, s, mask=m), axis_name="batch", **axes)
-        return one(x, jnp.ones((N, L), bool), state)[0]
-
-    kept = held(f, vectors, x)
-    assert [size for dtype, size in kept if size > C and dtype != "bool"] == [x.size]
-    assert all(size <= N * L for dtype, size in kept if dtype == "bool")
+@pytest.mark.parametrize(("layer", "call"), OTHERS.values(), ids=OTHERS)
+def test_nothing_else_of_its_size(layer, call, dtype):
+    x = normal(0, SHAPE).astype(dtype)
+    kept = [leaf for leaf in held(layer, call, x) if leaf.size > SHAPE[1]]
+    assert [(k.shape, k.dtype) for k in kept if k.dtype != bool] == [(SHAPE, dtype)]
+    assert all(k.size < x.size for k in kept if k.dtype == bool)
 
 
 @pytest.mark.x32  # Equinox's layer promotes
-@each_way
-def test_more_is_found_where_there_is_more(read):
-    vectors, x = operands(jnp.float32)
-    kept = read(theirs(), vectors, x)
-    assert len(large(kept)) > 1
-    assert bytes_of(kept) > 2 * x.nbytes
+def test_more_is_found_where_there_is_more():
+    layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(SHAPE[1], "batch", mode="batch")
+
+    def then_relu(layer, x):
+        return jax.nn.relu(over_batch(layer)(x, state)[0])
+
+    x = normal(0, SHAPE)
+    assert sum(leaf.size >= x.size for leaf in held(layer, then_relu, x)) > 1
 
 
 # --- In networks: x is kept once, in its own shape, and shared with a neighbour that keeps it.
-
-DEPTH, SHAPE = 3, (4, 5, 6, 7)
 
 
 def stacked(f, *operands):
@@ -152,79 +110,43 @@ def stacked(f, *operands):
         return jnp.sum(f(*operands).astype(jnp.float32))
 
     closed = jax.make_jaxpr(jax.grad(loss, tuple(range(len(operands)))))(*operands)
-    forward = next(
-        equation
-        for equation in jaxprs.equations(closed.jaxpr)
-        if equation.primitive.name == "scan"
-    )
-    kept = [var.aval for var in forward.outvars if var.aval.shape[:1] == (DEPTH,)]
+    scans = (e for e in jaxprs.equations(closed.jaxpr) if e.primitive.name == "scan")
+    kept = [var.aval for var in next(scans).outvars if var.aval.shape[:1] == (DEPTH,)]
     return [(a.shape[1:], a.dtype) for a in kept if a.size >= DEPTH * math.prod(SHAPE)]
-
-
-def scanned(block):
-    """Returns a function of `block(x, weights)`, one after the other."""
-    return lambda x, weights: jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
 
 
 def conv(x, weight):
     return jax.lax.conv_general_dilated(x, weight, (1, 1), "SAME")
 
 
-def batch_norm(activation=None, **arguments):
-    layer, state = make(SHAPE[1], "batch", approach="batch", activation=activation, **arguments)
-    return lambda x: over_batch(layer)(x, state)[0]
-
-
-def layer_norm(activation=None):
-    return jax.vmap(LayerNorm(SHAPE[1:], activation=activation))
-
-
-NORMS = {"BatchNorm": batch_norm, "LayerNorm": layer_norm}
-each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-
-
-def network(dtype):
-    """Returns x and the convolutions of each layer."""
-    weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
-    return normal(0, SHAPE).astype(dtype), weights
-
-
-@each_norm
-@each_dtype
-@pytest.mark.parametrize("activation", [jax.nn.relu, eqx.nn.PReLU(0.25)], ids=["relu", "prelu"])
-def test_scanned_over_depth(norm, dtype, activation):
-    """Keeps the inputs of conv, of norm with its activation and of conv, and nothing else."""
-    f = norm(activation)
-    block = scanned(lambda x, w: conv(f(conv(x, w[0])), w[1]))
-    assert stacked(block, *network(NAMES[dtype])) == [(SHAPE, NAMES[dtype])] * 3
-
-
-@each_norm
-@each_dtype
-def test_scanned_with_a_relu_of_its_own(norm, dtype):
-    f = norm()
-    block = scanned(lambda x, w: conv(jax.nn.relu(f(conv(x, w[0]))), w[1]))
-    kept = stacked(block, *network(NAMES[dtype]))
+# The activation in the layer, a block, and how many arrays like x and of booleans it keeps.
+BLOCKS = {
+    # The inputs of conv, of norm with its activation and of conv, and nothing else.
+    "relu": (jax.nn.relu, lambda f, x, w: conv(f(conv(x, w[0])), w[1]), 3, 0),
+    "prelu": (ACTIVATIONS["prelu"], lambda f, x, w: conv(f(conv(x, w[0])), w[1]), 3, 0),
     # And what the ReLU keeps: where it was positive.
+    "relu after": (None, lambda f, x, w: conv(jax.nn.relu(f(conv(x, w[0]))), w[1]), 3, 1),
+    # Which keeps the same x.
+    "neighbour": (jax.nn.silu, lambda f, x, w: conv(x, w[0]) + f(x), 1, 0),
+}
+
+
+@each_norm
+@each_dtype
+@pytest.mark.parametrize(
+    ("activation", "block", "like_x", "bools"), BLOCKS.values(), ids=BLOCKS
+)
+def test_scanned_over_depth(norm, dtype, activation, block, like_x, bools):
+    layer, call = norm(activation)
+    weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
+
+    def network(x, weights):
+        def step(x, w):
+            return block(lambda x: call(layer, x), x, w), None
+
+        return jax.lax.scan(step, x, weights)[0]
+
+    kept = stacked(network, normal(0, SHAPE).astype(dtype), weights)
     assert sorted(kept, key=str) == sorted(
-        [(SHAPE, NAMES[dtype])] * 3 + [(SHAPE, bool)], key=str
+        [(SHAPE, dtype)] * like_x + [(SHAPE, bool)] * bools, key=str
     )
-
-
-@each_norm
-@each_dtype
-def test_a_neighbour_that_keeps_x_keeps_the_same(norm, dtype):
-    f = norm(jax.nn.silu)
-    block = scanned(lambda x, w: conv(x, w[0]) + f(x))
-    assert stacked(block, *network(NAMES[dtype])) == [(SHAPE, NAMES[dtype])]
-
-
-@each_norm
-@each_dtype
-@pytest.mark.parametrize("activation", [None, eqx.nn.PReLU(0.25)], ids=["none", "prelu"])
-def test_without_a_compiled_whole_it_is_x_itself(norm, dtype, activation):
-    f, (x, w) = norm(activation), network(NAMES[dtype])
-    _, backward = jax.vjp(lambda x: f(x) + conv(x, w[0, 0]), x)
-    leaves = [leaf for leaf in jax.tree.leaves(backward) if leaf.size >= x.size]
-    assert leaves
-    assert all(leaf is x for leaf in leaves)

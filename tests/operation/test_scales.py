@@ -53,7 +53,7 @@ def test_batch_norm(implementation, eps):
     y, _, (gradient, dx) = call_and_grad(layer, state, f32(CHANNELS.T), f32(COTANGENT.T))
     check(y.T, dx.T, eps)
     right = exact(eps)[2]
-    # What rounding rstd costs is relative to the gradient (DESIGN, section 6).
+    # What rounding rstd costs is relative to the gradient.
     bound = 1e-7 * np.abs(COTANGENT).sum(1) + 4.3e-7 * np.abs(right)
     errors = (np.abs(np.asarray(gradient.weight) - right) / bound)[1:]
     assert np.all(errors <= 1), errors

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eqx_norm import strategies
-from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart
+from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart, VarianceClip
+from experiments.accuracy import recursions
 from tests.helpers import at_step, f32
-from tests.strategies.recursions import CASES, IDS, of_smooth_start
 
 pytestmark = pytest.mark.x32  # its averages are float32 whatever the default
 CHANNELS = 3
@@ -16,6 +16,25 @@ ULP = float(np.finfo(np.float32).eps)
 MOMENTA = (1e-6, 0.5, 0.99, 0.9999, 0.999999)
 each_momentum = pytest.mark.parametrize("momentum", MOMENTA)
 each_strategy = pytest.mark.parametrize("strategy", [Batch, Ema, Adam, SmoothStart])
+
+
+def clipping(strategy, recursion, ratio, start):
+    """Returns a strategy that clips, to be made with a momentum, and its recursion."""
+    return (
+        lambda momentum: VarianceClip(strategy(momentum), ratio=ratio, start=start),
+        recursions.variance_clip(recursion, ratio, start),
+    )
+
+
+CASES = {
+    "batch": (Batch, recursions.batch),
+    "ema": (Ema, recursions.ema),
+    "adam": (Adam, recursions.adam),
+    "smooth_start": (SmoothStart, recursions.smooth_start),
+    "clip(batch)": clipping(Batch, recursions.batch, 2.0, 4),
+    "clip(smooth_start)": clipping(SmoothStart, recursions.smooth_start, 4.0, 1),
+    "clip(ema)": clipping(Ema, recursions.ema, 4.0, 200),
+}
 
 
 def batches(steps):
@@ -28,8 +47,19 @@ def batches(steps):
     ]
 
 
+def pushed(running, batch, momentum, steps):
+    """Returns the average after so many times the same batch."""
+
+    @jax.jit
+    def run(running):
+        step = lambda _, running: running.push(batch, momentum)  # noqa: E731
+        return jax.lax.fori_loop(0, steps, step, running)
+
+    return run(running)
+
+
 @each_momentum
-@pytest.mark.parametrize(("strategy", "recursion"), CASES, ids=IDS)
+@pytest.mark.parametrize(("strategy", "recursion"), CASES.values(), ids=CASES)
 def test_equals_its_recursion(strategy, recursion, momentum):
     strategy = strategy(momentum)
     memory = strategy.init(CHANNELS, jnp.float32)
@@ -87,7 +117,9 @@ def test_thousands_of_steps(momentum):
         return jax.lax.scan(step, empty, (mean, variance))[1]
 
     running, filled, weight = average(mean, variance)
-    golden = of_smooth_start(zip(*map(np.float64, (mean, variance)), strict=True), momentum)
+    golden = recursions.smooth_start(
+        zip(*map(np.float64, (mean, variance)), strict=True), momentum
+    )
     right_filled, right = np.swapaxes(list(golden), 0, 1)
     for (high, low, found), exact in ((running, right), (filled, right_filled)):
         # To twice the precision: in float32 alone, 1e4 is off by 5e-4.
@@ -107,22 +139,14 @@ def test_what_is_left_goes_to_nothing(momentum, left):
     weight = np.float32(1 - left)
     rest = np.float32(1 - np.float64(weight) - left)
     start = strategies.Running(f32([5.0]), f32([2.0]), f32(weight), weight_rest=f32(rest))
-    batch = Moments.of(f32([5.0]), f32([2.0]))
-
-    @jax.jit
-    def run(running):
-        step = lambda _, running: running.push(batch, momentum)  # noqa: E731
-        return jax.lax.fori_loop(0, steps, step, running)
-
-    after = run(start)
+    after = pushed(start, Moments.of(f32([5.0]), f32([2.0])), momentum, steps)
     found = (1 - np.float64(after.weight)) - np.float64(after.weight_rest)
     exact = left * momentum**steps
     assert found < left
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-12)
     if exact < 2**-26:
         assert after.weight == 1
-        other = Moments.of(f32([1e6]), f32([9.0]))
-        used = after.fill(other)
+        used = after.fill(Moments.of(f32([1e6]), f32([9.0])))
         assert (used.mean, used.variance) == (5, 2)
 
 
@@ -157,7 +181,5 @@ def test_an_average_does_not_come_to_a_halt(momentum):
     """In float32 alone the variance stops at 3e-6 of itself, at 0.99, and at 3e-4."""
     running = strategies.Running.loaded(f32([0.0]), f32([1.0]))
     batch = Moments.of(f32([0.0]), f32([1.001]))
-    steps = round(20 / (1 - momentum))
-    step = lambda _, running: running.push(batch, momentum)  # noqa: E731
-    running = jax.jit(lambda r: jax.lax.fori_loop(0, steps, step, r))(running)
+    running = pushed(running, batch, momentum, round(20 / (1 - momentum)))
     np.testing.assert_allclose(running.variance, batch.variance, rtol=ULP)

@@ -62,19 +62,12 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 
 def restated(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns the function of arrays in terms that Mosaic GPU knows.
-
-    It is traced, and what was found is computed with something else in the place of what
-    Mosaic lacks.
-    """
+    """Returns the function of arrays in terms that Mosaic GPU knows."""
 
     def computed(*arrays: Array) -> Array:
         closed = jax.make_jaxpr(function)(*arrays)
-        (result,) = evaluated(closed.jaxpr, closed.consts, arrays, _instead)
+        instead = lambda equation: _INSTEAD.get(equation.primitive.name)  # noqa: E731
+        (result,) = evaluated(closed.jaxpr, closed.consts, arrays, instead)
         return result
 
     return computed
-
-
-def _instead(equation: Any) -> Callable[..., Array] | None:
-    return _INSTEAD.get(equation.primitive.name)

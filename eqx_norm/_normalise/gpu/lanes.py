@@ -53,7 +53,9 @@ def extended(lanes: Lanes, tiles: Sequence[Array], places: Places) -> Lanes:
         # Not a division, and exact where there are 2, 4 or 8.
         n, average = jnp.full_like(count, len(tiles)), tree_sum(deviations) * (1 / len(tiles))
     else:
-        n = tree_sum([_number(place, count) for place in places])
+        n = tree_sum(
+            [jnp.ones_like(count) if p is None else p.astype(count.dtype) for p in places]
+        )
         average = tree_sum(zeroed(deviations, places)) / jnp.maximum(n, 1)
     residues = zeroed([d - average for d in deviations], places)
     new_share = n / jnp.maximum(count + n, 1)
@@ -119,10 +121,6 @@ def zeroed(values: Sequence[Array], places: Places) -> list[Array]:
         value if place is None else jnp.where(place, value, 0)
         for value, place in zip(values, places, strict=True)
     ]
-
-
-def _number(place: Array | None, like: Array) -> Array:
-    return jnp.ones_like(like) if place is None else place.astype(like.dtype)
 
 
 def tree_sum(values: Sequence[Any]) -> Any:

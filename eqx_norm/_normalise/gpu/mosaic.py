@@ -180,7 +180,10 @@ class _Program:
         return run(self.whole, self.last, places, carry)
 
     def tiles(self, chunk: Any, places: Places) -> Iterator[list[Array]]:
-        self.wait(chunk, unless_first=self.waited)
+        if self.waited:
+            pl.when(chunk > 0)(lambda: self.wait(chunk))
+        else:
+            self.wait(chunk)
         # One by one, as they are used: they lie in shared memory.
         for number in range(len(places)):
             yield self._tiles(chunk, number)
@@ -228,7 +231,10 @@ class _Program:
             plgpu.store(ref.at[index], result, optimized=False)
 
     def _tiles(self, chunk: Any, number: int) -> list[Array]:
-        return [self.tile(i, chunk, number) for i in range(len(self.arrays))]
+        """Returns a tile of each array's chunk, in float32."""
+        lanes = self.columns.tiling.lanes
+        tiles = (slots[_slot(chunk), pl.ds(number * lanes, lanes)] for slots in self.slots)
+        return [self.laid_out(tile).astype(jnp.float32) for tile in tiles]
 
     def _row(self) -> Array:
         """Returns the number of each row, in the shape of a tile."""
@@ -288,18 +294,9 @@ class _Program:
             def _() -> None:
                 self._copy(chunk, self.tail)
 
-    def wait(self, chunk: Any, *, unless_first: bool = False) -> None:
+    def wait(self, chunk: Any) -> None:
         """Waits until this chunk has arrived: once for each, or a barrier is ahead."""
-        if unless_first:
-            pl.when(chunk > 0)(lambda: self.wait(chunk))
-        else:
-            plgpu.barrier_wait(self.arrived.at[_slot(chunk)])
-
-    def tile(self, index: int, chunk: Any, number: int) -> Array:
-        """Returns a tile of this array's chunk, in float32."""
-        lanes = self.columns.tiling.lanes
-        tile = self.slots[index][_slot(chunk), pl.ds(number * lanes, lanes)]
-        return self.laid_out(tile).astype(jnp.float32)
+        plgpu.barrier_wait(self.arrived.at[_slot(chunk)])
 
     def laid_out(self, tile: Array) -> Array:
         """Returns the tile laid out as all are: 4 values a thread, warps below each other."""

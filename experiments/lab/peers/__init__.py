@@ -13,18 +13,31 @@ Flax and PyTorch are imported when a layer of theirs is made.
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from jax import Array
 
 from . import names
-from .layer import AXIS as AXIS
-from .layer import Affine as Affine
-from .layer import Apply as Apply
-from .layer import BatchNorm as BatchNorm
-from .layer import Layer as Layer
-from .layer import LayerNorm as LayerNorm
 
-_MODULES = {"eqx_norm": "ours", "equinox": "of_equinox", "flax": "of_flax"}
+AXIS = "batch"  # the mapped axis of layers that take one example
+Affine = tuple[Any, Any]  # weight and bias, or `None`
+# (weight and bias, memory, x) to y and the memory after it.
+Apply = Callable[[Affine, Any, Any], tuple[Array, Any]]
+
+
+class Layer(NamedTuple):
+    """Holds a layer as functions of plain arrays: parameters and memory go in and out.
+
+    Outputs have the dtype that the layer gives them: Equinox's batch norm gives float32 for
+    bfloat16.
+    """
+
+    memory: tuple[Array, ...]  # before the first batch
+    train: Apply
+    evaluate: Apply
+    # Memory to running mean, running variance, and whatever else is remembered.
+    statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
 
 
 def batch_norm(
@@ -35,30 +48,32 @@ def batch_norm(
     eps: float,
     channel_axis: int = 1,
     affine: bool = True,
+    **of_ours: Any,
 ) -> Layer:
     """Returns the batch norm of that name, whose `x` is `[N, channels, *spatial]`.
 
     `momentum` is the share of the running statistics that a batch leaves. With
     `channel_axis=-1`, which is Flax's default and nobody else's, `x` is `[N, *spatial,
-    channels]`.
+    channels]`. Further arguments are those of `eqx_norm.BatchNorm`.
     """
-    settings = BatchNorm(channels, momentum, eps, channel_axis, affine)
-    return _module(name).batch_norm(name, settings)
+    settings = {"momentum": momentum, "eps": eps, **of_ours}
+    if names.package(name) == "flax":
+        settings["axis"] = channel_axis
+    return _module(name).batch_norm(name, channels, affine, **settings)
 
 
-def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
+def layer_norm(name: str, shape: tuple[int, ...], *, eps: float, **of_ours: Any) -> Layer:
     """Returns the layer norm of that name, whose `x` is `[N, *shape]`; it has no memory.
 
-    Its weight and bias may be `None`, and are of `shape` otherwise.
+    Its weight and bias may be `None`, and are of `shape` otherwise. Further arguments are
+    those of `eqx_norm.LayerNorm`.
     """
-    return _module(name).layer_norm(name, LayerNorm(shape, eps))
+    return _module(name).layer_norm(name, shape, eps, **of_ours)
 
 
 def _module(name: str) -> Any:
-    package = names.package(name)
-    if package not in _MODULES:
-        raise ValueError(f"{name!r} is no layer in JAX; for PyTorch's, see peers.of_torch.")
-    return importlib.import_module(f".{_MODULES[package]}", __package__)
+    modules = {"eqx_norm": "ours", "equinox": "of_equinox", "flax": "of_flax"}
+    return importlib.import_module(f".{modules[names.package(name)]}", __package__)
 
 
 def present(wanted: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -1,33 +1,29 @@
 """Brings Equinox's layers, and any layer of that kind, to the common form."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 from jax import Array
 
-from . import names
-from .layer import AXIS, Affine, Apply, BatchNorm, Layer, LayerNorm
+from . import AXIS, Affine, Apply, Layer, names
 
 
-def batch_norm(name: str, settings: BatchNorm) -> Layer:
-    mode: Literal["ema", "batch"] = "ema" if name == names.EQUINOX_EMA else "batch"
-
-    def make() -> eqx.nn.BatchNorm:
-        channels, momentum, eps, _, affine = settings
-        return eqx.nn.BatchNorm(channels, AXIS, eps, affine, momentum, mode=mode)
+def batch_norm(name: str, channels: int, affine: bool, **settings: Any) -> Layer:
+    ema = name == names.EQUINOX_EMA
+    settings |= {"channelwise_affine": affine, "mode": "ema" if ema else "batch"}
 
     def statistics(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
-        if mode == "ema":
+        if ema:
             return (*state.get(layer.ema_state_index), state.get(layer.ema_first_time_index))
         return (*state.get(layer.batch_state_index), state.get(layer.batch_counter))
 
-    return stateful(make, statistics)
+    return stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **settings), statistics)
 
 
-def layer_norm(name: str, settings: LayerNorm) -> Layer:
-    return stateless(lambda weight, bias: eqx.nn.LayerNorm(*settings, weight, bias))
+def layer_norm(name: str, shape: tuple[int, ...], eps: float) -> Layer:
+    return stateless(lambda weight, bias: eqx.nn.LayerNorm(shape, eps, weight, bias))
 
 
 def stateful(
@@ -39,7 +35,7 @@ def stateful(
 
     def mode(inference: bool) -> Apply:
         def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-            model = eqx.nn.inference_mode(with_affine(layer, affine), inference)
+            model = eqx.nn.inference_mode(_with_affine(layer, affine), inference)
             mapped = jax.vmap(model, axis_name=AXIS, in_axes=(0, None), out_axes=(0, None))
             y, state = mapped(x, jax.tree.unflatten(structure, memory))
             return y, tuple(jax.tree.leaves(state))
@@ -57,13 +53,12 @@ def stateless(make: Callable[[bool, bool], Any]) -> Layer:
 
     def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
         layer = make(*(parameter is not None for parameter in affine))
-        return jax.vmap(with_affine(layer, affine))(x), memory
+        return jax.vmap(_with_affine(layer, affine))(x), memory
 
     return Layer((), apply, apply)
 
 
-def with_affine(layer: Any, affine: Affine) -> Any:
-    """Returns the layer with these for its weight and bias."""
+def _with_affine(layer: Any, affine: Affine) -> Any:
     return eqx.tree_at(
         lambda layer: (layer.weight, layer.bias),
         layer,

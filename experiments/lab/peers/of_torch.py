@@ -34,8 +34,7 @@ def batch_norm(
 ) -> Any:
     """Returns y in training; the memory, running mean and variance, is changed in place.
 
-    `momentum` is, as everywhere here, the share that a batch leaves; what PyTorch calls so is
-    the other share.
+    `momentum` is the share that a batch leaves, as everywhere here; PyTorch's is the other.
     """
     return torch.nn.functional.batch_norm(
         x, *memory, weight, bias, training=True, momentum=1 - momentum, eps=eps
@@ -43,10 +42,7 @@ def batch_norm(
 
 
 def layer(channels: int, dimensions: int, *, momentum: float, eps: float) -> Any:
-    """Returns the layer for `[N, channels, *spatial]`, which keeps its memory itself.
-
-    `dimensions` are those of an example beside its channels.
-    """
+    """Returns the layer for `[N, channels, *spatial]`, with so many spatial dimensions."""
     kind = torch.nn.BatchNorm2d if dimensions == 2 else torch.nn.BatchNorm1d
     return kind(channels, eps=eps, momentum=1 - momentum)
 

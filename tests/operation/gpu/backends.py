@@ -1,6 +1,5 @@
 """Lists the backends of the operation's passes, and holds them to their bounds."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +17,13 @@ from .gpus import HAS_MOSAIC, mesh
 
 ULP = 2.0**-23  # of float32
 EPS = 1e-5  # the layer's
+# The same work cut up in other ways, so that few values get to all parts of a kernel: one
+# program does all of it, chunk after chunk; or each has one chunk, and there is much to merge.
+CUTS = {
+    "as it is": {},
+    "loops": {"_PROGRAMS": 1, "_MOST_HELD": 128, "_HELD": 8},
+    "slices": {"_PROGRAMS": 2**20, "_MOST_HELD": 128, "_HELD": 8, "_SLICE": 1},
+}
 _NAMES = """
 relu relu6 leaky_relu elu celu selu gelu silu mish softplus squareplus sparse_plus soft_sign
 hard_tanh sigmoid log_sigmoid hard_sigmoid hard_silu
@@ -35,7 +41,6 @@ ACTIVATIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Xla:
     """Computes the passes by the formulas, as a backend does by kernels."""
 
@@ -46,12 +51,9 @@ class Xla:
         return reference.statistics(x, mask, total=reference.by_tree)
 
     def vjp_sums(self, activation, g, a, b, x, mean, rest, mask=None):
-        g = reference.counted(g.astype(mean.dtype), mask)
-        if activation is not None:
-            masks = () if mask is None else (mask,)
-            g = reference.activation_jvp(g, a, b, x, mean, rest, *masks, activation=activation)
-        shape, total = mean.shape, reference.by_tree
-        return reference.sums(g, x, mean, rest, mask, shape=shape, total=total)
+        g, total = g.astype(mean.dtype), reference.by_tree
+        g = reference.activation_jvp(g, a, b, x, mean, rest, mask, activation=activation)
+        return reference.sums(g, x, mean, rest, mask, shape=mean.shape, total=total)
 
 
 BACKENDS: dict[str, Any] = {"xla": Xla(), "triton": Triton(interpret=True)}
@@ -59,15 +61,11 @@ if HAS_MOSAIC:
     BACKENDS["mosaic"] = Mosaic(interpret=True)
 
 
-def served(cut, shape, dtype="float32", masked=False):
-    """Returns `(backend, cut, shape, masked)` for each backend that serves such an x."""
-    x, _, mask = operands(shape, dtype, masked=masked)
-    return [
-        (name, cut, shape, masked)
-        for name, backend in BACKENDS.items()
-        # Without kernels nothing is cut.
-        if backend.serves(x, *mask) is None and not (name == "xla" and cut != "as it is")
-    ]
+def operands(shape, dtype, *, masked=False):
+    """Returns the shapes of x, of a vector, and of a mask or none."""
+    vector = jax.ShapeDtypeStruct((*shape[:-3], 1, shape[-2], 1), "float32")
+    mask = jax.ShapeDtypeStruct((*shape[:-2], 1, shape[-1]), "bool")
+    return jax.ShapeDtypeStruct(shape, dtype), vector, [mask] * masked
 
 
 def normal(shape, dtype="float32", mean=0.0, seed=0):
@@ -108,14 +106,9 @@ def check_statistics(backend, x, mask=None):
 @functools.partial(jit, static_argnums=0)
 def _summands(activation, g, a, b, x, mean, rest, mask):
     """Returns g through the activation, the deviations, and g as it is given."""
-    given = reference.counted(g.astype(jnp.float32), mask)
-    d = reference.counted(reference.centred(x, mean, rest), mask)
-    if activation is None:
-        return given, d, given
-    weighted = reference.activation_jvp(
-        g.astype(jnp.float32), a, b, x, mean, rest, activation=activation
-    )
-    return reference.counted(weighted, mask), d, given
+    g, d = g.astype(jnp.float32), reference.centred(x, mean, rest)
+    weighted = reference.activation_jvp(g, a, b, x, mean, rest, activation=activation)
+    return [reference.counted(values, mask) for values in (weighted, d, g)]
 
 
 def check_sums(backend, activation, shape, masked=False, dtype="float32", g_dtype="float32"):
@@ -151,13 +144,6 @@ def lowered(function, *arrays, on=None):
         traced = jax.jit(function).trace(*arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return text.count("__gpu$xla.gpu.triton") + text.count("mosaic_gpu_v2")
-
-
-def operands(shape, dtype, *, masked=False):
-    """Returns x, a vector, and a mask or none."""
-    vector = jax.ShapeDtypeStruct((*shape[:-3], 1, shape[-2], 1), "float32")
-    mask = jax.ShapeDtypeStruct((*shape[:-2], 1, shape[-1]), "bool")
-    return jax.ShapeDtypeStruct(shape, dtype), vector, [mask] * masked
 
 
 def lowered_sums(backend, activation, x, vector, mask=(), **keywords):

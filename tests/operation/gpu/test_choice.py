@@ -4,30 +4,29 @@ That the kernels compute the right thing, test_backends.py holds.
 """
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from eqx_norm import BatchNorm, LayerNorm
 from tests.helpers import copy, over_batch
-from tests.processes import on_devices
 
-from .gpus import CORES, H200, HAS_MOSAIC, mesh
+from .gpus import HAS_MOSAIC, mesh, needs_mosaic
 
 FORWARD, BACKWARD = "eqx_norm_statistics", "eqx_norm_vjp_sums"
 ROWS, ROWS_VJP = "eqx_norm_rows", "eqx_norm_rows_vjp"
 # 8 MiB of float32, and 4 values.
 DENSE, SMALL = (2048, 1024), (2, 2)
 
-each_device = pytest.mark.parametrize("device", CORES)
-each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 
-
-def lowered(f, *shaped, device=H200):
+def lowered(f, *shaped, on=None):
     """Returns the text of what XLA would be given."""
-    with jax.sharding.use_abstract_mesh(mesh(device)):
+    with jax.sharding.use_abstract_mesh(on or mesh()):
         return jax.jit(f).trace(*shaped).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -39,7 +38,7 @@ def kernels(text):
     return {name for name in names if re.search(rf"\b{name}\b", text)}
 
 
-def forward(shape, dtype=jnp.float32, axis_name="batch", **arguments):
+def forward(shape, dtype=jnp.float32, axis_name: Any = "batch", **arguments):
     """Returns a whole layer, and its x."""
 
     def f(x):
@@ -60,16 +59,6 @@ def both(shape, dtype=jnp.float32, **arguments):
     return g, x, x
 
 
-@each_device
-@each_dtype
-@pytest.mark.parametrize("shape", [(8192, 1024), (64, 64, 32, 32)], ids=["dense", "images"])
-def test_auto_takes_a_kernel_each_way(shape, dtype, device):
-    text = lowered(*both(shape, dtype, activation=jax.nn.relu), device=device)
-    # Images of float32 may lie channel after channel.
-    to_xla = len(shape) > 2 and dtype == jnp.float32
-    assert kernels(text) == (set() if to_xla else {FORWARD, BACKWARD})
-
-
 def layer_norm(*shape, dtype=jnp.float32, **arguments):
     """Returns a LayerNorm's forward and backward pass, and its arguments."""
     layer = LayerNorm(shape[-1], **arguments)
@@ -80,13 +69,6 @@ def layer_norm(*shape, dtype=jnp.float32, **arguments):
 
     x = jax.ShapeDtypeStruct(shape, dtype)
     return f, x, x
-
-
-@each_device
-@each_dtype
-def test_layer_norm_reads_a_row_once_each_way(dtype, device):
-    text = lowered(*layer_norm(4096, 768, dtype=dtype, activation=jax.nn.gelu), device=device)
-    assert kernels(text) == {ROWS, ROWS_VJP}
 
 
 def masked():
@@ -105,10 +87,6 @@ def stacked(*shaped):
 
 def ensemble(f, *shaped):
     return jax.vmap(f), *stacked(*shaped)
-
-
-def mapped(f, *shaped):
-    return lambda *arrays: jax.lax.map(lambda one: f(*one), arrays), *stacked(*shaped)
 
 
 def scanned(f, *shaped):
@@ -130,18 +108,7 @@ def jvp(f, x):
     return lambda x, dx: jax.jvp(f, (x,), (dx,)), x, x
 
 
-def exported(f, x):
-    """Checks in `jax.export`, which refuses custom calls that it cannot promise to keep."""
-
-    def text(x):
-        exported = jax.export.export(jax.jit(lambda x: f(x)[0]), platforms=("cuda", "cpu"))(x)
-        assert kernels(str(exported.mlir_module())) == set()
-        return x
-
-    return text, x
-
-
-def of_rows(**arguments):
+def rows(**arguments):
     """Returns a LayerNorm, forward alone, and its x."""
     return jax.vmap(LayerNorm(768, **arguments)), jax.ShapeDtypeStruct((2048, 768), jnp.float32)
 
@@ -154,12 +121,18 @@ def weights_of_members():
 
 
 RELU, SILU, PRELU = jax.nn.relu, jax.nn.silu, eqx.nn.PReLU(0.25)
-TRITON = "pallas_triton"
+TRITON, MOSAIC = "pallas_triton", "pallas_mosaic"
 IMAGES = (64, 64, 32, 32)
 EACH_WAY, ROWS_EACH_WAY = {FORWARD, BACKWARD}, {ROWS, ROWS_VJP}
 CASES = {
+    # Images of float32 may lie channel after channel.
+    "images, float32": (lambda: both(IMAGES, activation=RELU), set()),
+    "images, bfloat16": (lambda: both(IMAGES, jnp.bfloat16, activation=RELU), EACH_WAY),
+    "images, float16": (lambda: both(IMAGES, jnp.float16, activation=RELU), EACH_WAY),
+    "float32": (lambda: both(DENSE, activation=RELU), EACH_WAY),
+    "bfloat16": (lambda: both(DENSE, jnp.bfloat16), EACH_WAY),
+    "float16": (lambda: both(DENSE, jnp.float16), EACH_WAY),
     "no activation": (lambda: both(DENSE), EACH_WAY),
-    "silu": (lambda: both(DENSE, activation=SILU), EACH_WAY),
     "gelu": (lambda: both(DENSE, activation=jax.nn.gelu), EACH_WAY),
     # XLA can fuse the derivative of what has arrays of its own into its sums.
     "prelu": (lambda: both(DENSE, activation=PRELU), {FORWARD}),
@@ -171,11 +144,12 @@ CASES = {
     "images, asked for": (lambda: both(IMAGES, implementation=TRITON), EACH_WAY),
     "ensemble": (lambda: ensemble(*both(DENSE, activation=RELU)), EACH_WAY),
     "scan": (lambda: scanned(*both(DENSE, activation=RELU)), EACH_WAY),
-    "map": (lambda: mapped(*both(DENSE, activation=RELU)), EACH_WAY),
     "remat": (lambda: remat(*both(DENSE, activation=RELU)), EACH_WAY),
     "second order": (lambda: penalty(*forward(DENSE, activation=SILU)), EACH_WAY),
     "forward mode": (lambda: jvp(*forward(DENSE, activation=SILU)), {FORWARD}),
-    "exported": (lambda: exported(*forward(DENSE)), set()),
+    "rows": (lambda: layer_norm(4096, 768, activation=jax.nn.gelu), ROWS_EACH_WAY),
+    "rows, bfloat16": (lambda: layer_norm(4096, 768, dtype=jnp.bfloat16), ROWS_EACH_WAY),
+    "rows, float16": (lambda: layer_norm(4096, 768, dtype=jnp.float16), ROWS_EACH_WAY),
     "rows, xla": (lambda: layer_norm(4096, 768, implementation="xla"), set()),
     "rows, plain": (
         lambda: layer_norm(4096, 768, use_weight=False, use_bias=False),
@@ -190,10 +164,10 @@ CASES = {
         lambda: layer_norm(64, 64, implementation=TRITON),
         ROWS_EACH_WAY,
     ),
+    "rows, scan": (lambda: scanned(*layer_norm(2048, 768, activation=SILU)), ROWS_EACH_WAY),
     "rows, remat": (lambda: remat(*layer_norm(2048, 768, activation=SILU)), ROWS_EACH_WAY),
-    "rows, map": (lambda: mapped(*layer_norm(2048, 768, activation=SILU)), ROWS_EACH_WAY),
-    "rows, second order": (lambda: penalty(*of_rows(activation=SILU)), ROWS_EACH_WAY),
-    "rows, forward mode": (lambda: jvp(*of_rows(activation=SILU)), {ROWS}),
+    "rows, second order": (lambda: penalty(*rows(activation=SILU)), ROWS_EACH_WAY),
+    "rows, forward mode": (lambda: jvp(*rows(activation=SILU)), {ROWS}),
     "rows, weights of members": (weights_of_members, {FORWARD}),
 }
 
@@ -203,93 +177,62 @@ def test_which_kernels_are_taken(program, found):
     assert kernels(lowered(*program())) == found
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda: forward(SMALL, implementation=TRITON),
-        lambda: layer_norm(64, 64, implementation=TRITON),
-    ],
-    ids=["BatchNorm", "LayerNorm"],
-)
+def test_exported():
+    """`jax.export` refuses custom calls that it cannot promise to keep."""
+    f, x = forward(DENSE)
+    exported = jax.export.export(jax.jit(lambda x: f(x)[0]), platforms=("cuda", "cpu"))(x)
+    assert kernels(str(exported.mlir_module())) == set()
+
+
+@pytest.mark.parametrize("program", [both, lambda shape, **how: layer_norm(*shape, **how)])
 def test_a_kernel_is_for_cuda(program):
-    f, *shaped = program()
+    f, *shaped = program((64, 64), implementation=TRITON)
     with pytest.raises(ValueError, match="implementation='pallas_triton' is for CUDA devices"):
         jax.jit(f).lower(*shaped)
 
 
 def test_a_dtype_that_no_kernel_takes():
     with jax.enable_x64(True):
-        f, *shaped = both(DENSE, jnp.float64)
-        assert kernels(lowered(f, *shaped)) == set()
-        f, *shaped = both(DENSE, jnp.float64, implementation=TRITON)
+        assert kernels(lowered(*both(DENSE, jnp.float64))) == set()
         with pytest.raises(ValueError, match=r"cannot serve x of shape .*float64.*'auto'"):
-            lowered(f, *shaped)
+            lowered(*both(DENSE, jnp.float64, implementation=TRITON))
 
 
-has_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="jax 0.12's Mosaic")
-
-
-@has_mosaic
+@needs_mosaic
 def test_mosaic_if_asked_for():
-    text = lowered(*both((8192, 1024), jnp.bfloat16, implementation="pallas_mosaic"))
+    text = lowered(*both((8192, 1024), jnp.bfloat16, implementation=MOSAIC))
     assert text.count("mosaic_gpu") >= 2
     assert "xla.gpu.triton" not in text
 
 
-@has_mosaic
+TOO_OLD = r"the Mosaic kernels take jax 0\.12, and this is jax"
+
+
 @pytest.mark.parametrize(
-    ("shape", "reason"),
+    ("program", "reason"),
     [
-        ((8192, 100), "tiles of 64 channels of bfloat16, and x has 100"),
-        (None, r"and x has 1\."),
+        (lambda **how: both((8192, 100), **how), "64 channels of bfloat16, and x has 100"),
+        (lambda **how: layer_norm(4096, 768, **how), r"and x has 1\."),
     ],
     ids=["channels", "rows"],
 )
-def test_what_mosaic_cannot_serve(shape, reason):
-    arguments = {"dtype": jnp.bfloat16, "implementation": "pallas_mosaic"}
-    program = both(shape, **arguments) if shape else layer_norm(4096, 768, **arguments)
+def test_what_mosaic_cannot_serve(program, reason):
+    reason = reason if HAS_MOSAIC else TOO_OLD
     with pytest.raises(ValueError, match=f"'pallas_mosaic' cannot serve x .*{reason}"):
-        lowered(*program)
+        lowered(*program(dtype=jnp.bfloat16, implementation=MOSAIC))
 
 
-@pytest.mark.skipif(HAS_MOSAIC, reason="before jax 0.12")
-def test_mosaic_with_a_jax_that_has_no_such_thing():
-    with pytest.raises(ValueError, match=r"the Mosaic kernels take jax 0\.12, and this is jax"):
-        lowered(*both((8192, 1024), jnp.bfloat16, implementation="pallas_mosaic"))
-
-
-@pytest.mark.parametrize("implementation", ["auto", "pallas_triton"])
+@pytest.mark.parametrize("implementation", ["auto", TRITON])
 def test_operands_that_jit_has_sharded_are_not_gathered(implementation):
-    """Runs in a process of its own, which has two devices."""
-    script = SHARDED.format(implementation=implementation)
-    ran = on_devices(2, "-W", "error", "-c", script)
-    said = {"auto": "no kernel", "pallas_triton": "ValueError: XLA partitions this program"}
-    assert ran.stdout.splitlines() == [said[implementation], "a kernel inside shard_map"]
-
-
-SHARDED = """
-import jax, jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
-from tests.operation.gpu.test_choice import forward, kernels, lowered
-
-auto = (jax.sharding.AxisType.Auto,)
-mesh = jax.make_mesh((2,), ("devices",), axis_types=auto)
-f, x = forward((4096, 1024), implementation="{implementation}")
-x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("devices")))
-try:
-    text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    print("a kernel" if kernels(text) else "no kernel")
-except ValueError as error:
-    assert "shard_map" in str(error)
-    print("ValueError: XLA partitions this program" * ("XLA partitions" in str(error)))
-
-device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-mesh = jax.sharding.AbstractMesh((2,), ("devices",), auto, abstract_device=device)
-f, _ = forward((2048, 1024), implementation="{implementation}", axis_name=["batch", "devices"])
-specs = dict(in_specs=P("devices"), out_specs=P("devices"), check_vma=False)
-with jax.sharding.use_abstract_mesh(mesh):
-    g = jax.shard_map(lambda x: f(x)[0], mesh=mesh, **specs)
-    x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    text = jax.jit(g).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-print("a kernel inside shard_map" if kernels(text) else "none")
-"""
+    on, split = mesh(size=2), P("x")
+    f, x = forward((4096, 1024), implementation=implementation)
+    sharded = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, split))
+    if implementation == "auto":
+        assert kernels(lowered(f, sharded, on=on)) == set()
+    else:
+        with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
+            lowered(f, sharded, on=on)
+    f, x = forward((4096, 1024), implementation=implementation, axis_name=("batch", "x"))
+    specs = {"in_specs": split, "out_specs": split, "check_vma": False}
+    inside = jax.shard_map(lambda x: f(x)[0], mesh=on, **specs)
+    assert kernels(lowered(inside, x, on=on)) == {FORWARD}

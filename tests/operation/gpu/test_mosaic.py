@@ -20,11 +20,10 @@ from .backends import (
     check_statistics,
     check_sums,
     normal,
+    operands,
     statistics,
 )
-from .gpus import HAS_MOSAIC
-
-needs_mosaic = pytest.mark.skipif(not HAS_MOSAIC, reason="the Mosaic kernels take jax 0.12")
+from .gpus import needs_mosaic
 
 
 @needs_mosaic
@@ -50,6 +49,19 @@ def test_activations_in_other_words(name):
     expected, got = (np.asarray(jax.jit(f)(u, g)) for f in (derivative, restated(derivative)))
     most = 4 * ULP * np.maximum(np.abs(g) * np.maximum(1, np.abs(u)), np.abs(expected))
     assert np.all((np.abs(got - expected) <= most) | (np.isnan(got) & np.isnan(expected)))
+
+
+@needs_mosaic
+def test_on_a_gpu_of_before(monkeypatch):
+    class Device:
+        device_kind, compute_capability = "NVIDIA A100-SXM4-80GB", "8.0"
+
+    monkeypatch.setattr(jax, "devices", lambda platform: [Device])
+    x, _, (mask,) = operands((8, 32, 1), "float32", masked=True)
+    assert "A100" in str(BACKEND.serves(x))
+    Device.compute_capability = "10.0"
+    assert BACKEND.serves(x) is None
+    assert "mask" in str(BACKEND.serves(x, mask))
 
 
 # --- Races.
@@ -85,51 +97,16 @@ def test_planted_races_are_found(cut, races, monkeypatch, left_out):
         statistics(races, normal((397, 32, 1)))
 
 
-# --- What it says.
-
-
-def why(shape, dtype="float32", mask=None):
-    return str(BACKEND.serves(jax.ShapeDtypeStruct(shape, dtype), mask))
-
-
-@needs_mosaic
-def test_what_it_does_not_serve_it_says():
-    assert why((8, 32, 1)) == "None"
-    assert "64 channels of bfloat16, and x has 32" in why((8, 32, 1), "bfloat16")
-    assert "32 channels of float32, and x has 100" in why((8, 100, 1))
-    assert "mask" in why((8, 32, 1), mask=jax.ShapeDtypeStruct((8, 1, 1), "bool"))
-    assert "rows" in why((2**16 + 1, 8, 32, 1))
-
-
-@needs_mosaic
-def test_on_a_gpu_of_before(monkeypatch):
-    class Device:
-        device_kind, compute_capability = "NVIDIA A100-SXM4-80GB", "8.0"
-
-    monkeypatch.setattr(jax, "devices", lambda platform: [Device])
-    assert "A100" in why((8, 32, 1))
-    Device.compute_capability = "10.0"
-    assert why((8, 32, 1)) == "None"
-
-
-@pytest.mark.skipif(HAS_MOSAIC, reason="of a jax that has it")
-def test_a_jax_of_before():
-    assert f"take jax 0.12, and this is jax {jax.__version__}" in why((8, 32, 1))
-
-
-# --- What is read off the code.
-
-LOOP = """
+READ, FENCE, BARRIER, COPY = """
     ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
     fence.proxy.async.shared::cta;
     bar.sync %r5, 128;
     cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes [%r6], [%rd2];
-"""
+""".strip().splitlines()
 
 
 def test_copies_before_all_have_read():
-    assert not unfenced(LOOP * 2)
-    lines = LOOP.splitlines()
-    assert unfenced("\n".join(line for line in lines if "bar.sync" not in line))
-    assert unfenced("\n".join(line for line in lines if "fence" not in line))
-    assert unfenced("\n".join([lines[1], lines[3], lines[2], lines[4]]))
+    """Fails if what experiments/compiled reads off the code would miss a missing fence."""
+    assert not unfenced("\n".join([READ, FENCE, BARRIER, COPY] * 2))
+    for wrong in ([READ, FENCE, COPY], [READ, BARRIER, COPY], [READ, BARRIER, FENCE, COPY]):
+        assert unfenced("\n".join(wrong))

@@ -15,18 +15,16 @@ SIZES = (1, 2, 7, 31, 100, 128, 1000, 2049, 16384, 16385, 50176, 10**6)
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_tilings(itemsize, inputs):
     for n, size in itertools.product(SIZES, SIZES):
-        cuts = [
-            (n, tiling.columns(1, n, size, itemsize, inputs)),
-            (size, tiling.rows(n, size, itemsize, inputs)),
-            (n, tiling.merge(n, size)),
-        ]
-        for length, cut in cuts:
+        for length, cut, most in (
+            (n, tiling.columns(1, n, size, itemsize, inputs), 64),
+            (size, tiling.rows(n, size, itemsize, inputs), 64),
+            (n, tiling.merge(n, size), 16),
+        ):
             assert all(math.log2(size).is_integer() for size in (cut.lanes, cut.across))
             assert cut.slice * (cut.slices - 1) < length <= cut.slice * cut.slices
             assert cut.warps in (1, 2, 4, 8, 16)
-            # Of 255 registers, those that hold values: no more than half.
-            held = cut.lanes * cut.across * cut.unroll / (32 * cut.warps)
-            assert held <= (64 if cut is not cuts[2][1] else 16)
+            # Of 255 registers, those that hold values of one array.
+            assert cut.lanes * cut.across * cut.unroll / (32 * cut.warps) <= most
 
 
 def test_what_is_worth_a_kernel():
@@ -41,20 +39,18 @@ def test_what_is_worth_a_kernel():
     assert not worth(31, 2**22, 1)
 
 
-def test_every_row_is_read_by_one_program():
-    for values in (1, 3, 64, 768, 1000, 4096, 8192):
-        for itemsize in (2, 4):
-            for held in (1, 4, 6):
-                if not tiling.holds_rows(values, held):
-                    continue
-                cut = tiling.whole_rows(values, itemsize, held)
-                assert cut.slices == cut.chunks == 1
-                assert cut.lanes * cut.unroll >= values > cut.lanes * (cut.unroll - 1)
-                # What a thread keeps fits into its registers.
-                each = cut.lanes * cut.unroll * cut.across // (cut.warps * 32)
-                assert each * held <= 64
-    assert tiling.holds_rows(8192, 1)
-    assert not tiling.holds_rows(8193, 1)
-    assert not tiling.holds_rows(4097, 6)
-    assert tiling.repeated(1) == 8
-    assert tiling.repeated(10**6) == 32
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("held", "most"), [(1, 8192), (4, 6144), (6, 4096)])
+def test_every_row_is_read_by_one_program(itemsize, held, most):
+    assert tiling.holds_rows(most, held)
+    assert not tiling.holds_rows(most + 1, held)
+    for values in (1, 3, 64, 768, 1000, 4096, most):
+        cut = tiling.whole_rows(values, itemsize, held)
+        assert cut.slices == cut.chunks == 1
+        assert cut.lanes * cut.unroll >= values > cut.lanes * (cut.unroll - 1)
+        # What a thread keeps fits into its registers.
+        assert cut.lanes * cut.unroll * cut.across // (cut.warps * 32) * held <= 64
+
+
+def test_programs_are_repeated_within_bounds():
+    assert (tiling.repeated(1), tiling.repeated(10**6)) == (8, 32)
