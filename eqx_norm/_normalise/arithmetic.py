@@ -57,7 +57,8 @@ class Arithmetic:
         del vmapped  # their values have been gathered
         for name in mesh:
             vectors = jax.tree.leaves(moments)
-            moments = Moments(*collectives.merged(vectors, name, _pooled))
+            count, mean, m2, mean_rest = collectives.merged(vectors, name, _pooled)
+            moments = Moments(count, mean, m2, mean_rest)
         return moments
 
     def from_first(self, vectors: Sequence[Array]) -> Sequence[Array]:
@@ -85,7 +86,8 @@ class DeviceInvariant(Arithmetic):
     ) -> Moments:
         """Returns the moments, merged of those of each example by a tree."""
         vectors = [collectives.gather(v[None], vmapped) for v in jax.tree.leaves(moments)]
-        return Moments(*invariant.merged(vectors, mesh))
+        count, mean, m2, mean_rest = invariant.merged(vectors, mesh)
+        return Moments(count, mean, m2, mean_rest)
 
     def from_first(self, vectors: Sequence[Array]) -> Sequence[Array]:
         """Returns the first device's vectors: transposed, sums are collected there."""
@@ -115,4 +117,5 @@ def arithmetic(
 
 
 def _pooled(vectors: Sequence[Array]) -> Sequence[Array]:
-    return jax.tree.leaves(Moments(*vectors).pooled())
+    count, mean, m2, mean_rest = vectors
+    return jax.tree.leaves(Moments(count, mean, m2, mean_rest).pooled())

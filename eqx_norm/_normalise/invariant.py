@@ -32,6 +32,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
@@ -133,7 +134,7 @@ def _statistics_of_one(x: Array, mask: Array | None) -> tuple[Array, ...]:
 
 def merged(examples: Sequence[Array], mesh_axes: Sequence[Hashable]) -> Sequence[Array]:
     """Returns the moments of all devices, of moments with an axis of examples in front."""
-    vectors = _of_examples(examples, _merge)
+    vectors = _of_examples([_on_all_devices(vector) for vector in examples], _merge)
     for name in reversed(mesh_axes):
         devices = lax.axis_size(name)
         if devices & (devices - 1):
@@ -146,6 +147,13 @@ def merged(examples: Sequence[Array], mesh_axes: Sequence[Hashable]) -> Sequence
         by_pairs = functools.partial(_by_pairs, combine=_merge)
         vectors = collectives.merged(vectors, name, by_pairs)
     return vectors
+
+
+def _on_all_devices(array: Array) -> Array:
+    """Returns the array, which on a mesh with explicit axes may have been split: a tree cuts up
+    the axis of examples in another way."""
+    split = any(jax.typeof(array).sharding.spec)
+    return jax.reshard(array, PartitionSpec(*[None] * array.ndim)) if split else array
 
 
 def from_first(vectors: Sequence[Array], mesh_axes: Sequence[Hashable]) -> list[Array]:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
@@ -111,7 +112,7 @@ def new_primitive(
         flat = flattened(function, takes, [aval.shape for aval in context.avals_out])
         lower = mlir.lower_fun(flat, multiple_results=True)
         with _without_explicit_axes():
-            plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in context.avals_in]
+            plain = [ShapedArray(a.shape, a.dtype) for a in context.avals_in]
             return lower(context.replace(avals_in=plain), *arrays, static=static, **rest)
 
     def lower(

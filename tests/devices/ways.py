@@ -1,16 +1,9 @@
-"""Takes a training step on one device, and in each of the ways to take it over eight.
-
-`python -m tests.devices.ways` is a program of its own, because the number of CPU devices is
-fixed when JAX starts. It prints, as JSON, for each case and way how far each quantity is from
-that of one device, in units of its largest value, and what the compiled programs send.
-"""
+"""Takes a training step on one device, and in each of the ways to take it over eight."""
 
 import contextlib
 import functools
-import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -227,9 +220,12 @@ def error(ours: Any, right: Any) -> float:
     return max(float(difference / max(size, 1)) for difference, size in differences)
 
 
-def taken(case: Case, way: Way) -> tuple[Any, dict[str, list[Collective]]]:
+def taken(
+    case: Case, way: Way, **arguments_of_layer: Any
+) -> tuple[Any, dict[str, list[Collective]]]:
     """Returns the results of a step, and what the programs of forward and step send."""
-    layer, state = make(C, way.names, approach=case.approach, activation=case.activation)
+    activated = {"approach": case.approach, "activation": case.activation}
+    layer, state = make(C, way.names, **activated, **arguments_of_layer)
     x, dy, mask = map(way.split, arguments(case))
     mask = mask if case.masked else None
     layer, state = way.copied((layer, state))
@@ -238,27 +234,8 @@ def taken(case: Case, way: Way) -> tuple[Any, dict[str, list[Collective]]]:
     results: Any = None
     with jax.set_mesh(way.mesh) if way.mesh else contextlib.nullcontext():
         for name, (f, arrays) in programs.items():
-            compiled = eqx.filter_jit(f).lower(layer, state, *arrays).compile()
+            jitted: Any = eqx.filter_jit(f)
+            compiled = jitted.lower(layer, state, *arrays).compile()
             sent[name] = collectives(compiled.compiled)
             results = compiled(layer, state, *arrays)
     return way.joined(results), sent
-
-
-def found(case: Case) -> dict[str, Any]:
-    right, _ = taken(case, Way(forward, step_of(forward), "batch"))
-    quantities = ("y", "memory", "parameters", "dx")
-    report = {}
-    for name, way in WAYS.items():
-        results, sent = taken(case, way())
-        pairs = zip(quantities, results, right, strict=True)
-        errors = {quantity: error(ours, theirs) for quantity, ours, theirs in pairs}
-        report[name] = {"errors": errors, "sent": sent}
-    return report
-
-
-def main() -> None:
-    json.dump({name: found(case) for name, case in CASES.items()}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -51,6 +51,7 @@ def test_merge_is_associative_commutative_and_exact(parts, is_complex, seed):
     assert_same(a.merge(b).merge(c), a.merge(b.merge(c)), scale)
     assert_same(a.merge(b).merge(c), of_values(together), scale)
     assert a.merge(b).m2.dtype == jnp.float32
+    assert_same(stacked(a, b, c).pooled(), of_values(together), scale)
 
 
 def test_zero_is_neutral_to_the_bit_and_has_variance_1():
@@ -61,10 +62,17 @@ def test_zero_is_neutral_to_the_bit_and_has_variance_1():
     np.testing.assert_array_equal(zero.variance, [1, 1, 1])
 
 
+def stacked(*sets: Moments) -> Moments:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *sets)
+
+
 def test_equal_constants_merge_to_that_constant():
     a, b = (Moments(f32(n), f32([0.1]), f32([0])) for n in (3, 7))
-    merged = a.merge(b)
-    assert (merged.mean, merged.m2) == (f32(0.1), 0)
+    nothing = Moments(f32(0), f32([1e30]), f32([0]))  # whose mean must not matter
+    for merged in (a.merge(b), stacked(nothing, a, b, a, nothing).pooled()):
+        assert (merged.mean, merged.mean_rest, merged.m2) == (f32(0.1), 0, 0)
+    empty = stacked(nothing, nothing).pooled()
+    assert (empty.count, empty.m2, empty.variance) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -97,7 +105,7 @@ run = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["op by op", "j
 @run
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_merged_far_from_zero(ratio, run):
-    """The mean is off by 1e-7 standard deviations at most, after 64 merges as well."""
+    """The mean is off by 1e-7 standard deviations at most, after 64 merges as well, or one."""
     values = ratio + np.random.RandomState(3).standard_normal((640, 5))
     merge = run(Moments.merge)
     merged = Moments.zero(5, jnp.float32)
@@ -105,6 +113,9 @@ def test_merged_far_from_zero(ratio, run):
         merged = merge(merged, pair(part))
     np.testing.assert_allclose(both(merged), values.mean(0), rtol=0, atol=1e-7)
     np.testing.assert_allclose(merged.m2, values.var(0) * 640, rtol=64 * 6e-8)
+    pooled = run(Moments.pooled)(stacked(*map(pair, np.split(values, 64))))
+    np.testing.assert_allclose(both(pooled), values.mean(0), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(pooled.m2, values.var(0) * 640, rtol=1e-6)
 
 
 @run

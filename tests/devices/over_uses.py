@@ -1,0 +1,178 @@
+"""Tests layers over eight devices as users use them, by one device.
+
+Run by test_devices.py, in a process that has so many.
+"""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eqx_norm import LayerNorm
+from tests.helpers import make, over_batch
+
+from .ways import DEVICES, SPLIT, WHOLE, C, Case, L, arguments, collectives, error, forward
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "devices.md"
+CASE = Case("batch", jax.nn.relu, jnp.float32, masked=False)
+
+
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+def over(f: Any, mesh: jax.sharding.Mesh, inputs: Any, outputs: Any) -> Any:
+    return jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs)
+
+
+def call(layer: Any, state: Any, x: Any) -> Any:
+    return forward(layer, state, x, None)
+
+
+def test_the_example_in_the_documents():
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    x, *_ = arguments(CASE)
+    model, state = make(C, ("batch", "devices"), approach=CASE.approach)
+    names: dict[str, Any] = {"model": model, "state": state, "x": x}
+    exec(code, names)
+    one, _ = make(C, "batch", approach=CASE.approach)
+    right = jax.jit(functools.partial(call, one))(state, x)
+    assert error((names["y"], names["state"]), right) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "axes", "groups"),
+    [
+        (("batch", "members"), {"groups": 4, "members": 2}, "groups"),
+        ("batch", {"devices": DEVICES}, "devices"),
+    ],
+    ids=["groups of two", "each its own"],
+)
+def test_statistics_are_shared_by_the_devices_that_are_named(axis_name, axes, groups):
+    """Tests PyTorch's `process_group`, and ghost batches; each group has a state of its own."""
+    x, *_ = arguments(CASE)
+    layer, state = make(C, axis_name, approach=CASE.approach)
+    mesh = mesh_of(**axes)
+    count, both = mesh.shape[groups], P(mesh.axis_names)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * count), state)
+
+    def local(states, x):
+        y, state = call(layer, jax.tree.map(lambda leaf: leaf[0], states), x)
+        return y, jax.tree.map(lambda leaf: leaf[None], state)
+
+    f = over(local, mesh, (P(groups), both), (both, P(groups)))
+    y, states = jax.jit(f)(states, x)
+    one, state = make(C, "batch", approach=CASE.approach)
+    right = [jax.jit(functools.partial(call, one))(state, x) for x in jnp.split(x, count)]
+    assert error(y, jnp.concatenate([y for y, _ in right])) < 1e-6
+    memories = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[state for _, state in right])
+    assert error(states, memories) < 1e-6
+
+
+def test_one_state_for_different_statistics_is_an_error():
+    layer, state = make(C, "batch", approach=CASE.approach)
+    f = functools.partial(call, layer)
+    f = over(f, mesh_of(devices=DEVICES), (WHOLE, SPLIT), (SPLIT, WHOLE))
+    said = r"along \('devices',\).* make the layer with axis_name=\('batch', 'devices'\)"
+    with pytest.raises(ValueError, match=said):
+        f(state, arguments(CASE)[0])
+
+
+def test_a_scan_over_micro_batches_inside_shard_map():
+    x = jnp.stack([arguments(CASE)[0] + i for i in range(3)])
+
+    def scanned(layer: Any, state: Any, x: Any) -> Any:
+        def body(state: Any, x: Any) -> Any:
+            y, state = call(layer, state, x)
+            return state, y
+
+        return jax.lax.scan(body, state, x)
+
+    one, state = make(C, "batch", approach=CASE.approach)
+    layer, _ = make(C, ("batch", "devices"), approach=CASE.approach)
+    along = P(None, "devices")
+    split = functools.partial(scanned, layer)
+    split = over(split, mesh_of(devices=DEVICES), (WHOLE, along), (WHOLE, along))
+    right = jax.jit(functools.partial(scanned, one))(state, x)
+    assert error(jax.jit(split)(state, x), right) < 1e-6
+
+
+def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
+    """Tests parameters and memory split along their channels, too (FSDP)."""
+    x, dy, _ = arguments(CASE)
+    x, dy = (jnp.tile(array, (1, 4, 1))[:, : 2 * DEVICES] for array in (x, dy))
+    mesh = mesh_of(devices=DEVICES)
+    layer, state = make(2 * DEVICES, "batch", approach=CASE.approach)
+
+    def loss(learnt: Any, state: Any, x: Any, dy: Any) -> Any:
+        y, state = call(eqx.combine(learnt, rest), state, x)
+        return (y * dy).sum(), state
+
+    learnt, rest = eqx.partition(layer, eqx.is_inexact_array)
+    step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=1)
+
+    def placed(tree: Any, spec: P) -> Any:
+        return jax.device_put(tree, NamedSharding(mesh, spec))
+
+    def of_channels(leaf: Any) -> Any:
+        return placed(leaf, SPLIT if leaf.shape == (2 * DEVICES,) else WHOLE)
+
+    split = jax.tree.map(of_channels, (learnt, jax.tree.map(jnp.copy, state)))
+    arrays = (*split, placed(x, SPLIT), placed(dy, SPLIT))
+    sent = collectives(step.lower(*arrays).compile())
+    right = step(learnt, state, x, dy)
+    ours = step(*arrays)
+    assert error(ours, right) < 1e-6
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arrays[1]))
+    # Parameters are gathered and sums of gradients spread; x stays where it is.
+    assert all(elements <= 3 * 2 * DEVICES for _, elements in sent), sent
+
+
+@pytest.mark.parametrize("way", ["shard_map", "jit"])
+def test_layer_norm_sends_nothing_but_gradients_of_its_parameters(way):
+    layer, mesh = LayerNorm(L), mesh_of(devices=DEVICES)
+    x = arguments(CASE)[0][:, 0]
+
+    def f(layer, x):
+        return jax.vmap(layer)(x)
+
+    def gradient(layer, x):
+        return jax.grad(lambda layer, x: (f(layer, x) ** 3).sum(), (0, 1))(layer, x)
+
+    gradients = [("all-reduce", 2 * L)]
+    for function, outputs, sent in (f, SPLIT, []), (gradient, (WHOLE, SPLIT), gradients):
+        mapped = over(function, mesh, (WHOLE, SPLIT), outputs)
+        given = jax.device_put(x, NamedSharding(mesh, SPLIT))
+        compiled = jax.jit(mapped if way == "shard_map" else function).lower(layer, given)
+        compiled = compiled.compile()
+        assert error(compiled(layer, given), function(layer, x)) < 1e-6
+        assert collectives(compiled) == sent
+
+
+def test_jit_takes_no_more_collectives_than_equinox_s_layer():
+    x, dy, _ = arguments(CASE)
+    placed = NamedSharding(mesh_of(devices=DEVICES), SPLIT)
+    theirs = eqx.nn.make_with_state(eqx.nn.BatchNorm)(C, "batch", mode="batch")
+    counts = {}
+    for name, (layer, state) in {
+        "ours": make(C, "batch", approach="batch"),
+        "equinox": theirs,
+    }.items():
+
+        def step(state: Any, x: Any, dy: Any, layer: Any = layer) -> Any:
+            y, pull_back, state = jax.vjp(
+                lambda x: over_batch(layer)(x, state), x, has_aux=True
+            )
+            return y, pull_back(dy), state
+
+        arrays = state, *(jax.device_put(array, placed) for array in (x, dy))
+        counts[name] = len(collectives(jax.jit(step).lower(*arrays).compile()))
+    assert counts["ours"] <= counts["equinox"]

@@ -1,0 +1,42 @@
+"""Tests a training step in each of the ways to take it over eight devices.
+
+Run by test_devices.py, in a process that has so many.
+"""
+
+import functools
+
+import pytest
+
+from tests.helpers import same
+
+from .ways import CASES, DEVICES, WAYS, C, Way, error, forward, step_of, taken
+
+QUANTITIES = ("y", "memory", "parameters", "dx")
+
+
+@functools.cache
+def on_one(case, implementation="auto"):
+    way = Way(forward, step_of(forward), "batch")
+    return taken(CASES[case], way, implementation=implementation)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
+    results, sent = taken(CASES[case], WAYS[way]())
+    for quantity, ours, right in zip(QUANTITIES, results, on_one(case), strict=True):
+        assert error(ours, right) < 1e-5, quantity
+    # Over a mesh, all moments at once, and one sum of gradients. Where XLA splits the program,
+    # as many sums as Equinox's layer, and one more to find the first example that counts.
+    partitioned = way in ("jit", "explicit axes", "filter_shard")
+    assert len(sent["forward"]) == (3 + CASES[case].masked if partitioned else 1), sent
+    assert len(sent["step"]) == len(sent["forward"]) + 1, sent
+    most = C * (2 if partitioned else 4 * DEVICES)
+    assert all(elements <= most + 1 for _, elements in sent["step"]), sent
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_device_invariant_results_have_the_same_bits(way):
+    case, implementation = "batch, relu, mask", "device_invariant"
+    results, _ = taken(CASES[case], WAYS[way](), implementation=implementation)
+    assert same(results, on_one(case, implementation))
