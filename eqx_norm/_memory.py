@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 from eqx_norm.strategies import AbstractStrategy
 
@@ -41,7 +41,7 @@ def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
         )
 
 
-def _varying(array: Array) -> frozenset[Any]:
+def _varying(array: ArrayLike) -> frozenset[Any]:
     return jax.typeof(array).manual_axis_type.varying
 
 
