@@ -34,7 +34,7 @@ checked with jax 0.10.2 and 0.12.0.1, and by tests/operation/test_primitives.py.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,7 +161,7 @@ def new_primitive(
 
     @primitive.def_abstract_eval
     def _(*arrays: Any, **parameters: Any) -> list[Any]:
-        if len({array.manual_axis_type.varying for array in arrays}) > 1:
+        if _vary_differently(arrays):
             raise TypeError(
                 f"{primitive} was given arrays that vary over different axes of a mesh, "
                 f"{', '.join(map(str, arrays))}: its derivatives would be wrong. Bind it by "
@@ -202,7 +202,8 @@ def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list
     """Returns the primitive's results for the arrays that there are, all of which vary over the
     axes of a mesh over which any does."""
     given = [array for array in arrays if array is not None]
-    return primitive.bind(*varying(given), **parameters)
+    given = varying(given) if _vary_differently(map(jax.typeof, given)) else given
+    return primitive.bind(*given, **parameters)
 
 
 def like(array: Array, shape: Shape, dtype: Any) -> Any:
@@ -217,6 +218,10 @@ def _flat_parameters(
     shape = parameters.get("shape")
     flat = {} if shape is None else {"shape": static.flat(shape)}
     return {**parameters, **taken, **flat}
+
+
+def _vary_differently(arrays: Iterable[Any]) -> bool:
+    return len({array.manual_axis_type.varying for array in arrays}) > 1
 
 
 def _result(arrays: Sequence[Any], shape: Shape, dtype: Any) -> Any:
