@@ -1,0 +1,1 @@
+"""Several processes: MNIST under `jax.distributed`, checkpoints, one process killed."""

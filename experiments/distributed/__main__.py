@@ -1,0 +1,102 @@
+"""Several processes: the same statistics in each, checkpoints, and a process that is killed.
+
+    python -m experiments.distributed                  the whole job: 2 and 4 processes
+    python -m experiments.distributed --processes 3    3 of them
+    python -m experiments.distributed --quick          2, under 30 seconds
+
+Each process trains the stability experiment's network on its part of each batch of MNIST, under
+`jax.distributed`, on one machine and its CPU: `experiments.distributed.train`, which any other
+launcher can start as well. Each run is compared with one process that has as many devices. One
+run is killed in one of its processes, and goes on from its checkpoint in fewer of them.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.lab import rows
+from experiments.lab.claims import judge, verdicts_table
+from experiments.lab.experiment import Experiment, Files, Report, number_from
+from experiments.lab.tables import listing
+
+from . import launch
+from .claims import CLAIMS
+from .launch import KILLED, ONE, RESTORED, SEVERAL, Process
+from .train import HEARTBEAT, SEED
+
+
+@dataclass(frozen=True)
+class Job:
+    """Says what to run. The defaults are the whole job."""
+
+    processes: tuple[int, ...] = (2, 4)
+    steps: int = 20
+    implementations: tuple[str, ...] = ("auto", "device_invariant")
+
+
+QUICK = Job(processes=(2,), steps=4, implementations=("device_invariant",))
+
+
+def measure(job: Job, files: Files) -> dict[str, Any]:
+    cells = [(n, name) for n in job.processes for name in job.implementations]
+    found: list[Process] = []
+    for processes, implementation in tqdm(cells, unit="setting", disable=None):
+        with tempfile.TemporaryDirectory() as folder:
+            for run in ONE, SEVERAL, KILLED, RESTORED:
+                found += launch.processes(run, implementation, processes, job.steps, folder)
+    rows.save(files.csv(), Process, found, digits=9)
+    return {"seed": SEED, "steps": job.steps, "heartbeat, seconds": HEARTBEAT}
+
+
+COLUMNS = {
+    "run": "{run}",
+    "implementation": "{implementation}",
+    "processes": "{processes}",
+    "devices": "{devices}",
+    "process": "{process}",
+    "exit code": "{code}",
+    "s after the kill": "{seconds:.1f}",
+    "memory": "{memory}",
+    "weights": "{weights}",
+    "error": "{error:.1e}",
+}
+
+
+def report(files: Files) -> Report:
+    found = rows.load(files.csv(), Process)
+    verdicts = judge(CLAIMS, found)
+    text = f"{listing(found, COLUMNS)}\n\n{verdicts_table(verdicts)}".replace(" nan ", "  -  ")
+    most = max(row.processes for row in found)
+    return Report(text, verdicts, ours=f"{most} processes: one memory, to the bit")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes",
+        nargs="+",
+        type=number_from(2),
+        metavar="N",
+        help="how many there are, one run after the other (default: 2 4)",
+    )
+    parser.add_argument(
+        "--steps", type=number_from(4), metavar="N", help="training steps (default: 20)"
+    )
+
+
+EXPERIMENT = Experiment(
+    name="distributed",
+    about=__doc__,
+    thread="[many devices](docs/devices.md): several processes",
+    whole=Job(),
+    quick=QUICK,
+    measure=measure,
+    report=report,
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    sys.exit(EXPERIMENT.main())
