@@ -35,7 +35,7 @@ accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in t
 benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
 	$(PEERS)/bin/python -m experiments.speed
 
-experiments: $(PEERS)/ready ## replace every committed table and figure (40 minutes)
+experiments: $(PEERS)/ready ## replace every committed table and figure (45 minutes)
 	$(PEERS)/bin/python -m experiments.stability --commit
 	$(PEERS)/bin/python -m experiments.stability --commit --network large
 	$(PEERS)/bin/python -m experiments.accuracy --commit
@@ -43,6 +43,7 @@ experiments: $(PEERS)/ready ## replace every committed table and figure (40 minu
 	$(PEERS)/bin/python -m experiments.state_consistency --commit
 	$(PEERS)/bin/python -m experiments.variance_clipping --commit
 	$(PEERS)/bin/python -m experiments.determinism --commit
+	$(PEERS)/bin/python -m experiments.distributed --commit
 	$(PEERS)/bin/python -m experiments.speed --commit
 	$(PEERS)/bin/python -m experiments.speed --commit --memory kept
 	$(MAKE) --no-print-directory gpu-compile-check COMMIT=--commit

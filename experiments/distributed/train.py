@@ -2,8 +2,8 @@
 
     python -m experiments.distributed.train RUN
 
-`RUN` is a `Run` as JSON; what it leaves out has its default. `experiments.distributed` starts it
-on one machine; so can any launcher that JAX knows (Slurm, Open MPI, Kubernetes, ...): where
+`RUN` is a `Run` as JSON; what it leaves out has its default. `experiments.distributed` starts
+it on one machine; so can any launcher that JAX knows (Slurm, Open MPI, Kubernetes, ...): where
 `RUN` names no coordinator, `jax.distributed` finds it and the number of processes by itself.
 
     srun python -m experiments.distributed.train '{"folder": "/shared/run"}'

@@ -101,6 +101,10 @@ BASES = {
     ],
     "determinism": [Edit({}, {"median": 1}, "_overhead")],
     "compiled": [],
+    "distributed": [
+        Edit({}, {"first_memory": "a", "memory": "b", "weights": "c", "error": 0}),
+        rows(run="one is killed", code="1")(seconds=0.1),
+    ],
     "speed": [
         Edit({"part": "agreement"}, {"deviation": 1e-6, "note": ""}),
         Edit({"part": "compile"}, {"temporaries": 0, "compile_seconds": 0.2}),
@@ -210,6 +214,15 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (kernel(MOSAIC, "unfenced"), {9: False}),
         (Edit({}, {"recipe": "adds atomically"}, "_recipe"), {10: False}),
         (Edit({"program": "BatchNorm, ReLU"}, {"same": "False"}, "_recipe"), {11: False}),
+    ],
+    "distributed": [
+        (rows(run="several", process="1", implementation="auto")(weights="z"), {1: False}),
+        (rows(run="several", process="1")(memory="z"), {1: False}),
+        (rows(run="one process")(first_memory="z"), {2: False}),
+        (rows(run="several", implementation="auto")(error=1.1e-5), {3: False}),
+        (rows(run="one is killed", code="1")(seconds=15.1), {4: False}),
+        (rows(run="one is killed", code="1")(code=0), {4: False}),
+        (rows(run="restored")(error="inf"), {5: False}),
     ],
     "speed": [
         (Edit({"part": "agreement", "peer": "PyTorch"}, {"note": "differs"}), {1: False}),
