@@ -36,8 +36,8 @@ from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.peers import names
 from experiments.lab.tables import grid
 
-from .claims import CLAIMS, FINITE, JIT, OP_BY_OP, OURS, Row
-from .script import EPS, MOMENTUM, SEED, SHAPE, WAYS, play, subject
+from .claims import CLAIMS, EPS, FINITE, JIT, MOMENTUM, OP_BY_OP, OURS, Row
+from .script import SEED, SHAPE, WAYS, play, subject
 
 LAYERS = (
     *OURS,

@@ -10,6 +10,8 @@ from experiments.lab.claims import Verdict, worst
 from experiments.lab.peers import names
 from experiments.lab.rows import by
 
+EPS = 1e-3  # that of the thread's script
+MOMENTUM = 1 / 16
 OURS = (names.OURS, names.OURS_UNBIASED)
 # Those whose running variance has the factor n/(n-1).
 UNBIASED = (names.OURS_UNBIASED, names.TORCH, names.TORCH_OPERATOR)

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import (  # pyright: ignore[reportMissingImports]  (
 
 from experiments.lab.peers import names, of_torch
 
-from .claims import OP_BY_OP, Row
-from .script import EPS, MOMENTUM
+from .claims import EPS, MOMENTUM, OP_BY_OP, Row
 
 
 class InTorch:

@@ -17,10 +17,8 @@ from jax import lax
 from experiments.lab import peers
 from experiments.lab.peers import names
 
-from .claims import FINITE, JIT, OP_BY_OP, OURS, Row
+from .claims import EPS, FINITE, JIT, MOMENTUM, OP_BY_OP, OURS, Row
 
-EPS = 1e-3  # that of the thread's script
-MOMENTUM = 1 / 16
 SHAPE = (1, 2, 3)  # that of the thread: batch, channels, *spatial
 SEED = 0
 LATER = 10  # batches after one that is not finite
