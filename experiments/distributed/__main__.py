@@ -11,6 +11,7 @@ run is killed in one of its processes, and goes on from its checkpoint in fewer 
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from experiments.lab.tables import listing
 from . import launch
 from .claims import CLAIMS
 from .launch import KILLED, ONE, RESTORED, SEVERAL, Process
-from .train import HEARTBEAT, SEED
+from .train import HEARTBEAT, SEED, Implementation
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Job:
 
     processes: tuple[int, ...] = (2, 4)
     steps: int = 20
-    implementations: tuple[str, ...] = ("auto", "device_invariant")
+    implementations: tuple[Implementation, ...] = ("auto", "device_invariant")
 
 
 QUICK = Job(processes=(2,), steps=4, implementations=("device_invariant",))
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    cells = [(n, name) for n in job.processes for name in job.implementations]
+    cells = list(itertools.product(job.processes, job.implementations))
     found: list[Process] = []
     for processes, implementation in tqdm(cells, unit="setting", disable=None):
         with tempfile.TemporaryDirectory() as folder:

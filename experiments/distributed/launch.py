@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .train import Outcome, Run, weights_of
+from .train import Implementation, Outcome, Run, weights_of
 
 ROOT = Path(__file__).parents[2]
 ONE = "one process"
@@ -42,7 +42,7 @@ class Process(NamedTuple):
 
 
 def processes(
-    name: str, implementation: str, devices: int, steps: int, folder: str
+    name: str, implementation: Implementation, devices: int, steps: int, folder: str
 ) -> list[Process]:
     """Runs on so many devices; the runs of one folder are compared, and share a checkpoint."""
     # What is killed goes on in fewer processes, of more devices each.

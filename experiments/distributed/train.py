@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -35,6 +35,7 @@ from experiments.lab import mnist
 from experiments.lab.networks import Small
 from experiments.lab.training import AXIS, BATCH_SIZE, OPTIMISER
 
+Implementation = Literal["auto", "device_invariant"]
 SEED = 0
 DEVICES = "devices"
 # A process that is gone is missed after so many seconds (JAX's default: 100), and ends the
@@ -48,7 +49,7 @@ class Run:
 
     folder: str  # of the checkpoint and the weights; all processes reach it
     steps: int = 20
-    implementation: str = "auto"
+    implementation: Implementation = "auto"
     saved_after: int | None = None  # so many steps a checkpoint is written
     restored: bool = False  # whether it goes on from there
     killed_after: int | None = None  # so many steps the last process is killed
@@ -81,8 +82,8 @@ def train(run: Run) -> Outcome:
     split, whole = (NamedSharding(mesh, spec) for spec in (P(DEVICES), P()))
 
     def make_norm(channels: int) -> BatchNorm:
-        names, implementation = (AXIS, DEVICES), run.implementation
-        return BatchNorm(channels, names, approach="batch", implementation=implementation)
+        names = AXIS, DEVICES
+        return BatchNorm(channels, names, approach="batch", implementation=run.implementation)
 
     model, state = eqx.nn.make_with_state(Small)(make_norm, jax.random.key(SEED))
     optimiser_state = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
@@ -115,7 +116,8 @@ def train(run: Run) -> Outcome:
                 checkpointer.wait_until_finished()
     weights = jax.tree.map(np.asarray, arrays[0])
     if jax.process_index() == 0:
-        np.savez(weights_of(run.folder), **_named(weights))
+        named: dict[str, Any] = _named(weights)
+        np.savez(weights_of(run.folder), allow_pickle=False, **named)
     return Outcome(losses, memories[0], memories[-1], summarise(weights, "").fingerprint)
 
 
