@@ -107,7 +107,7 @@ class Moments(eqx.Module):
         counts = jnp.expand_dims(self.count, range(self.count.ndim, self.mean.ndim))
         seen = counts > 0
         count = counts.sum(0)
-        share = counts / jnp.where(count > 0, count, 1)
+        share = (counts / jnp.where(count > 0, count, 1)).astype(self.mean.dtype)
         first = jnp.argmax(seen, axis=0, keepdims=True)
         (k,) = jnp.take_along_axis(self.mean, first, 0)
 

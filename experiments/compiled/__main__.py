@@ -19,6 +19,7 @@ programs   how many units a norm and its activation move, state update included,
 kernels    what becomes of the kernels on an A100, an H200 and a B200: registers, spills, atomic
            additions, loads of 16 bytes, copies ahead to shared memory, share of the least
            traffic.
+devices    what a step sends between 8 GPUs, by `jit` and in `shard_map`, masked or not.
 recipe     whether `eqx_norm.determinism.deterministic` has scatters sorted, which on a GPU add
            atomically otherwise, and leaves the programs of this package as they are.
 
@@ -46,9 +47,9 @@ from experiments.lab.errors import UserError
 from experiments.lab.experiment import Experiment, Files, Report
 from experiments.lab.passes import BOTH, NO_NORM
 from experiments.lab.peers import names
-from experiments.lab.tables import table
+from experiments.lab.tables import listing, table
 
-from . import compiler, measured, recipe
+from . import compiler, devices, measured, recipe
 from .cases import BATCH_NORM, DENSE
 from .claims import CLAIMS, Measured
 from .measured import Kernel, Program
@@ -77,6 +78,7 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     # compile a Mosaic kernel again for another device (0.12.0).
     alone = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=alone, max_tasks_per_child=1) as pool:
+        sent = pool.submit(devices.compiled)
         texts = [pool.submit(recipe.compiled, by_it) for by_it in (False, True)]
         found = list(pool.map(measured.compiled, job.devices, itertools.repeat(job.quick)))
         steps = recipe.compare(*(text.result() for text in texts))
@@ -84,6 +86,7 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     rows.save(files.csv("_programs"), Program, programs)
     rows.save(files.csv("_kernels"), Kernel, kernels)
     rows.save(files.csv("_recipe"), recipe.Step, steps)
+    rows.save(files.csv("_devices"), devices.Sent, sent.result())
     compiled_for = f"compiled for, not run on: {', '.join(job.devices)}"
     return {"environment": {**environment(*PLUGIN), "device": compiled_for}}
 
@@ -93,6 +96,7 @@ def report(files: Files) -> Report:
         rows.load(files.csv("_programs"), Program),
         rows.load(files.csv("_kernels"), Kernel),
         rows.load(files.csv("_recipe"), recipe.Step),
+        rows.load(files.csv("_devices"), devices.Sent),
     )
     verdicts = lab_claims.judge(CLAIMS, read)
     tables = [
@@ -100,6 +104,7 @@ def report(files: Files) -> Report:
         _beside(read.programs),
         _kernels(read.kernels),
         _steps(read.steps),
+        listing(read.sent, SENT),
     ]
     return Report(
         "\n\n".join(tables),
@@ -161,6 +166,16 @@ def _steps(steps: Iterable[recipe.Step]) -> str:
         ("for an H200", "usual", "the recipe", "the two programs"),
         [(*step[:3], "are the same" if step.same else "differ") for step in steps],
     )
+
+
+SENT = {
+    f"over {devices.COUNT} of {devices.DEVICE}": "{way}",
+    "layer": "{layer}",
+    "dtype": "{dtype}",
+    "mask": "{masked}",
+    "collectives, and numbers that a device gets": "{collectives}",
+    "kernels": "{kernels}",
+}
 
 
 def _by(sizes: Iterable[int]) -> str:

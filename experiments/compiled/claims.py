@@ -8,6 +8,7 @@ from experiments.lab.passes import BOTH, FORWARD, NO_NORM
 from experiments.lab.peers import names
 
 from .cases import APART, BATCH_NORM, BETWEEN, IMAGES
+from .devices import COUNT, JIT, SHAPE, Sent
 from .measured import Kernel, Program
 from .recipe import ATOMIC, OURS, Step
 
@@ -24,6 +25,7 @@ class Measured(NamedTuple):
     programs: list[Program]
     kernels: list[Kernel]
     steps: list[Step]
+    sent: list[Sent]
 
 
 # Returns what a claim is about, and of each whether it is as claimed.
@@ -42,7 +44,9 @@ def _claim(text: str, check: Check) -> Claim:
     return Claim(text, judge)
 
 
-def _place(row: Program | Kernel | Step) -> str:
+def _place(row: Program | Kernel | Step | Sent) -> str:
+    if isinstance(row, Sent):
+        return f"{row.way}, {row.layer}, {row.dtype}, masked {row.masked}: {row.collectives}"
     if isinstance(row, Step):
         return row.program
     if isinstance(row, Kernel):
@@ -87,6 +91,15 @@ def _kernels(problem: str, implementation: str = "") -> Check:
     ]
 
 
+def _together(measured: Measured) -> list[tuple[Any, bool]]:
+    theirs = {row.dtype: row.sends for row in measured.sent if row.layer != names.OURS}
+    return [
+        (row, row.sends <= (theirs[row.dtype] + row.masked if row.way == JIT else 2))
+        for row in measured.sent
+        if row.layer == names.OURS
+    ]
+
+
 CLAIMS = [
     _claim(
         f"1. by XLA: at most {MOST_XLA} units of x, forward and backward at once",
@@ -112,5 +125,17 @@ CLAIMS = [
     _claim(
         "11. the recipe changes no program of this package",
         lambda measured: [(step, step.same) for step in measured.steps if step.program in OURS],
+    ),
+    _claim(
+        f"12. over {COUNT} devices a step sends vectors alone",
+        lambda measured: [
+            (row, row.largest <= 4 * COUNT * SHAPE[1])
+            for row in measured.sent
+            if row.layer == names.OURS
+        ],
+    ),
+    _claim(
+        "13. ... at most 2 in shard_map; by jit as few as Equinox's, one more with a mask",
+        _together,
     ),
 ]

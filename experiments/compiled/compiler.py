@@ -97,32 +97,42 @@ def shared_memory(device: str) -> int:
     return _GPUS[device]["shared"]
 
 
+def mesh(device: str, count: int = 1) -> jax.sharding.Mesh:
+    """Returns a mesh of so many of one of `DEVICES`, on one host, whose axis is "devices"."""
+    # With the plugin installed jax would look for a GPU, and fail where there is no driver.
+    jax.config.update("jax_platforms", "cpu")
+    target = _TARGET.substitute(_GPUS[device])
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"{count}x1x1"
+    )
+    automatic = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.Mesh(topology.devices, ("devices",), axis_types=automatic)
+
+
 def compiler(device: str) -> Compile:
     """Returns `compile(f, *arguments)`: the optimised HLO of `f` for one of `DEVICES`.
 
     Of the arguments, only shapes and dtypes matter.
     """
-    # With the plugin installed jax would look for a GPU, and fail where there is no driver.
-    jax.config.update("jax_platforms", "cpu")
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_TARGET.substitute(_GPUS[device]), topology="1x1x1"
-    )
-    mesh = jax.sharding.Mesh(
-        topology.devices, ("device",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    on_it = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    one = mesh(device)
+    on_it = jax.sharding.NamedSharding(one, jax.sharding.PartitionSpec())
 
     def compile_(f: Callable[..., Any], *arguments: Any) -> str:
         described = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_it), arguments
         )
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _quiet():
-            lowered = jax.jit(f).lower(*described)
-            # Choosing among algorithms for a convolution means timing them on a GPU.
-            compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
-        return compiled.as_text() or ""
+        return compiled(one, f, *described)
 
     return compile_
+
+
+def compiled(over: jax.sharding.Mesh, f: Callable[..., Any], *described: Any) -> str:
+    """Returns the optimised HLO of `f` for arguments of which it is said where they lie."""
+    with jax.sharding.use_abstract_mesh(over.abstract_mesh), _quiet():
+        lowered = jax.jit(f).lower(*described)
+        # Choosing among algorithms for a convolution means timing them on a GPU.
+        made = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
+    return made.as_text() or ""
 
 
 @contextlib.contextmanager
