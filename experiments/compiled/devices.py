@@ -43,7 +43,11 @@ def compiled() -> list[Sent]:
     # It has no mask, and does not run where `shard_map` checks what varies, as by default.
     cases = [*ours, (JIT, names.EQUINOX_BATCH, False)]
     dtypes = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
-    return [_sent(mesh, *case, dtype) for dtype in dtypes for case in cases]
+    return [
+        _sent(mesh, way, layer, masked, dtype)
+        for dtype in dtypes
+        for way, layer, masked in cases
+    ]
 
 
 def _sent(mesh: jax.sharding.Mesh, way: str, layer: str, masked: bool, dtype: Any) -> Sent:

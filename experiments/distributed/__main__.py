@@ -6,8 +6,8 @@
 
 Each process trains the stability experiment's network on its part of each batch of MNIST, under
 `jax.distributed`, on one machine and its CPU: `experiments.distributed.train`, which any other
-launcher can start as well. Each run is compared with one process that has as many devices. One
-run is killed in one of its processes, and goes on from its checkpoint in fewer of them.
+launcher can start as well. Each run is compared with one process that has as many devices. In
+the end one of its processes is killed, and fewer of them go on from a checkpoint of half-way.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from experiments.lab.tables import listing
 
 from . import launch
 from .claims import CLAIMS
-from .launch import KILLED, ONE, RESTORED, SEVERAL, Process
+from .launch import ONE, RESTORED, SEVERAL, Process
 from .train import HEARTBEAT, SEED, Implementation
 
 
@@ -35,11 +35,20 @@ class Job:
     """Says what to run. The defaults are the whole job."""
 
     processes: tuple[int, ...] = (2, 4)
-    steps: int = 20
+    # Few: later on a rounding error decides the sign of a ReLU's input or which of two pixels a
+    # pooling takes, and runs part by 1e-4, whatever the layer does (seen after 20 steps).
+    steps: int = 10
     implementations: tuple[Implementation, ...] = ("auto", "device_invariant")
+    flags: str = ""  # XLA's
 
 
-QUICK = Job(processes=(2,), steps=4, implementations=("device_invariant",))
+QUICK = Job(
+    processes=(2,),
+    steps=4,
+    implementations=("device_invariant",),
+    # Four steps take less time than to make them fast.
+    flags="--xla_backend_optimization_level=0",
+)
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
@@ -47,8 +56,10 @@ def measure(job: Job, files: Files) -> dict[str, Any]:
     found: list[Process] = []
     for processes, implementation in tqdm(cells, unit="setting", disable=None):
         with tempfile.TemporaryDirectory() as folder:
-            for run in ONE, SEVERAL, KILLED, RESTORED:
-                found += launch.processes(run, implementation, processes, job.steps, folder)
+            for run in ONE, SEVERAL, RESTORED:
+                found += launch.processes(
+                    run, implementation, processes, job.steps, folder, job.flags
+                )
     rows.save(files.csv(), Process, found, digits=9)
     return {"seed": SEED, "steps": job.steps, "heartbeat, seconds": HEARTBEAT}
 
@@ -84,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many there are, one run after the other (default: 2 4)",
     )
     parser.add_argument(
-        "--steps", type=number_from(4), metavar="N", help="training steps (default: 20)"
+        "--steps", type=number_from(4), metavar="N", help="training steps (default: 10)"
     )
 
 

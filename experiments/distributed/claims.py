@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from experiments.lab.claims import Claim, NotMeasured, worst
 from experiments.lab.rows import by
 
-from .launch import KILLED, ONE, RESTORED, SEVERAL, Process
+from .launch import ONE, RESTORED, SEVERAL, Process
 from .train import HEARTBEAT
 
 # Beyond the time after which a process is missed: until it is asked for, and the error is told.
@@ -47,7 +47,7 @@ def _weights(run: str) -> Callable[[Sequence[Process]], tuple[str, bool]]:
 
 
 def _killed(found: Sequence[Process]) -> tuple[str, bool]:
-    others = [row for row in _of(found, KILLED) if row.code != -9]
+    others = [row for row in _of(found, SEVERAL) if row.code != -9]
     late = max((row.seconds for row in others), default=math.inf)
     wrong = [row for row in others if row.code == 0]
     return f"after {late:.1f} s", not wrong and late <= HEARTBEAT + MARGIN

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .train import Implementation, Outcome, Run, weights_of
+from .train import CHECKPOINT, Implementation, Outcome, Run, weights_of
 
 ROOT = Path(__file__).parents[2]
 ONE = "one process"
 SEVERAL = "several"
-KILLED = "one is killed"
 RESTORED = "restored"
 # A run that takes longer hangs.
 LIMIT = 300
@@ -33,7 +33,9 @@ class Process(NamedTuple):
     devices: int  # of the run
     process: int
     code: int  # the negative signal where it was killed
-    seconds: float  # from the end of the process that was killed to this one's
+    seconds: (
+        float  # from the end of the process that is killed after the last step to this one's
+    )
     loss: float  # that of the last step
     first_memory: str
     memory: str
@@ -42,29 +44,35 @@ class Process(NamedTuple):
 
 
 def processes(
-    name: str, implementation: Implementation, devices: int, steps: int, folder: str
+    name: str,
+    implementation: Implementation,
+    devices: int,
+    steps: int,
+    folder: str,
+    flags: str = "",
 ) -> list[Process]:
-    """Runs on so many devices; the runs of one folder are compared, and share a checkpoint."""
-    # What is killed goes on in fewer processes, of more devices each.
+    """Runs on so many devices; the runs of one folder are compared, and share a checkpoint.
+
+    `flags` are XLA's.
+    """
+    # What was killed goes on in fewer processes, of more devices each.
     count = {ONE: 1, RESTORED: 1 if devices % 2 else devices // 2}.get(name, devices)
     of_run = Path(folder, name)
     of_run.mkdir()
     run = Run(
         folder=os.fspath(of_run),
         steps=steps,
+        saved_after=steps // 2,
+        restored=name == RESTORED,
+        killed=name == SEVERAL,
         implementation=implementation,
         processes=count,
         coordinator=f"localhost:{_free_port()}",
     )
-    if name in (KILLED, RESTORED):
-        # The checkpoint is where the killed run has put it.
-        half = steps // 2
-        shared = os.fspath(Path(folder, KILLED))
-        run = dataclasses.replace(run, folder=shared, saved_after=half)
-        killed = half + 1 if name == KILLED else None
-        run = dataclasses.replace(run, killed_after=killed, restored=name == RESTORED)
+    if name == RESTORED:
+        shutil.copytree(Path(folder, SEVERAL, CHECKPOINT), of_run / CHECKPOINT)
     started = [
-        _start(dataclasses.replace(run, process=process), devices // count)
+        _start(dataclasses.replace(run, process=process), devices // count, flags)
         for process in range(count)
     ]
     ended = _wait(started)
@@ -72,9 +80,9 @@ def processes(
     for process, child in enumerate(started):
         output, errors = child.communicate()
         code = child.returncode
-        if code and name != KILLED:
+        if not output or (code and not run.killed):
             raise RuntimeError(f"{name}, process {process}, ended with {code}:\n{errors}")
-        outcome = _outcome(output) if not code else None
+        outcome = _outcome(output)
         found.append(
             Process(
                 name,
@@ -83,19 +91,19 @@ def processes(
                 devices,
                 process,
                 code,
-                ended[process] - ended[-1] if name == KILLED else np.nan,
-                outcome.losses[-1] if outcome else np.nan,
-                outcome.first_memory if outcome else "",
-                outcome.memory if outcome else "",
-                outcome.weights if outcome else "",
-                _error(run.folder, os.fspath(Path(folder, ONE))) if outcome else np.nan,
+                ended[process] - ended[-1] if run.killed else np.nan,
+                outcome.losses[-1],
+                outcome.first_memory,
+                outcome.memory,
+                outcome.weights,
+                _error(run.folder, os.fspath(Path(folder, ONE))),
             )
         )
     return found
 
 
-def _start(run: Run, devices: int) -> subprocess.Popen[str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
+def _start(run: Run, devices: int, flags: str) -> subprocess.Popen[str]:
+    flags += f" --xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.distributed.train", json.dumps(vars(run))],
         cwd=ROOT,

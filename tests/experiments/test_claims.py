@@ -103,7 +103,7 @@ BASES = {
     "compiled": [],
     "distributed": [
         Edit({}, {"first_memory": "a", "memory": "b", "weights": "c", "error": 0}),
-        rows(run="one is killed", code="1")(seconds=0.1),
+        rows(run="several", code="1")(seconds=0.1),
     ],
     "speed": [
         Edit({"part": "agreement"}, {"deviation": 1e-6, "note": ""}),
@@ -214,14 +214,17 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (kernel(MOSAIC, "unfenced"), {9: False}),
         (Edit({}, {"recipe": "adds atomically"}, "_recipe"), {10: False}),
         (Edit({"program": "BatchNorm, ReLU"}, {"same": "False"}, "_recipe"), {11: False}),
+        (Edit({"way": "jit", "layer": "eqx-norm"}, {"largest": 2049}, "_devices"), {12: False}),
+        (Edit({"way": "jit", "masked": "True"}, {"sends": 6}, "_devices"), {13: False}),
+        (Edit({"way": "shard_map"}, {"sends": 3}, "_devices"), {13: False}),
     ],
     "distributed": [
         (rows(run="several", process="1", implementation="auto")(weights="z"), {1: False}),
         (rows(run="several", process="1")(memory="z"), {1: False}),
         (rows(run="one process")(first_memory="z"), {2: False}),
         (rows(run="several", implementation="auto")(error=1.1e-5), {3: False}),
-        (rows(run="one is killed", code="1")(seconds=15.1), {4: False}),
-        (rows(run="one is killed", code="1")(code=0), {4: False}),
+        (rows(run="several", code="1")(seconds=15.1), {4: False}),
+        (rows(run="several", code="1")(code=0), {4: False}),
         (rows(run="restored")(error="inf"), {5: False}),
     ],
     "speed": [

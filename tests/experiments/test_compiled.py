@@ -8,10 +8,12 @@ from experiments.compiled import assembly, recipe, traffic
 from experiments.compiled.__main__ import EXPERIMENT
 from experiments.compiled.cases import cases
 from experiments.compiled.claims import CLAIMS, Measured
+from experiments.compiled.devices import SHARD_MAP, Sent
 from experiments.compiled.measured import measure
 from experiments.compiled.recipe import ATOMIC, NO_SCATTER, OURS, SORTED, Step
 from experiments.lab import claims
 from experiments.lab.passes import NO_NORM
+from experiments.lab.peers import names
 
 # x and y have 4,096 bytes (2,048 as bf16). The GPU backend writes programs like this one.
 PROGRAM = """\
@@ -109,9 +111,10 @@ def test_occupancy(registers, warps, shared, occupancy):
 
 
 STEP = Step("a scatter", ATOMIC, SORTED, same=False)
+SENT = Sent(SHARD_MAP, names.OURS, "float32", False, "", sends=2, largest=64, kernels=0)
 
 
-def failing(extra=0.0, by="negate", step=STEP, **changes):
+def failing(extra=0.0, by="negate", step=STEP, sent=SENT, **changes):
     """Returns the numbers of the claims that do not hold where every program is one kernel.
 
     The kernel moves x once; beside it, where there is a norm, `by` writes `extra` times x.
@@ -136,7 +139,7 @@ def failing(extra=0.0, by="negate", step=STEP, **changes):
     programs, kernels = measure(chosen, compile_, lambda: [kernel])
     assert all(row.units == 1 for row in kernels)
     assert all(row.launches == 2 for row in programs)
-    verdicts = claims.judge(CLAIMS, Measured(programs, kernels, [step]))
+    verdicts = claims.judge(CLAIMS, Measured(programs, kernels, [step], [sent]))
     return {int(v.claim.partition(".")[0]) for v in verdicts if v.holds is False}
 
 
@@ -155,6 +158,8 @@ def failing(extra=0.0, by="negate", step=STEP, **changes):
         ({"unfenced": True}, {9}),
         ({"step": STEP._replace(recipe=ATOMIC)}, {10}),
         ({"step": STEP._replace(program=min(OURS))}, {11}),
+        ({"sent": SENT._replace(largest=2049)}, {12}),
+        ({"sent": SENT._replace(sends=3)}, {13}),
     ],
     ids=str,
 )
