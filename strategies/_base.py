@@ -59,3 +59,16 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
     @abc.abstractmethod
     def infer(self, memory: Memory) -> Moments:
         """Returns the moments that normalise at inference."""
+
+    def load(self, learnt: Moments) -> Memory:
+        """Returns the memory of one who has learnt these moments elsewhere.
+
+        They may come from a pass over data, from another strategy, or from PyTorch. The running
+        variance is their `memory_variance`. Strategies that remember a `Running` have this; a
+        strategy of your own needs it only to take over statistics.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot take over statistics that were learnt elsewhere: "
+            "give it a method `load(learnt: Moments)`, which returns the memory that it would "
+            "have learnt."
+        )

@@ -1,5 +1,6 @@
 """Defines `Running`, the average that most strategies remember, and their common base."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -118,3 +119,7 @@ class AbstractRunningStrategy(AbstractStrategy[Running]):
 
     def infer(self, memory: Running) -> Moments:
         return memory.moments
+
+    def load(self, learnt: Moments) -> Running:
+        loaded = Running.loaded(learnt.mean, learnt.memory_variance)
+        return dataclasses.replace(loaded, mean_rest=learnt.mean_rest)

@@ -77,3 +77,6 @@ class VarianceClip(AbstractStrategy[Any]):
 
     def infer(self, memory: Any) -> Moments:
         return self.strategy.infer(memory)
+
+    def load(self, learnt: Moments) -> Any:
+        return self.strategy.load(learnt)
