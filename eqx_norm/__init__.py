@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
 from ._layer_norm import LayerNorm as LayerNorm
+from .models import recompute_outputs as recompute_outputs
 
 if TYPE_CHECKING:
     from . import determinism as determinism
 
 __version__ = "0.1.0"
-__all__ = ["BatchNorm", "LayerNorm", "determinism", "strategies"]
+__all__ = ["BatchNorm", "LayerNorm", "determinism", "recompute_outputs", "strategies"]
 
 
 def __dir__() -> list[str]:

@@ -218,7 +218,11 @@ class BatchNorm(eqx.nn.BatchNorm):
         accepted, rejected = (state.get(i) for i in (self.accepted_index, self.rejected_index))
         self._check_input(x, memory)
         mask = _check_mask(mask, x)
-        values = _normalise.Values(x, self.axis_name, mask, self.implementation)
+        # By what is remembered it is an affine map, which needs no passes of its own: who reads
+        # programs, to export them for example, meets JAX's own operations alone.
+        is_affine = inference is True and self.implementation != "device_invariant"
+        implementation: Any = "plain" if is_affine else self.implementation
+        values = _normalise.Values(x, self.axis_name, mask, implementation)
         if inference is True:
             used = _contract.infer(self.approach, memory, self.input_size)
         else:

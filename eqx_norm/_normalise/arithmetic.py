@@ -20,7 +20,7 @@ from . import collectives, invariant, reference
 from .collectives import AxisName, split_names
 from .reference import Activation
 
-Implementation = Literal["auto", "xla", "pallas_triton", "pallas_mosaic"]
+Implementation = Literal["auto", "xla", "pallas_triton", "pallas_mosaic", "plain"]
 # Over a batch there is one more.
 BatchImplementation = Literal[Implementation, "device_invariant"]
 
@@ -42,6 +42,8 @@ class Arithmetic:
     implementation: str = "auto"
     # Whether sums have an order of their own: of each example alone, then over examples.
     by_example: ClassVar[bool] = False
+    # Whether passes are JAX's own operations, and differentiated as such.
+    is_plain: ClassVar[bool] = False
 
     # Returns a function of vectors, as it is to be calculated.
     rounded: ClassVar[Callable[..., Any]] = staticmethod(lambda f: f)
@@ -67,6 +69,18 @@ class Arithmetic:
 
     def check_activation(self, activation: Activation) -> None:
         """Raises `ValueError` if it cannot take one whose gradients JAX sums."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Arithmetic):
+    """Computes the same formulas in JAX's own primitives, for whoever knows no others."""
+
+    implementation: str = "plain"
+    is_plain = True
+
+    # Some transformations, `jet` among them, do not take a `custom_jvp`. The derivative of this
+    # stays in range for longer than that of `lax.rsqrt`.
+    rsqrt = staticmethod(lambda x: 1 / jnp.sqrt(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +120,8 @@ def arithmetic(
     implementation: BatchImplementation, axis_name: AxisName, dtype: Any
 ) -> Arithmetic:
     """Returns the arithmetic by its name, for x of `dtype` and the axes to sum over."""
+    if implementation == "plain":
+        return Plain()
     if implementation != "device_invariant":
         return Arithmetic(implementation)
     if jnp.issubdtype(dtype, jnp.complexfloating):

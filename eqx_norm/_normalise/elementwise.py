@@ -23,6 +23,7 @@ class Affine(eqx.Module):
     weight: Array | None
     bias: Array | None
     activation: Activation | None
+    arithmetic: Arithmetic = eqx.field(static=True)
 
     def __call__(self, xhat: Array) -> Array:
         y = self._affine(xhat)
@@ -37,7 +38,7 @@ class Affine(eqx.Module):
             return bias + weight * xhat
         # The primitive, so that the gradients of both are summed in one pass.
         zero = jnp.zeros((1,) * xhat.ndim, xhat.dtype)
-        static = Static(xhat.ndim, Arithmetic(), has_channels=False)
+        static = Static(xhat.ndim, self.arithmetic, has_channels=False)
         return bind(AFFINE, bias, weight, xhat, zero, zero, static=static)[0]
 
 
@@ -139,7 +140,7 @@ def _step(equation: Any) -> Any:
     name = equation.primitive.name
     # A broadcast of one number is a constant: what depends on the values is larger.
     is_constant = name == "broadcast_in_dim" and equation.invars[0].aval.size == 1
-    if not (is_constant or name in CALLS or name in _ELEMENTWISE):
+    if not (is_constant or name in CALLS or name in NAMES):
         return None
     constants = [str(a.val) for a in equation.invars if isinstance(a, Literal)]
     parameters = [
@@ -148,11 +149,12 @@ def _step(equation: Any) -> Any:
     return name, constants, parameters
 
 
-_NAMES = """
+_TEXT = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
 igamma igammac integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-nextafter not or pow regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt
+nextafter not one_minus_square or pow regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt
 square stop_gradient sub tan tanh xor zeta
 """
-_ELEMENTWISE = frozenset(_NAMES.split())
+# The names of JAX's elementwise primitives.
+NAMES = frozenset(_TEXT.split())

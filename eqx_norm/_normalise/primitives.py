@@ -53,6 +53,8 @@ from .gpu import choice
 Shape = tuple[int, ...]
 Compute = Callable[..., Sequence[Array] | Array]
 Shapes = Callable[..., list[tuple[Shape, Any]]]
+# What a primitive computes, as JAX's own operations.
+_PLAIN: dict[Primitive, Callable[..., list[Array]]] = {}
 
 
 class Static(NamedTuple):
@@ -103,6 +105,12 @@ def new_primitive(
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
+
+    def plain(*arrays: Array, **parameters: Any) -> list[Array]:
+        results = [shape for shape, _ in shapes(*arrays, **parameters)]
+        return flattened(compute, takes, results)(*arrays, **parameters)
+
+    _PLAIN[primitive] = plain
 
     def lowered(
         function: Compute, context: Any, *arrays: Any, static: Static, **rest: Any
@@ -186,7 +194,9 @@ def new_primitive(
     return primitive
 
 
-def flattened(compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]) -> Compute:
+def flattened(
+    compute: Compute, takes: Sequence[str], shapes: Sequence[Shape]
+) -> Callable[..., list[Array]]:
     """Returns `compute` for arrays as the caller has them, with results of `shapes`."""
 
     def call(*arrays: Array, static: Static, **parameters: Any) -> list[Array]:
@@ -203,6 +213,8 @@ def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list
     axes of a mesh over which any does."""
     given = [array for array in arrays if array is not None]
     given = varying(given) if _vary_differently(map(jax.typeof, given)) else given
+    if parameters["static"].arithmetic.is_plain:
+        return _PLAIN[primitive](*given, **parameters)
     return primitive.bind(*given, **parameters)
 
 

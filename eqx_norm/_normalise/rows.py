@@ -52,7 +52,7 @@ def normalise_row(
     dtype = compute_dtype(x.dtype)
     function = elementwise.function(activation)
     is_pure = function is None or elementwise.is_pure(function, x.shape, dtype)
-    if jnp.iscomplexobj(x) or not is_pure:
+    if jnp.iscomplexobj(x) or not is_pure or implementation == "plain":
         values = Values(x, implementation=implementation, has_channels=False)
         used = values.moments()
         return values.normalise(used, weight, bias, eps=eps, activation=activation)

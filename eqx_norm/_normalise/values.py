@@ -13,6 +13,7 @@ one pass for dx. A strategy and the square root are ordinary JAX on vectors: any
 what the plainest does.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -94,14 +95,19 @@ class Values:
             parts = self._parts.moments()
             mean, mean_rest = _whole(parts.mean), _whole(parts.mean_rest)
             return Moments(parts.count, mean, jnp.add(*jnp.split(parts.m2, 2)), mean_rest)
-        arrays = [lax.stop_gradient(self.x), self._mask]
+        # Plain sums are differentiated by JAX.
+        x = self._wide if self.arithmetic.is_plain else lax.stop_gradient(self.x)
+        arrays = [x, self._mask]
         arrays = [array[None] for array in arrays if array is not None]
         vmapped, mesh = collectives.split_names(self.axis_name)
         if not self.arithmetic.by_example:
             arrays = [collectives.gather(array, vmapped) for array in arrays]
         count, mean, m2, mean_rest = bind(STATISTICS, *arrays, static=self._static)
         moments = Moments(count, mean, m2, mean_rest)
-        return self.differentiable(self.arithmetic.merged(moments, vmapped, mesh))
+        moments = self.arithmetic.merged(moments, vmapped, mesh)
+        if self.arithmetic.is_plain:
+            return dataclasses.replace(moments, count=moments.count[0])
+        return self.differentiable(moments)
 
     def differentiable(self, moments: Moments) -> Moments:
         """Returns the moments, which are those of these values, as functions of them."""
@@ -147,7 +153,8 @@ class Values:
         if self._static.has_channels or (weight is None and bias is None):
             is_pure = function is None or elementwise.is_pure(function, x.shape, dtype)
         else:
-            function, is_pure = elementwise.Affine(weight, bias, function), False
+            arithmetic = self.arithmetic if self.arithmetic.is_plain else Arithmetic()
+            function, is_pure = elementwise.Affine(weight, bias, function, arithmetic), False
             weight = bias = None
         if jnp.iscomplexobj(x):
             y = self._complex_xhat(used, eps)
@@ -160,9 +167,11 @@ class Values:
             return self._activated(operands, dtype=x.dtype, activation=function)
         self.arithmetic.check_activation(function)
         # XLA's passes, which can fuse the function's derivative into their sums.
-        u = self._activated(operands, dtype=dtype, arithmetic=Arithmetic("xla"))
+        is_plain = self.arithmetic.is_plain
+        arithmetic = self.arithmetic if is_plain else Arithmetic("xla")
+        u = self._activated(operands, dtype=dtype, arithmetic=arithmetic)
         function = functools.partial(reference.applied, function)
-        if elementwise.has_forward_derivative(function, u.shape, u.dtype):
+        if not is_plain and elementwise.has_forward_derivative(function, u.shape, u.dtype):
             pure, arrays = jax.closure_convert(function, u)
             y = elementwise.recomputed(pure, self._static, arrays, u, *operands)
         else:  # then u is kept, as if the function came after the layer
@@ -185,7 +194,8 @@ class Values:
         scale = rstd if weight is None else arithmetic.rounded(operator.mul)(rstd, weight)
         bias = jnp.zeros_like(rstd) if bias is None else bias
         bias, scale, mean, mean_rest = map(self._column, (bias, scale, mean, mean_rest))
-        return bias, scale, self.x, mean, mean_rest, self._mask
+        x = self._wide if self.arithmetic.is_plain else self.x
+        return bias, scale, x, mean, mean_rest, self._mask
 
     def _activated(self, operands: tuple[Any, ...], **replaced: Any) -> Array:
         bias, scale, *centre = operands

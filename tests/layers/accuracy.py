@@ -33,12 +33,13 @@ def train(batch, mask=None, *, layer="BatchNorm", implementation="auto"):
     channels = batch.x.shape[1]
 
     def layer_norm(weight, bias, x):
-        model = LayerNorm(channels, eps=EPS)
+        how: Any = {"eps": EPS, "implementation": implementation}
+        model = LayerNorm(channels, **how)
         model = eqx.tree_at(lambda m: (m.weight, m.bias), model, (weight, bias))
         return jax.vmap(model)(x), (None, None)
 
     def batch_norm(weight, bias, x):
-        how = {"eps": EPS, "approach": "batch", "implementation": implementation}
+        how: Any = {"eps": EPS, "approach": "batch", "implementation": implementation}
         model, state = make(channels, "batch", **how)
         model = eqx.tree_at(lambda m: (m.weight, m.bias), model, (weight, bias))
 

@@ -1,5 +1,6 @@
 """Tests that x itself is kept for the backward pass, and but vectors beside it."""
 
+import functools
 import math
 
 import equinox as eqx
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_norm import LayerNorm
+from eqx_norm import LayerNorm, recompute_outputs
 from eqx_norm._normalise import jaxprs
 from tests.helpers import APPROACHES, make, normal, over_batch
 
@@ -74,7 +75,6 @@ def of_masked(layer, x):
 SILU, CALL = batch_norm(jax.nn.silu)
 OTHERS = {
     **{approach: batch_norm(jax.nn.silu, approach) for approach in APPROACHES},
-    "in inference": batch_norm(jax.nn.silu, inference=True),
     "compiled before": (SILU, jax.jit(CALL)),
     "with a mask, as booleans": (SILU, of_masked),
 }
@@ -150,3 +150,40 @@ def test_scanned_over_depth(norm, dtype, activation, block, like_x, bools):
     assert sorted(kept, key=str) == sorted(
         [(SHAPE, dtype)] * like_x + [(SHAPE, bool)] * bools, key=str
     )
+
+
+def dropped(x):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, x.shape), x, 0)
+
+
+PRELU = ACTIVATIONS["prelu"]
+# With the policy: the inputs of the first convolution and of the norm, whatever stands between.
+RECOMPUTED = {
+    "relu": (jax.nn.relu, lambda f, x, w: conv(f(conv(x, w[0])), w[1]), 2),
+    "relu after": (None, lambda f, x, w: conv(jax.nn.relu(f(conv(x, w[0]))), w[1]), 2),
+    "gelu after": (None, lambda f, x, w: conv(jax.nn.gelu(f(conv(x, w[0]))), w[1]), 2),
+    "prelu after": (None, lambda f, x, w: conv(PRELU(f(conv(x, w[0]))), w[1]), 2),
+    "dropout after": (None, lambda f, x, w: conv(dropped(f(conv(x, w[0]))), w[1]), 2),
+    "residual": (None, lambda f, x, w: conv(jax.nn.relu(x + f(conv(x, w[0]))), w[1]), 2),
+    # An activation with arrays of its own has a checkpoint of its own, of which jax (0.10.2,
+    # 0.12.0.1) keeps the input once more, and asks no policy.
+    "prelu": (PRELU, lambda f, x, w: conv(f(conv(x, w[0])), w[1]), 3),
+}
+
+
+@each_norm
+@each_dtype
+@pytest.mark.parametrize(("activation", "block", "like_x"), RECOMPUTED.values(), ids=RECOMPUTED)
+def test_recompute_outputs(norm, dtype, activation, block, like_x):
+    layer, call = norm(activation)
+    weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
+
+    def network(x, weights):
+        @functools.partial(jax.checkpoint, policy=recompute_outputs)
+        def step(x, w):
+            return block(lambda x: call(layer, x), x, w), None
+
+        return jax.lax.scan(step, x, weights)[0]
+
+    kept = stacked(network, normal(0, SHAPE).astype(dtype), weights)
+    assert kept == [(SHAPE, dtype)] * like_x
