@@ -25,8 +25,8 @@ Strategy = AbstractStrategy[Any]
 
 def innermost(approach: Strategy) -> Strategy:
     """Returns the strategy inside of those that wrap one and remember what it remembers."""
-    while type(approach) in (Accumulated, VarianceClip):
-        approach = approach.strategy
+    if type(approach) is Accumulated or type(approach) is VarianceClip:
+        return innermost(approach.strategy)
     return approach
 
 
@@ -72,8 +72,10 @@ def carried(old: Strategy, new: Strategy, channels: int, memory: Any) -> Any:
     empty, axes = form(old, channels, memory)
     dtype = _dtype(memory)
     fresh = each_member(lambda memory: is_new(memory, empty), axes)(memory)
-    # A strategy that cannot load can start.
-    never = not isinstance(fresh, jax.core.Tracer) and bool(fresh.all())
+    try:
+        never = bool(fresh.all())
+    except jax.errors.ConcretizationTypeError:
+        never = False
 
     def one(memory: Any, fresh: Bool[Array, ""]) -> Any:
         remembered = _core(old, memory)
@@ -85,7 +87,7 @@ def carried(old: Strategy, new: Strategy, channels: int, memory: Any) -> Any:
                     remembered, weight=weight, weight_rest=jnp.zeros_like(weight)
                 )
             return _around(new, remembered, channels, dtype)
-        if never:
+        if never:  # then a strategy without `load` serves, too
             return new.init(channels, dtype)
         used = old.infer(memory)
         loaded = innermost(new).load(Moments.of(used.mean, used.variance, used.mean_rest))

@@ -154,7 +154,7 @@ def located(path: str, layer: Any) -> Iterator[None]:
 def _row(layer: LayerNorm, changed: Mapping[str, Any]) -> LayerNorm:
     _check_own(layer, LayerNorm)
     names = ("shape", "eps", "use_weight", "use_bias", "activation", "implementation")
-    new = type(layer)(**{name: getattr(layer, name) for name in names} | changed)
+    new = type(layer)(**{name: getattr(layer, name) for name in names} | dict(changed))
     return eqx.tree_at(
         lambda norm: [norm.weight, norm.bias],
         new,

@@ -104,7 +104,8 @@ def swap(
                 )
             markers = names(theirs[1].marker, field)
             made = _layer(layer, markers)
-            values = _values(layer, *(held[i.marker] for i in theirs), keep_inference)
+            count, statistics = (held[i.marker] for i in theirs)
+            values = _values(layer, count, statistics, keep_inference)
             old.update(i.marker for i in theirs)
             new.update(zip(markers.values(), values, strict=True))
             return made
@@ -208,7 +209,7 @@ def _values(
 
     def one(count: Array, mean: Array, variance: Array) -> tuple[Running, Array, Array]:
         dtype = _memory.statistics_dtype(mean.dtype)
-        new = (mean == 0).all() & (variance == (layer.mode == "batch")).all()
+        new = (mean == 0).all() & (variance == int(layer.mode == "batch")).all()
         if layer.mode == "ema":
             new, steps = new & count, jnp.zeros((), jnp.int32)
             weight = jnp.ones((), jnp.finfo(dtype).dtype)

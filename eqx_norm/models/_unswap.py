@@ -1,7 +1,7 @@
 """Defines `unswap`: the layers of this package in a model become Equinox's again."""
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -17,9 +17,8 @@ from ._layers import each, entries, state_of
 from ._reconfigure import located
 
 Model = TypeVar("Model")
-Mode = Literal["batch", "ema"]
 
-_FIELDS = {
+_FIELDS: dict[str, tuple[str, str]] = {
     "ema": ("ema_first_time_index", "ema_state_index"),
     "batch": ("batch_counter", "batch_state_index"),
 }
@@ -28,7 +27,7 @@ _FIELDS = {
 def unswap(
     model: Model,
     state: eqx.nn.State,
-    mode: Mode | None = None,
+    mode: str | None = None,
     *,
     subclasses: bool = False,
 ) -> tuple[Model, eqx.nn.State]:
@@ -49,7 +48,7 @@ def unswap(
     - `model`, `state`: a model with layers of this package; an ensemble, too. Both stay as
         they are, and valid.
     - `mode`: of all layers. Unless given it is what each layer's approach is called there:
-        `"batch"` or `"ema"`.
+        `"batch"` or `"ema"`. The momentum is the approach's, 0.99 where it has none.
     - `subclasses`: turns layers of a subclass of this package's, too; what fields and methods
         they have of their own is lost.
 
@@ -62,7 +61,7 @@ def unswap(
     `mode`; for an `activation`, which it does not have either; for a subclass, unless
     `subclasses`; and for a state that is not the model's.
     """
-    if mode not in (None, "batch", "ema"):
+    if mode is not None and mode not in _FIELDS:
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
     held = entries(state)
     names = {name: Renamed(fields) for name, fields in _FIELDS.items()}
@@ -107,7 +106,7 @@ def _check(layer: Any, subclasses: bool) -> None:
         )
 
 
-def _mode(layer: BatchNorm) -> Mode:
+def _mode(layer: BatchNorm) -> str:
     approach: Any = layer.approach
     approach = approach.strategy if type(approach) is Accumulated else approach
     if type(approach) in (Batch, Ema):
@@ -118,14 +117,18 @@ def _mode(layer: BatchNorm) -> Mode:
     )
 
 
-def _layer(layer: BatchNorm, mode: Mode, markers: dict[str, Any]) -> eqx.nn.BatchNorm:
+def _momentum(layer: BatchNorm) -> float:
+    return 0.99 if layer.momentum is None else layer.momentum
+
+
+def _layer(layer: BatchNorm, mode: str, markers: dict[str, Any]) -> eqx.nn.BatchNorm:
     new = eqx.nn.BatchNorm(
         layer.input_size,
         layer.axis_name,
         layer.eps,
         layer.channelwise_affine,
-        **({} if layer.momentum is None else {"momentum": layer.momentum}),
-        mode=mode,
+        _momentum(layer),
+        mode=cast(Any, mode),
     )
     arrays = ("weight", "bias", "inference")
     return eqx.tree_at(
@@ -145,11 +148,10 @@ def _row(layer: LayerNorm) -> eqx.nn.LayerNorm:
     )
 
 
-def _values(layer: BatchNorm, mode: Mode, memory: Any, accepted: Array) -> tuple[Any, Any]:
+def _values(layer: BatchNorm, mode: str, memory: Any, accepted: Array) -> tuple[Any, Any]:
     """Returns the two entries of Equinox's state: the count, or whether it is new, and the
     statistics."""
     empty, axes = form(layer.approach, layer.input_size, memory)
-    momentum = 0.99 if layer.momentum is None else layer.momentum
 
     def one(memory: Any, accepted: Array) -> tuple[Any, Any]:
         new = is_new(memory, empty)
@@ -160,7 +162,7 @@ def _values(layer: BatchNorm, mode: Mode, memory: Any, accepted: Array) -> tuple
             return new, (mean, variance.astype(mean.dtype))
         # From here on 1 - m^t is 1 in the dtype of the statistics.
         bits = jnp.finfo(variance.dtype).nmant + 3
-        steps = min(math.ceil(-bits * math.log(2) / math.log(momentum)), 2**31 - 1)
+        steps = min(math.ceil(-bits * math.log(2) / math.log(_momentum(layer))), 2**31 - 1)
         count = jnp.where(new, 0, jnp.maximum(accepted, steps)).astype(jnp.result_type(int))
         return count, (mean, variance.astype(mean.dtype))
 
