@@ -14,7 +14,7 @@ from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.models import reconfigure
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Batch, Ema, Moments, SmoothStart, VarianceClip
-from tests.helpers import APPROACHES, Cumulative, f32, make, normal, same
+from tests.helpers import APPROACHES, Cumulative, example, f32, make, normal, same
 from tests.models.nested import C, Two, call, shapes
 
 
@@ -243,3 +243,13 @@ def test_complex():
     _, state = call(norm, state, x)
     other, other_state = reconfigure(norm, state, approach=Loading())
     assert jnp.iscomplexobj(other_state.get(other.memory_index).mean)
+
+
+def test_the_example_in_the_docstring():
+    norms = eqx.nn.make_with_state(
+        lambda: eqx.nn.Sequential([BatchNorm(C, "batch", approach="batch") for _ in range(2)])
+    )
+    model, state = norms()
+    names = example(reconfigure, **globals(), model=model, state=state)
+    assert names["model"].layers[0].approach == SmoothStart(0.9)
+    assert [n.activation is None for n in names["model"].layers] == [True, False]

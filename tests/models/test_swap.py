@@ -16,7 +16,7 @@ import eqx_norm
 from eqx_norm.models import reconfigure, swap, swapped, unswap
 from eqx_norm.models._layers import entries, found
 from eqx_norm.strategies import Adam, Batch, SmoothStart, VarianceClip
-from tests.helpers import f32, normal, same
+from tests.helpers import example, f32, normal, same
 from tests.models.nested import C, Two, call, descriptions, floats64, made, shapes
 
 ULP = float(np.finfo(np.float32).eps)
@@ -427,3 +427,18 @@ def test_checkpoints_are_those_of_a_model_with_these_layers():
     file.seek(0)
     read = eqx.tree_deserialise_leaves(file, made(description, OURS))
     assert eqx.tree_equal(read, (model, state), typematch=True)
+
+
+def test_the_examples_in_the_docstrings(tmp_path, capsys):
+    def build(key):
+        return eqx.nn.Sequential([eqx.nn.BatchNorm(C, "batch", mode="ema")])
+
+    key, path = jax.random.key(0), tmp_path / "model.eqx"
+    before = eqx.nn.make_with_state(build)(key)
+    eqx.tree_serialise_leaves(path, before)
+    names = example(swap, **globals(), build=build, key=key, path=path)
+    assert type(names["model"].layers[0]) is eqx_norm.BatchNorm
+    example(swapped, **globals(), before=before[0], after=names["model"])
+    assert capsys.readouterr().out.startswith("layers[0] eqx.nn.BatchNorm(mode='ema') -> eqx_n")
+    example(unswap, **globals(), model=names["model"], state=names["state"], path=path)
+    assert shapes(eqx.tree_deserialise_leaves(path, before)) == shapes(before)
