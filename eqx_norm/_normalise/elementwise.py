@@ -153,8 +153,8 @@ _TEXT = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
 igamma igammac integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg
-nextafter not one_minus_square or pow regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt
-square stop_gradient sub tan tanh xor zeta
+nextafter not one_minus_square or pow regularized_incomplete_beta rem round rsqrt select_n sign
+sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """
 # The names of JAX's elementwise primitives.
 NAMES = frozenset(_TEXT.split())
