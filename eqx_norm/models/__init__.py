@@ -3,3 +3,8 @@
 Everything here takes a model and its `eqx.nn.State`, and gives new ones; nothing is changed in
 place.
 """
+
+from ._freeze import FrozenBatchNorm as FrozenBatchNorm
+from ._freeze import freeze as freeze
+from ._freeze import trainable as trainable
+from ._freeze import unfreeze as unfreeze
