@@ -4,6 +4,9 @@ Everything here takes a model and its `eqx.nn.State`, and gives new ones; nothin
 place.
 """
 
+from ._fold import FoldedBatchNorm as FoldedBatchNorm
+from ._fold import FoldReport as FoldReport
+from ._fold import fold as fold
 from ._freeze import FrozenBatchNorm as FrozenBatchNorm
 from ._freeze import freeze as freeze
 from ._freeze import trainable as trainable
