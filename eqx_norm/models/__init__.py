@@ -11,3 +11,4 @@ from ._freeze import FrozenBatchNorm as FrozenBatchNorm
 from ._freeze import freeze as freeze
 from ._freeze import trainable as trainable
 from ._freeze import unfreeze as unfreeze
+from ._recalibrate import recalibrate as recalibrate
