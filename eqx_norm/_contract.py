@@ -24,7 +24,7 @@ def update(
     used, learnt = result
     used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
     learnt = _without_step(learnt)
-    _check_form(name, memory, learnt)
+    check_form(name, memory, learnt)
     return used, learnt
 
 
@@ -56,7 +56,7 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     return Moments(used.count, used.mean, used.m2, used.mean_rest)
 
 
-def _check_form(name: str, before: Any, after: Any) -> None:
+def check_form(name: str, before: Any, after: Any) -> None:
     given, returned = (_shapes_and_dtypes(memory) for memory in (before, after))
     if not eqx.tree_equal(given, returned):
         raise ValueError(

@@ -72,15 +72,30 @@ def recall(
         )
     for held, made in zip(jax.tree.leaves(memory), jax.tree.leaves(expected), strict=True):
         if held.dtype != made.dtype:
-            x64 = statistics_dtype(float) == "float64"
-            raise ValueError(
-                f"The state given holds {held.dtype}, but with jax_enable_x64={x64} this layer "
-                f"remembers {made.dtype}: the state was made under the other setting. Set "
-                f"that, jax.config.update('jax_enable_x64', {not x64}), or convert the state:\n"
-                f"    state = jax.tree.map(lambda a: a.astype('{made.dtype}') "
-                f"if a.dtype == '{held.dtype}' else a, state)"
-            )
+            raise ValueError(_of_another_dtype(held.dtype, made.dtype))
     return memory
+
+
+def _of_another_dtype(held: jnp.dtype, made: jnp.dtype) -> str:
+    back = (
+        f"    state = jax.tree.map(lambda a: a.astype('{made}') if a.dtype == '{held}' else a, "
+        "state)"
+    )
+    x64 = statistics_dtype(float) == "float64"
+    if {held.name, made.name} in ({"float32", "float64"}, {"complex64", "complex128"}):
+        return (
+            f"The state given holds {held}, but with jax_enable_x64={x64} this layer remembers "
+            f"{made}: the state was made under the other setting. Set that, "
+            f"jax.config.update('jax_enable_x64', {not x64}), or convert the state:\n{back}"
+        )
+    cast = f"lambda a: a.astype('{held}') if eqx.is_inexact_array(a) else a"
+    return (
+        f"The state given holds {held}, but this layer remembers {made} whatever the dtypes of "
+        "weights and input (a running average in half precision stops moving). Cast the model "
+        f"and leave its state as it is:\n    model = jax.tree.map({cast}, model)\n"
+        "Where only the cast state is left, this brings its dtype back, but not what rounding "
+        f"has taken:\n{back}"
+    )
 
 
 def _shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:

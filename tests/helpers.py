@@ -99,6 +99,13 @@ def floats(values: Any) -> Array:
     return jnp.asarray(values, float)
 
 
+def cast(tree: Any, dtype: Any) -> Any:
+    """Returns a pytree, a model for example, with all its floats in another dtype."""
+    return jax.tree.map(
+        lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, tree
+    )
+
+
 def member(tree: Any, i: int) -> Any:
     """Returns the i-th member of an ensemble."""
     return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree)

@@ -63,6 +63,17 @@ def rebuilt(layer: BatchNorm, cls: type[BatchNorm] = BatchNorm, **changed: Any) 
     )
 
 
+def copied(layer: Any, cls: type[Any] | None = None, **changed: Any) -> Any:
+    """Returns the layer with other values in some fields, static ones too, or of another class
+    with the same fields. Nothing is checked, so any part of a layer can be copied: what
+    `eqx.partition` makes of it, or what an optimiser remembers of it.
+    """
+    new = object.__new__(cls or type(layer))
+    for field in dataclasses.fields(layer):
+        object.__setattr__(new, field.name, changed.get(field.name, getattr(layer, field.name)))
+    return new
+
+
 def entries(state: eqx.nn.State) -> dict[Any, Any]:
     """Returns what a state holds, by the markers of its indices; the state stays valid."""
     values, markers = state.tree_flatten()

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import LayerNorm
+from eqx_norm import BatchNorm, LayerNorm
 from tests.compiling import filter_jit
-from tests.helpers import copy, each_approach, make, normal, remembered
+from tests.helpers import cast, copy, each_approach, make, normal, over_batch, remembered
 from tests.layers.masking import forward
 
 pytestmark = pytest.mark.x32  # has its own dtypes, in 64 bits and with strict promotion
@@ -66,6 +66,64 @@ def test_each_dtype_stays_what_it_is(approach, dtype, weights, x64, masked):
     # One batch, remembered in float32: 1e-5 is some of its roundings, and no float16 has it.
     np.testing.assert_allclose(mean, counted.mean((0, 2)), rtol=1e-5)
     np.testing.assert_allclose(variance, counted.var((0, 2)), rtol=1e-5)
+
+
+def network():
+    def build(keys):
+        layers = []
+        for key in keys:
+            conv = eqx.nn.Conv1d(3, 3, 3, padding=1, key=key)
+            norm = BatchNorm(3, "batch", approach="batch", activation=jax.nn.relu)
+            layers += [conv, norm]
+        return eqx.nn.Sequential(layers)
+
+    return eqx.nn.make_with_state(build)(jax.random.split(jax.random.key(0)))
+
+
+@filter_jit
+def step(model, state, x):
+    """Returns the output, the model and the state after one step of gradient descent."""
+
+    def loss(model):
+        y, after = over_batch(model)(x, copy(state))
+        return jnp.sum(jnp.square(y - 1)), (y, after)
+
+    gradients, (y, after) = eqx.filter_grad(loss, has_aux=True)(model)
+    updates = jax.tree.map(lambda g: -1e-3 * g, gradients)
+    return y, eqx.apply_updates(model, updates), after
+
+
+DTYPES = (jnp.float32, *HALVES)
+
+
+@pytest.mark.parametrize(
+    ("convolutions", "norms"),
+    [(a, b) for a in DTYPES for b in DTYPES if a == b or jnp.float32 in (a, b)],
+)
+def test_a_model_cast_leaf_by_leaf_trains(convolutions, norms):
+    """As a whole, or all but its norms, or only these; not its state, which stays float32."""
+    with jax.numpy_dtype_promotion("strict"):
+        model, state = network()
+        layers = zip(model.layers, (convolutions, norms) * 2, strict=True)
+        model = eqx.nn.Sequential([cast(layer, dtype) for layer, dtype in layers])
+        before, x = float_dtypes(model), normal(0, (16, 3, 4), 2, 3).astype(convolutions)
+        means = []
+        for _ in range(3):
+            y, model, state = step(model, state, x)
+            assert y.dtype == convolutions
+            means.append(remembered(model.layers[3], state)[0])
+    assert float_dtypes(model) == before == {jnp.dtype(convolutions), jnp.dtype(norms)}
+    assert float_dtypes(state) == {jnp.dtype(jnp.float32)}
+    assert all(np.isfinite(mean).all() for mean in means)
+    assert not np.array_equal(means[0], means[1])
+    assert not np.array_equal(means[1], means[2])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_state_cast_with_its_model_is_an_error_that_says_which_cast_to_leave_out(dtype):
+    model, state = cast(network(), dtype)
+    with pytest.raises(ValueError, match="(?s)remembers float32.*leave its state as"):
+        step(model, state, normal(0, (16, 3, 4)).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

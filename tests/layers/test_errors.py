@@ -11,7 +11,7 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm, _approach
 from eqx_norm.strategies import NAMED, Batch, Ema, VarianceClip
-from tests.helpers import Cumulative, copy, make, normal, over_batch
+from tests.helpers import Cumulative, cast, copy, make, normal, over_batch
 from tests.helpers import quick_call as call
 from tests.processes import ROOT, python
 
@@ -165,6 +165,16 @@ CALLS = [
     # `make_with_state` gives both states the same key, so their form has to be looked at.
     ({"state": single(4)[1]}, ANOTHER),
     ({"state": make(3, "batch", approach=Cumulative())[1]}, ANOTHER),
+    *(
+        (
+            {"state": cast(single(3)[1], dtype)},
+            ValueError(
+                f"holds {dtype}, but this layer remembers float.*leave its state as it is:.*"
+                rf"model = .*astype\('{dtype}'\).*state = .*astype\('float\d\d'\)"
+            ),
+        )
+        for dtype in ("bfloat16", "float16")
+    ),
 ]
 IN_TRAINING = [
     ({"x": jnp.ones((3, 0))}, ValueError("hold 0 examples: 0 values per channel")),
