@@ -1,5 +1,6 @@
 """Judges the compiled programs: how many are as claimed, and which are not."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from experiments.lab.peers import names
 from .cases import APART, BATCH_NORM, BETWEEN, IMAGES
 from .devices import COUNT, JIT, SHAPE, Sent
 from .measured import Kernel, Program
+from .memory import Needed
 from .recipe import ATOMIC, OURS, Step
 
 # XLA's two-pass statistics move 9 units: x for the mean, x for the variance, x and y; then x
@@ -26,6 +28,7 @@ class Measured(NamedTuple):
     kernels: list[Kernel]
     steps: list[Step]
     sent: list[Sent]
+    needed: list[Needed]
 
 
 # Returns what a claim is about, and of each whether it is as claimed.
@@ -44,7 +47,9 @@ def _claim(text: str, check: Check) -> Claim:
     return Claim(text, judge)
 
 
-def _place(row: Program | Kernel | Step | Sent) -> str:
+def _place(row: Program | Kernel | Step | Sent | Needed) -> str:
+    if isinstance(row, Needed):
+        return f"{row.dtype}: {row.temporaries / 1e6:.0f} MB of temporaries"
     if isinstance(row, Sent):
         return f"{row.way}, {row.layer}, {row.dtype}, masked {row.masked}: {row.collectives}"
     if isinstance(row, Step):
@@ -100,6 +105,32 @@ def _together(measured: Measured) -> list[tuple[Any, bool]]:
     ]
 
 
+# A whole ResNet-50; a short one has other shares.
+BLOCKS = 16
+
+
+def _needs(field: str, of_ours: float, of_theirs: float = math.inf) -> Check:
+    """Checks what is needed where outputs are computed again, as a share of the others'."""
+
+    def check(measured: Measured) -> list[tuple[Any, bool]]:
+        whole = [row for row in measured.needed if row.blocks == BLOCKS]
+        most = {names.OURS: of_ours, names.EQUINOX_BATCH: of_theirs}
+        return [
+            (
+                row,
+                all(
+                    getattr(row, field) <= most[other.layer] * getattr(other, field)
+                    for other in whole
+                    if other.dtype == row.dtype and not other.recomputes
+                ),
+            )
+            for row in whole
+            if row.recomputes
+        ]
+
+    return check
+
+
 CLAIMS = [
     _claim(
         f"1. by XLA: at most {MOST_XLA} units of x, forward and backward at once",
@@ -138,4 +169,13 @@ CLAIMS = [
         "13. ... at most 2 in shard_map; by jit as few as Equinox's, one more with a mask",
         _together,
     ),
+    _claim(
+        "14. recompute_outputs, ResNet-50: JAX keeps 0.6 of the bytes, 0.35 of Equinox's",
+        _needs("kept", 0.6, 0.35),
+    ),
+    _claim(
+        "15. XLA's temporaries are 0.6 of those without, 0.35 of Equinox's",
+        _needs("temporaries", 0.6, 0.35),
+    ),
+    _claim("16. it moves at most 1.15 times the bytes", _needs("moved", 1.15)),
 ]

@@ -128,11 +128,15 @@ def compiler(device: str) -> Compile:
 
 def compiled(over: jax.sharding.Mesh, f: Callable[..., Any], *described: Any) -> str:
     """Returns the optimised HLO of `f` for arguments of which it is said where they lie."""
+    return built(over, f, *described).as_text() or ""
+
+
+def built(over: jax.sharding.Mesh, f: Callable[..., Any], *described: Any) -> Any:
+    """Returns the program, as `jax.jit(f).lower(...).compile()` does."""
     with jax.sharding.use_abstract_mesh(over.abstract_mesh), _quiet():
         lowered = jax.jit(f).lower(*described)
         # Choosing among algorithms for a convolution means timing them on a GPU.
-        made = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
-    return made.as_text() or ""
+        return lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
 
 
 @contextlib.contextmanager

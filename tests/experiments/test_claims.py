@@ -100,7 +100,7 @@ BASES = {
         clipping("ema", "False", "scaled by 1e3")(growth=1e4),
     ],
     "determinism": [Edit({}, {"median": 1}, "_overhead")],
-    "compiled": [],
+    "compiled": [Edit({"recomputes": "True"}, {"temporaries": 1}, "_memory")],
     "distributed": [
         Edit({}, {"first_memory": "a", "memory": "b", "weights": "c", "error": 0}),
         rows(run="several", code="1")(seconds=0.1),
@@ -217,6 +217,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (Edit({"way": "jit", "layer": "eqx-norm"}, {"largest": 2049}, "_devices"), {12: False}),
         (Edit({"way": "jit", "masked": "True"}, {"sends": 6}, "_devices"), {13: False}),
         (Edit({"way": "shard_map"}, {"sends": 3}, "_devices"), {13: False}),
+        (Edit({"recomputes": "True"}, {"kept": 10**9}, "_memory"), {14: False}),
+        (Edit({"recomputes": "True"}, {"temporaries": 10**10}, "_memory"), {15: False}),
+        (Edit({"recomputes": "True"}, {"moved": 10**11}, "_memory"), {16: False}),
     ],
     "distributed": [
         (rows(run="several", process="1", implementation="auto")(weights="z"), {1: False}),

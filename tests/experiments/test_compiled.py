@@ -10,6 +10,7 @@ from experiments.compiled.cases import cases
 from experiments.compiled.claims import CLAIMS, Measured
 from experiments.compiled.devices import SHARD_MAP, Sent
 from experiments.compiled.measured import measure
+from experiments.compiled.memory import Needed
 from experiments.compiled.recipe import ATOMIC, NO_SCATTER, OURS, SORTED, Step
 from experiments.lab import claims
 from experiments.lab.passes import NO_NORM
@@ -114,7 +115,20 @@ STEP = Step("a scatter", ATOMIC, SORTED, same=False)
 SENT = Sent(SHARD_MAP, names.OURS, "float32", False, "", sends=2, largest=64, kernels=0)
 
 
-def failing(extra=0.0, by="negate", step=STEP, sent=SENT, **changes):
+# Without, with, and Equinox's.
+NEEDED = [
+    Needed(16, names.OURS, "float32", False, 100, 100, 100),
+    Needed(16, names.OURS, "float32", True, 60, 60, 115),
+    Needed(16, names.EQUINOX_BATCH, "float32", False, 172, 172, 100),
+]
+
+
+def needing(**changes):
+    without, with_, theirs = NEEDED
+    return {"needed": [without, with_._replace(**changes), theirs]}
+
+
+def failing(extra=0.0, by="negate", step=STEP, sent=SENT, needed=NEEDED, **changes):
     """Returns the numbers of the claims that do not hold where every program is one kernel.
 
     The kernel moves x once; beside it, where there is a norm, `by` writes `extra` times x.
@@ -139,7 +153,7 @@ def failing(extra=0.0, by="negate", step=STEP, sent=SENT, **changes):
     programs, kernels = measure(chosen, compile_, lambda: [kernel])
     assert all(row.units == 1 for row in kernels)
     assert all(row.launches == 2 for row in programs)
-    verdicts = claims.judge(CLAIMS, Measured(programs, kernels, [step], [sent]))
+    verdicts = claims.judge(CLAIMS, Measured(programs, kernels, [step], [sent], needed))
     return {int(v.claim.partition(".")[0]) for v in verdicts if v.holds is False}
 
 
@@ -160,6 +174,9 @@ def failing(extra=0.0, by="negate", step=STEP, sent=SENT, **changes):
         ({"step": STEP._replace(program=min(OURS))}, {11}),
         ({"sent": SENT._replace(largest=2049)}, {12}),
         ({"sent": SENT._replace(sends=3)}, {13}),
+        (needing(kept=61), {14}),
+        (needing(temporaries=61), {15}),
+        (needing(moved=116), {16}),
     ],
     ids=str,
 )

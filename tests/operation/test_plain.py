@@ -84,7 +84,7 @@ def test_which_it_is_not_otherwise(made):
 
 
 # Each transformation knows no primitives but JAX's; `jet` takes no `custom_jvp` such as ReLU.
-@pytest.mark.parametrize("activation", [None, jnp.tanh], ids=str)
+@pytest.mark.parametrize("activation", [None, jnp.tanh], ids=["none", "tanh"])
 @pytest.mark.parametrize("name", ["inference, batch", "training, mask", "LayerNorm"])
 def test_taylor_series(name, activation):
     call, x = PLAIN[name](activation)
