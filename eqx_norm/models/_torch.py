@@ -267,7 +267,8 @@ def _cast(name: str, array: np.ndarray, dtype: Any) -> jax.Array:
             f"{name!r} in the state_dict is {array.dtype}, but here it is {dtype}, which has "
             f"no imaginary part. Make the layer with dtype=jnp.complex64."
         )
-    return jnp.asarray(np.ascontiguousarray(array).astype(dtype))
+    # A copy, which PyTorch's later steps in place do not reach.
+    return jnp.asarray(array.astype(dtype, order="C"))
 
 
 def _portable(array: Any) -> np.ndarray:

@@ -64,7 +64,7 @@ def entries(node: Any) -> dict[str, Entry]:
     if isinstance(node, eqx.nn.PReLU):
         slope = node.negative_slope
         return {"weight": _entry("negative_slope", slope, (slope.size,))}
-    arrays = {name: getattr(node, name) for name in ("weight", "bias")}
+    arrays = {name: getattr(node, name, None) for name in ("weight", "bias")}
     of = {name: _entry(name, a) for name, a in arrays.items() if a is not None}
     if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose) and node.bias is not None:
         of["bias"] = _entry("bias", node.bias, (node.bias.size,))

@@ -88,21 +88,22 @@ def prefixes(paths: Iterable[str], names: Names) -> dict[str, str | None]:
     if callable(names):
         named = {path: names(path) for path in paths}
         return {path: None if to is None else dotted(to) for path, to in named.items()}
-    parts = {dotted(part): to for part, to in (names or {}).items()}
+    names = names or {}
+    parts = {dotted(part): to for part, to in names.items()}
     found: dict[str, str | None] = {}
-    unused = set(parts)
+    used = set[str]()
     for path in paths:
         there = dotted(path)
         fitting = [part for part in parts if _begins(there, part)]
-        unused.difference_update(fitting)
+        used.update(fitting)
         if fitting:
             part = max(fitting, key=len)
             rest, to = there[len(part) :].removeprefix("."), parts[part]
             there = None if to is None else key(to, rest)
         found[path] = there
-    if unused:
+    if unused := [part for part in names if dotted(part) not in used]:
         raise ValueError(
-            f"names has {sorted(unused)}, with which no path of a layer here begins. The "
+            f"names has {unused}, with which no path of a layer here begins. The "
             f"paths are {', '.join(map(repr, paths))}."
         )
     return found
