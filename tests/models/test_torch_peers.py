@@ -31,7 +31,9 @@ CONVOLUTIONS = {
 @functools.cache
 def torch() -> Any:
     # Imported here: without the peers this must fail, and only when it is asked for.
-    return importlib.import_module("torch")
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)  # tests run side by side
+    return torch
 
 
 @functools.cache
@@ -214,7 +216,7 @@ def check_training(steps: int, rate: float, batch: int) -> None:
         chosen = jnp.take_along_axis(jax.nn.log_softmax(y), labels[:, None], 1)
         return -chosen.mean(), state
 
-    @filter_jit
+    @eqx.filter_jit  # convolutions in float64 take ten times as long without optimisation
     def step(model: Any, state: eqx.nn.State, x: Any, labels: Any) -> Any:
         by, state = eqx.filter_grad(loss, has_aux=True)(model, state, x, labels)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -rate * g, by)), state
