@@ -3,6 +3,8 @@
 Import them as `eqx_norm.strategies`. One strategy a file; `README.md` compares them.
 """
 
+from ._accumulated import Accumulated as Accumulated
+from ._accumulated import Accumulation as Accumulation
 from ._adam import Adam as Adam
 from ._average import Average as Average
 from ._base import AbstractStrategy as AbstractStrategy
