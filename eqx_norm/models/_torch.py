@@ -17,16 +17,17 @@ from ._torch_layers import COUNT, STATISTICS, entries, items, put, stacked
 from ._torch_names import Names, TorchReport, key, match, prefixes, refusal
 
 Model = TypeVar("Model")
+State = TypeVar("State", bound=eqx.nn.State | None)
 
 
 def from_torch(
     model: Model,
-    state: eqx.nn.State | None,
+    state: State,
     state_dict: Mapping[str, Any],
     names: Names = None,
     *,
     strict: bool = True,
-) -> tuple[Model, eqx.nn.State | None, TorchReport]:
+) -> tuple[Model, State, TorchReport]:
     r"""Returns the model and its state with the weights and statistics of a PyTorch model.
 
     For one layer, or for a model of any number of them:
@@ -104,15 +105,17 @@ def from_torch(
                 new = _cast(key(prefix, name), entry.here(given[key(prefix, name)]), old.dtype)
                 arrays.setdefault(path, {})[entry.field] = new
         if isinstance(node, BatchNorm) and state is not None:
-            statistics = [given[key(prefix, name)] for name in STATISTICS]
-            learnt += _learnt(node, state, prefix, *statistics, given.get(key(prefix, COUNT)))
+            mean, variance = (given[key(prefix, name)] for name in STATISTICS)
+            count = given.get(key(prefix, COUNT))
+            learnt += _learnt(node, state, prefix, mean, variance, count)
+    after: Any = None
     if state is not None:
         # A state that was set is used up: this one is a copy, the user's stays valid.
         held = held_by(state)
-        state = eqx.nn.State.tree_unflatten(tuple(held), tuple(held.values()))
+        after = eqx.nn.State.tree_unflatten(tuple(held), tuple(held.values()))
         for index, value in learnt:
-            state = state.set(index, value)
-    return put(model, arrays), state, matched.report
+            after = after.set(index, value)
+    return put(model, arrays), after, matched.report
 
 
 def to_torch(
@@ -175,8 +178,9 @@ def to_torch(
 def _layers(model: Any, state: eqx.nn.State | None) -> dict[str, Any]:
     """Returns layers and arrays by path; raises where one of them cannot be translated."""
     layers = dict(items(model))
-    norms = {p: n for p, n in layers.items() if isinstance(n, eqx.nn.BatchNorm)}
-    if others := [path for path, norm in norms.items() if not isinstance(norm, BatchNorm)]:
+    norms = {path: node for path, node in layers.items() if isinstance(node, BatchNorm)}
+    theirs = [path for path, node in layers.items() if isinstance(node, eqx.nn.BatchNorm)]
+    if others := [path for path in theirs if path not in norms]:
         raise ValueError(
             f"{others} are layers of eqx.nn.BatchNorm, whose statistics have another form. Put "
             "ours in their place first: model, state = eqx_norm.models.swap(model, state)."

@@ -1,7 +1,7 @@
 """Says of each kind of layer what PyTorch calls its arrays, and how they are laid out there."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -53,8 +53,9 @@ def items(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         path = joined(above, path)
         if isinstance(node, LAYERS) or eqx.is_inexact_array(node):
             yield path, node
-        if getattr(node, "activation", None) is not None:
-            yield from items(node.activation, f"{path}.activation")
+        activation: Any = getattr(node, "activation", None)
+        if activation is not None:
+            yield from items(activation, f"{path}.activation")
 
 
 def entries(node: Any) -> dict[str, Entry]:
@@ -83,8 +84,9 @@ def put(tree: Any, arrays: dict[str, dict[str, Any]], above: str = "") -> Any:
         new = dict(arrays.get(path, {}))
         if "" in new:
             return new[""]
-        if getattr(node, "activation", None) is not None:
-            new["activation"] = put(node.activation, arrays, f"{path}.activation")
+        activation: Any = getattr(node, "activation", None)
+        if activation is not None:
+            new["activation"] = put(activation, arrays, f"{path}.activation")
         fields = list(new)
         return eqx.tree_at(lambda n: [getattr(n, f) for f in fields], node, list(new.values()))
 
@@ -110,7 +112,7 @@ def family(node: Any) -> str | None:
     return next((name for name, kinds in FAMILIES.items() if isinstance(node, kinds)), None)
 
 
-def family_there(group: dict[str, np.ndarray]) -> str | None:
+def family_there(group: Mapping[str, np.ndarray]) -> str | None:
     """Returns in which of `FAMILIES` a layer is that has these arrays in PyTorch."""
     if set(group) - set(NAMES):
         return None
@@ -140,8 +142,8 @@ def _as_is(array: np.ndarray) -> np.ndarray:
 
 def _entry(field: str | None, here: Any, there: tuple[int, ...] | None = None) -> Entry:
     """Returns the entry of an array that PyTorch has in the same order, in another shape."""
-    there = here.shape if there is None else there
-    return Entry(field, there, lambda a: a.reshape(here.shape), lambda a: a.reshape(there))
+    shape = here.shape if there is None else there
+    return Entry(field, shape, lambda a: a.reshape(here.shape), lambda a: a.reshape(shape))
 
 
 def _transposed(layer: eqx.nn.ConvTranspose) -> Entry:
@@ -150,7 +152,7 @@ def _transposed(layer: eqx.nn.ConvTranspose) -> Entry:
 
     def turned(weight: np.ndarray) -> np.ndarray:
         first, second, *kernel = weight.shape
-        weight = np.flip(weight, range(2, weight.ndim))
+        weight = np.flip(weight, tuple(range(2, weight.ndim)))
         weight = weight.reshape(layer.groups, first // layer.groups, second, *kernel)
         return weight.swapaxes(1, 2).reshape(second * layer.groups, -1, *kernel)
 

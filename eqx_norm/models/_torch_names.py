@@ -43,13 +43,16 @@ class Matched(NamedTuple):
     """Holds what was found out, before anything is loaded."""
 
     report: TorchReport
-    wrong: Rows  # key in PyTorch, its shape, path here, its shape
+    wrong: Rows  # path here, key in PyTorch, the shape here, the shape there
+    uneven: list[str]  # what is not matched by order, and why
 
 
 def match(layers: Mapping[str, Any], given: Mapping[str, np.ndarray], names: Names) -> Matched:
     """Returns which of the layers, given by their paths, is which in the `state_dict`."""
     groups = _groups(given)
-    pairs = _by_order(layers, groups) if names is None else prefixes(layers, names)
+    pairs, uneven = (
+        _by_order(layers, groups) if names is None else (prefixes(layers, names), [])
+    )
     matched, skipped, missing, wrong, used = {}, [], [], [], set[str]()
     for path, node in layers.items():
         of, prefix = entries(node), pairs.get(path)
@@ -76,7 +79,8 @@ def match(layers: Mapping[str, Any], given: Mapping[str, np.ndarray], names: Nam
         for name in sorted(others):
             wrong.append((path, key(prefix, name), "-", _shape(group[name])))
     unexpected = tuple(k for k in given if k not in used)
-    return Matched(TorchReport(matched, tuple(skipped), tuple(missing), unexpected), wrong)
+    report = TorchReport(matched, tuple(skipped), tuple(missing), unexpected)
+    return Matched(report, wrong, uneven)
 
 
 def prefixes(paths: Iterable[str], names: Names) -> dict[str, str | None]:
@@ -125,13 +129,14 @@ def aligned(rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 def refusal(matched: Matched, strict: bool) -> str | None:
     """Returns what is wrong with a match, in words; `None` if it may be loaded."""
-    report, wrong = matched
+    report, wrong, uneven = matched
     lines = []
     if wrong:
         head = ("here", "in the state_dict", "shape here, as PyTorch has it", "shape there")
         lines += aligned([head, *((_shown(row[0]), *row[1:]) for row in wrong)])
         lines += ["Make the model with these arrays and shapes, or say by names= what is what."]
     if strict and (report.missing or report.unexpected):
+        lines += [f"not matched by their order: {of}" for of in uneven]
         lines += _listed("only in the model", report.missing)
         lines += _listed("only in the state_dict", report.unexpected)
         lines += [
@@ -143,16 +148,20 @@ def refusal(matched: Matched, strict: bool) -> str | None:
 
 def _by_order(
     layers: Mapping[str, Any], groups: Mapping[str, Mapping[str, np.ndarray]]
-) -> dict[str, str | None]:
+) -> tuple[dict[str, str | None], list[str]]:
     """Returns the k-th layer of a family for the k-th of the same family, where there are
-    equally many; an array of no layer is matched by name."""
+    equally many; an array of no layer is matched by name. And where there are not, in words."""
     pairs: dict[str, str | None] = {}
+    uneven: list[str] = []
     for name in FAMILIES:
         here = [path for path, node in layers.items() if family(node) == name and entries(node)]
         there = [prefix for prefix, group in groups.items() if family_there(group) == name]
         if len(here) == len(there):
             pairs |= dict(zip(here, there, strict=True))
-    return pairs | {path: dotted(path) for path, node in layers.items() if family(node) is None}
+        else:
+            uneven.append(f"{name}, {len(here)} in the model, {len(there)} in the state_dict")
+    arrays = {path: dotted(path) for path, node in layers.items() if family(node) is None}
+    return pairs | arrays, uneven
 
 
 def _groups(given: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

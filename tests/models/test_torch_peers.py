@@ -149,6 +149,7 @@ def check_dtype(dtype: str) -> None:
     module = randomised(torch().nn.BatchNorm1d(3)).to(getattr(torch(), dtype))
     layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch", dtype=dtype)
     layer, state, _ = from_torch(layer, state, module.state_dict())
+    assert layer.weight is not None
     assert layer.weight.dtype == jnp.zeros(0, dtype).dtype
     back = to_torch(layer, state)
     module.load_state_dict({name: torch().from_numpy(a) for name, a in back.items()})
