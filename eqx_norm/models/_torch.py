@@ -60,7 +60,7 @@ def from_torch(
 
     - a mapping, of whole paths or of what they begin with; the rest of a path is taken over
         with dots. So `{}` is for models whose names are the same, `{"": "module"}` for a
-        `DataParallel`, and `{"head": None}` leaves the head as it is;
+        `DataParallel`, and `{"head": None}` leaves the head as it is, whatever there is for it;
     - a function of the path, for example `lambda path: path.replace(".layers[", "[")` for
         `eqx.nn.Sequential`, whose layers have no name in PyTorch;
     - `None`, by the order of layers: the k-th batch norm is the k-th batch norm there, and so

@@ -65,15 +65,22 @@ def entries(node: Any) -> dict[str, Entry]:
     if isinstance(node, eqx.nn.PReLU):
         slope = node.negative_slope
         return {"weight": _entry("negative_slope", slope, (slope.size,))}
-    arrays = {name: getattr(node, name, None) for name in ("weight", "bias")}
-    of = {name: _entry(name, a) for name, a in arrays.items() if a is not None}
-    if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose) and node.bias is not None:
-        of["bias"] = _entry("bias", node.bias, (node.bias.size,))
-    if isinstance(node, eqx.nn.ConvTranspose):
+    of = {name: _entry(name, array) for name, array in _affine(node).items()}
+    if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose) and "bias" in of:
+        of["bias"] = _entry("bias", node.bias, (node.out_channels,))
+    if isinstance(node, eqx.nn.ConvTranspose) and "weight" in of:
         of["weight"] = _transposed(node)
     if isinstance(node, BatchNorm):
         of |= {name: Entry(None, (node.input_size,), _as_is, _as_is) for name in STATISTICS}
     return of
+
+
+def optional(node: Any) -> set[str]:
+    """Returns what PyTorch may have of a layer, beside `entries`: the count of batches, and
+    what `eqx.nn.Shared` keeps in another place here."""
+    tied = {name for name in ("weight", "bias") if getattr(node, name, None) is not None}
+    count = {COUNT} if isinstance(node, BatchNorm) else set[str]()
+    return (tied - set(entries(node))) | count
 
 
 def put(tree: Any, arrays: dict[str, dict[str, Any]], above: str = "") -> Any:
@@ -95,16 +102,13 @@ def put(tree: Any, arrays: dict[str, dict[str, Any]], above: str = "") -> Any:
 
 def stacked(node: Any) -> bool:
     """Returns whether a layer is several at once, as `eqx.filter_vmap` makes them."""
-    if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose):
-        return node.weight.ndim != node.num_spatial_dims + 2
-    if isinstance(node, eqx.nn.Linear | eqx.nn.Embedding):
-        return node.weight.ndim != 2
+    of = _affine(node)
     if isinstance(node, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
-        arrays = [a for a in (node.weight, node.bias) if a is not None]
-        return any(a.shape != tuple(node.shape) for a in arrays)
-    if isinstance(node, eqx.nn.GroupNorm | BatchNorm):
-        return node.weight is not None and node.weight.ndim != 1
-    return False
+        return any(array.shape != tuple(node.shape) for array in of.values())
+    rank = 1 if isinstance(node, eqx.nn.GroupNorm | BatchNorm) else 2
+    if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose):
+        rank = node.num_spatial_dims + 2
+    return isinstance(node, LAYERS) and "weight" in of and of["weight"].ndim != rank
 
 
 def family(node: Any) -> str | None:
@@ -134,6 +138,11 @@ def joined(above: str, path: str) -> str:
 def dotted(path: str) -> str:
     """Returns `layers[1].norm` as PyTorch writes it, `layers.1.norm`."""
     return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", path).removeprefix(".")
+
+
+def _affine(node: Any) -> dict[str, Any]:
+    of = {name: getattr(node, name, None) for name in ("weight", "bias")}
+    return {name: a for name, a in of.items() if isinstance(a, jax.Array | np.ndarray)}
 
 
 def _as_is(array: np.ndarray) -> np.ndarray:

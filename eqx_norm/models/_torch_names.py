@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._torch_layers import COUNT, FAMILIES, NAMES, dotted, entries, family, family_there
+from ._torch_layers import (
+    COUNT,
+    FAMILIES,
+    NAMES,
+    dotted,
+    entries,
+    family,
+    family_there,
+    optional,
+)
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 Rows = list[tuple[str, str, str, str]]
@@ -55,26 +64,28 @@ def match(layers: Mapping[str, Any], given: Mapping[str, np.ndarray], names: Nam
     )
     matched, skipped, missing, wrong, used = {}, [], [], [], set[str]()
     for path, node in layers.items():
-        of, prefix = entries(node), pairs.get(path)
-        if not of:
+        of, may, prefix = entries(node), optional(node), pairs.get(path)
+        if not (of or may):
             continue
         if prefix is None:
             (skipped if path in pairs else missing).append(path)
+            if path in pairs:  # what would have been loaded is not left over
+                own = _own(path, names)
+                used |= {key(own, name) for name in (of if "" in of else groups.get(own, {}))}
             continue
         group = groups.get(prefix, {})
         held = {name for name in of if key(prefix, name) in given}
         if not held and not set(group) & set(NAMES):
-            missing.append(path)
+            missing += [path] if of else []
             continue
         matched[path] = prefix
-        optional = {COUNT} if "running_mean" in of else set[str]()
-        others = set[str]() if "" in of else set(NAMES) & set(group) - set(of) - optional
-        used |= {key(prefix, name) for name in {*held, *others, *(optional & set(group))}}
+        others = set[str]() if "" in of else set(NAMES) & set(group) - set(of) - may
+        used |= {key(prefix, name) for name in {*held, *others, *(may & set(group))}}
         for name, entry in of.items():
             there = given.get(key(prefix, name))
             if there is None or there.shape != entry.shape:
                 wrong.append((path, key(prefix, name), _shape(entry), _shape(there)))
-        if optional and COUNT in group and group[COUNT].shape != ():
+        if COUNT in may & set(group) and group[COUNT].shape != ():
             wrong.append((path, key(prefix, COUNT), "()", _shape(group[COUNT])))
         for name in sorted(others):
             wrong.append((path, key(prefix, name), "-", _shape(group[name])))
@@ -154,7 +165,8 @@ def _by_order(
     pairs: dict[str, str | None] = {}
     uneven: list[str] = []
     for name in FAMILIES:
-        here = [path for path, node in layers.items() if family(node) == name and entries(node)]
+        of = {path: node for path, node in layers.items() if family(node) == name}
+        here = [path for path, node in of.items() if entries(node) or optional(node)]
         there = [prefix for prefix, group in groups.items() if family_there(group) == name]
         if len(here) == len(there):
             pairs |= dict(zip(here, there, strict=True))
@@ -162,6 +174,14 @@ def _by_order(
             uneven.append(f"{name}, {len(here)} in the model, {len(there)} in the state_dict")
     arrays = {path: dotted(path) for path, node in layers.items() if family(node) is None}
     return pairs | arrays, uneven
+
+
+def _own(path: str, names: Names) -> str:
+    """Returns the prefix of a layer that `names` leaves out, if it did not."""
+    parts, there = names if isinstance(names, Mapping) else {}, dotted(path)
+    parts = {part: to for part, to in parts.items() if _begins(there, dotted(part))}
+    named = {part: to for part, to in parts.items() if to is not None}
+    return prefixes([path], named)[path] or ""
 
 
 def _groups(given: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:

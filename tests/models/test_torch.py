@@ -198,6 +198,32 @@ def test_arrays_of_no_layer():
     assert set(to_torch(model)) == {"token", *fc}
 
 
+@pytest.mark.parametrize("names", [None, {}])
+def test_layers_and_weights_that_are_shared(names):
+    """PyTorch's dict has them under both names; here they are in one place."""
+
+    class Tied(eqx.Module):
+        bn: eqx.nn.Shared
+        words: eqx.nn.Shared
+
+        def __init__(self):
+            inner = norm()
+            self.bn = eqx.nn.Shared((inner, inner), lambda t: t[1], lambda t: t[0])
+            pair = eqx.nn.Embedding(5, 2, key=KEY), eqx.nn.Linear(2, 5, key=KEY)
+            self.words = eqx.nn.Shared(pair, lambda t: t[1].weight, lambda t: t[0].weight)
+
+    model, state = eqx.nn.make_with_state(Tied)()
+    state_dict = filled(model, state)
+    right = dict(state_dict)
+    head = {name: state_dict.pop(name) for name in [*state_dict] if "words" in name}
+    tied = {"words.pytree.1.weight": head["words.pytree.0.weight"]}
+    loaded, after, report = from_torch(model, state, {**state_dict, **head, **tied}, names)
+    assert report.matched["words.pytree[1]"] == "words.pytree.1"
+    assert report[1:] == ((), (), ())
+    np.testing.assert_array_equal(loaded.words()[1].weight, head["words.pytree.0.weight"])
+    assert same(to_torch(loaded, after), right)
+
+
 # --- Statistics
 
 
@@ -323,8 +349,11 @@ def test_names():
     module = {f"module.{name}": array for name, array in state_dict.items()}
     loaded, after, _ = from_torch(model, state, module, {"": "module"})
     assert same(to_torch(loaded, after), right)
-    # A head of its own; the rest is loaded.
-    del renamed["head.weight"], renamed["head.bias"]
+    # A head of its own; the rest is loaded. What is there for it is not left over.
+    other = {**module, "module.head.weight": np.ones((9, 9))}
+    from_torch(model, state, other, {"": "module", "head": None})
+    from_torch(model, state, renamed, {**parts, "head": None})
+    renamed = {name: array for name, array in renamed.items() if "head" not in name}
     loaded, after, report = from_torch(model, state, renamed, {**parts, "head": None})
     assert report.skipped == ("['head']",)
     assert same(loaded["head"], model["head"])
