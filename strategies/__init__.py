@@ -6,6 +6,7 @@ Import them as `eqx_norm.strategies`. One strategy a file; `README.md` compares 
 from ._accumulated import Accumulated as Accumulated
 from ._accumulated import Accumulation as Accumulation
 from ._adam import Adam as Adam
+from ._average import Average as Average
 from ._base import AbstractStrategy as AbstractStrategy
 from ._batch import Batch as Batch
 from ._ema import Ema as Ema

@@ -63,6 +63,9 @@ class Values:
         self._static = Static(x.ndim - has_channels, self.arithmetic, has_channels)
         # Both halves are differentiated through this one: see `primitives`.
         self._wide = x.astype(compute_dtype(x.dtype))
+        if self.arithmetic.is_plain:
+            # JAX's own derivative of a selection is NaN where what is not selected is.
+            self._wide = reference.counted(self._wide, self._mask)
 
     def count(self) -> int:
         """Returns how many values of each channel there are in all, known while tracing.

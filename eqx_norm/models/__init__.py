@@ -18,4 +18,7 @@ from ._recompute import recompute_outputs as recompute_outputs
 from ._reconfigure import reconfigure as reconfigure
 from ._swap import swap as swap
 from ._swap import swapped as swapped
+from ._torch import from_torch as from_torch
+from ._torch import to_torch as to_torch
+from ._torch_names import TorchReport as TorchReport
 from ._unswap import unswap as unswap
