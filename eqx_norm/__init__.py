@@ -2,7 +2,8 @@
 
 `BatchNorm` and `LayerNorm` replace `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm`. `strategies`
 holds the approaches that `BatchNorm(approach=...)` knows by name, and the contract for others.
-`determinism` finds the first value in which two runs differ.
+`swap`, `reconfigure`, `freeze`, `fold`, `recalibrate`, `from_torch` and others are for models that
+exist: docs/models.md. `determinism` finds the first value in which two runs differ.
 """
 
 from typing import TYPE_CHECKING
@@ -10,13 +11,46 @@ from typing import TYPE_CHECKING
 from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
 from ._layer_norm import LayerNorm as LayerNorm
+from .models import accumulate as accumulate
+from .models import fold as fold
+from .models import freeze as freeze
+from .models import from_torch as from_torch
+from .models import recalibrate as recalibrate
 from .models import recompute_outputs as recompute_outputs
+from .models import reconfigure as reconfigure
+from .models import swap as swap
+from .models import swapped as swapped
+from .models import to_torch as to_torch
+from .models import trainable as trainable
+from .models import unfreeze as unfreeze
+from .models import unswap as unswap
+from .models import update_once as update_once
 
 if TYPE_CHECKING:
     from . import determinism as determinism
 
 __version__ = "0.1.0"
-__all__ = ["BatchNorm", "LayerNorm", "determinism", "recompute_outputs", "strategies"]
+__all__ = [
+    "BatchNorm",
+    "LayerNorm",
+    "accumulate",
+    "determinism",
+    "fold",
+    "freeze",
+    "from_torch",
+    "models",
+    "recalibrate",
+    "recompute_outputs",
+    "reconfigure",
+    "strategies",
+    "swap",
+    "swapped",
+    "to_torch",
+    "trainable",
+    "unfreeze",
+    "unswap",
+    "update_once",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,7 @@
 """Tests that models are exported by jax2onnx, and that ONNX Runtime computes the same."""
 
+import importlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,10 +61,9 @@ def exported(function, x, monkeypatch):
     """Returns what ONNX Runtime computes."""
     # jax2onnx 0.13 asks for what jax 0.10.2 no longer has; its value was always None.
     monkeypatch.setattr(batching, "not_mapped", None, raising=False)
-    import onnxruntime
-    from jax2onnx import to_onnx
-
-    model = to_onnx(function, [x.shape], model_name="model")
+    # Imported here: without the peers this must fail, and only when it is asked for.
+    onnxruntime, jax2onnx = map(importlib.import_module, ("onnxruntime", "jax2onnx"))
+    model = jax2onnx.to_onnx(function, [x.shape], model_name="model")
     session = onnxruntime.InferenceSession(model.SerializeToString())
     return session.run(None, {session.get_inputs()[0].name: np.asarray(x)})[0]
 
