@@ -2,8 +2,9 @@
 
 `BatchNorm` and `LayerNorm` replace `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm`. `strategies`
 holds the approaches that `BatchNorm(approach=...)` knows by name, and the contract for others.
-`swap`, `reconfigure`, `freeze`, `fold`, `recalibrate`, `from_torch` and others are for models that
-exist: docs/models.md. `determinism` finds the first value in which two runs differ.
+`models` holds what is done to models that exist: `swap`, `reconfigure`, `freeze`, `fold`,
+`recalibrate`, `from_torch` and others. `determinism` finds the first value in which two runs
+differ.
 """
 
 from typing import TYPE_CHECKING
@@ -11,38 +12,34 @@ from typing import TYPE_CHECKING
 from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
 from ._layer_norm import LayerNorm as LayerNorm
-from .models import accumulate as accumulate
-from .models import fold as fold
-from .models import freeze as freeze
-from .models import from_torch as from_torch
-from .models import recalibrate as recalibrate
-from .models import recompute_outputs as recompute_outputs
-from .models import reconfigure as reconfigure
-from .models import swap as swap
-from .models import swapped as swapped
-from .models import to_torch as to_torch
-from .models import trainable as trainable
-from .models import unfreeze as unfreeze
-from .models import unswap as unswap
-from .models import update_once as update_once
 
 if TYPE_CHECKING:
     from . import determinism as determinism
+    from . import models as models
+    from .models import accumulate as accumulate
+    from .models import fold as fold
+    from .models import freeze as freeze
+    from .models import from_torch as from_torch
+    from .models import recalibrate as recalibrate
+    from .models import recompute_outputs as recompute_outputs
+    from .models import reconfigure as reconfigure
+    from .models import swap as swap
+    from .models import swapped as swapped
+    from .models import to_torch as to_torch
+    from .models import trainable as trainable
+    from .models import unfreeze as unfreeze
+    from .models import unswap as unswap
+    from .models import update_once as update_once
 
 __version__ = "0.1.0"
-__all__ = [
-    "BatchNorm",
-    "LayerNorm",
+_OF_MODELS = (
     "accumulate",
-    "determinism",
     "fold",
     "freeze",
     "from_torch",
-    "models",
     "recalibrate",
     "recompute_outputs",
     "reconfigure",
-    "strategies",
     "swap",
     "swapped",
     "to_torch",
@@ -50,19 +47,22 @@ __all__ = [
     "unfreeze",
     "unswap",
     "update_once",
-]
+)
+__all__ = ["BatchNorm", "LayerNorm", "determinism", "models", "strategies", *_OF_MODELS]
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted([*__all__, "__version__"])
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
     def __getattr__(name: str) -> object:
-        """Imports `determinism` when it is first asked for: a model does not need it."""
-        if name != "determinism":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """Imports `models` and `determinism` when first asked for: a layer needs neither."""
         import importlib
 
-        return importlib.import_module(f"{__name__}.determinism")
+        if name in ("determinism", "models"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _OF_MODELS:
+            return getattr(importlib.import_module(f"{__name__}.models"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

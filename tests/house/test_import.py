@@ -1,6 +1,7 @@
 """Tests what `import eqx_norm` offers, how it presents itself, and what it loads."""
 
 import importlib.metadata
+import inspect
 import pydoc
 import re
 
@@ -15,7 +16,13 @@ from tests.processes import python
 
 
 def test_dir_is_what_there_is_to_use():
-    assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm", "determinism", "strategies"}
+    rooms = {"determinism", "models", "strategies"}
+    functions = {
+        name
+        for name in vars(eqx_norm.models)
+        if inspect.isfunction(getattr(eqx_norm.models, name))
+    }
+    assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm"} | rooms | functions
     assert dir(eqx_norm) == sorted([*eqx_norm.__all__, "__version__"])
     assert all(hasattr(eqx_norm, name) for name in dir(eqx_norm))
     assert eqx_norm.__version__ == importlib.metadata.version("eqx-norm")
