@@ -119,6 +119,9 @@ $(VENV)/linters-ready: $(VENV)/ready
 
 $(PEERS)/ready: pyproject.toml constraints.txt scripts/environment.sh
 	@sh scripts/environment.sh "$(PYTHON)" $(PEERS) dev,peers constraints.txt
+# Of its many dependencies its ResNet needs none.
+	@$(PEERS)/bin/python -m pip install --disable-pip-version-check --no-deps \
+		--constraint constraints.txt jaxonmodels || { rm $@; exit 1; }
 
 $(NEWEST)/ready: pyproject.toml constraints-newest.txt scripts/environment.sh
 	@sh scripts/environment.sh "$(NEWER_PYTHON)" $(NEWEST) dev constraints-newest.txt
