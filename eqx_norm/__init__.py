@@ -32,14 +32,19 @@ if TYPE_CHECKING:
     from .models import update_once as update_once
 
 __version__ = "0.1.0"
-_OF_MODELS = (
+__all__ = [
+    "BatchNorm",
+    "LayerNorm",
     "accumulate",
+    "determinism",
     "fold",
     "freeze",
     "from_torch",
+    "models",
     "recalibrate",
     "recompute_outputs",
     "reconfigure",
+    "strategies",
     "swap",
     "swapped",
     "to_torch",
@@ -47,12 +52,11 @@ _OF_MODELS = (
     "unfreeze",
     "unswap",
     "update_once",
-)
-__all__ = ["BatchNorm", "LayerNorm", "determinism", "models", "strategies", *_OF_MODELS]
+]
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return [*__all__, "__version__"]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for an attribute
@@ -63,6 +67,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         if name in ("determinism", "models"):
             return importlib.import_module(f"{__name__}.{name}")
-        if name in _OF_MODELS:
+        if name in __all__:  # of models
             return getattr(importlib.import_module(f"{__name__}.models"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

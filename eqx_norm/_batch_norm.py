@@ -148,7 +148,9 @@ class BatchNorm(eqx.nn.BatchNorm):
             it serves and is worth its launch, and XLA elsewhere; `"xla"`, `"pallas_triton"`
             and `"pallas_mosaic"` (whole lines of channels, from an H100 and jax 0.12 on) take
             no other, and the latter two are an error where they cannot serve.
-            `"device_invariant"` gives the same bits on any number of devices (above).
+            `"device_invariant"` gives the same bits on any number of devices (above). `"plain"`
+            is made of JAX's own primitives, for tools that know no others, in more time and
+            memory; in inference `"auto"` is, too.
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """

@@ -63,7 +63,7 @@ class LayerNorm(eqx.nn.LayerNorm):
         - `activation`: as for `BatchNorm`: an elementwise callable, applied to the result
             before it is rounded to the dtype of `x`, and computed again in the backward pass.
         - `implementation`: as for `BatchNorm`. The kernels read a row once each way, where it
-            fits into the registers of one program.
+            fits into the registers of one program. `"plain"` is JAX's own primitives.
 
         **Raises:** `ValueError` for an argument that makes no sense, saying what would.
         """

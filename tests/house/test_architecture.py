@@ -69,6 +69,19 @@ ARROWS = {
         files(PROBE),
         lambda name: inside(name, "eqx_norm.determinism") or not inside(name, "eqx_norm"),
     ),
+    "the layers know nothing of models": (
+        # But the first, which offers them.
+        [f for f in files(PACKAGE, but="models") if f != PACKAGE / "__init__.py"],
+        lambda name: not inside(name, "eqx_norm.models"),
+    ),
+    "models know the layers, not how they calculate": (
+        # But the policy, which knows the names of operations.
+        [f for f in files(PACKAGE / "models") if f.name != "_recompute.py"],
+        lambda name: (
+            not inside(name, "eqx_norm._normalise", "eqx_norm.determinism")
+            or name == "eqx_norm._normalise.Activation"
+        ),
+    ),
     "the layers know nothing of the probe": (
         # But the first, which offers both.
         [f for f in files(PACKAGE, but="determinism") if f != PACKAGE / "__init__.py"],
