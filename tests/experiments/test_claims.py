@@ -217,7 +217,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (Edit({"way": "jit", "layer": "eqx-norm"}, {"largest": 2049}, "_devices"), {12: False}),
         (Edit({"way": "jit", "masked": "True"}, {"sends": 6}, "_devices"), {13: False}),
         (Edit({"way": "shard_map"}, {"sends": 3}, "_devices"), {13: False}),
-        (Edit({"recomputes": "True"}, {"kept": 10**9}, "_memory"), {14: False}),
+        (Edit({"recomputes": "True"}, {"kept": 10**10}, "_memory"), {14: False}),
         (Edit({"recomputes": "True"}, {"temporaries": 10**10}, "_memory"), {15: False}),
         (Edit({"recomputes": "True"}, {"moved": 10**11}, "_memory"), {16: False}),
     ],

@@ -118,7 +118,7 @@ SENT = Sent(SHARD_MAP, names.OURS, "float32", False, "", sends=2, largest=64, ke
 # Without, with, and Equinox's.
 NEEDED = [
     Needed(16, names.OURS, "float32", False, 100, 100, 100),
-    Needed(16, names.OURS, "float32", True, 60, 60, 115),
+    Needed(16, names.OURS, "float32", True, 60, 60, 114),
     Needed(16, names.EQUINOX_BATCH, "float32", False, 172, 172, 100),
 ]
 

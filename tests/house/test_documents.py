@@ -9,16 +9,25 @@ from tests.processes import ROOT
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 DOCUMENTS += [ROOT / "strategies" / "README.md", ROOT / "experiments" / "README.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CODE = {  # by document and heading
+    f"{document}, {heading}": block
+    for document in ("README.md", "docs/models.md", "docs/devices.md")
+    for heading, text in re.findall(
+        r"^## (.+?)\n(.*?)(?=^## |\Z)",
+        (ROOT / document).read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+}
 
 
 def name(path):
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{len(block)} characters")
-def test_code_runs(block):
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize("place", CODE)
+def test_code_runs(place):
+    exec(compile(CODE[place], place, "exec"), {"__name__": "document"})
 
 
 def test_the_readme_is_short():
