@@ -7,7 +7,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 # With float64 as the default, and without implicit promotion, which then is an error. What
 # depends on neither, or says so itself, is marked x32: this run takes a minute of one core.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
-X64_TESTS := -m "not peers and not x32" tests/strategies tests/layers \
+X64_TESTS := -m "not peers and not long and not x32" tests/strategies tests/layers \
 	tests/operation/test_activations.py
 VENV := .venv
 PEERS := .venv-peers
@@ -17,7 +17,7 @@ GPU := .venv-gpu
 SOURCES := eqx_norm strategies experiments tests
 
 .PHONY: help setup stability accuracy benchmark experiments gpu-compile-check gpu figures \
-	test test-peers test-newest lint format clean another-python
+	test test-long test-peers test-newest lint format clean another-python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,9 +73,12 @@ gpu: ## measure on a CUDA GPU: bits, errors, time beside Flax and PyTorch (7 GB)
 figures: $(VENV)/ready ## redraw the committed figures from the committed results
 	$(VENV)/bin/python -m experiments --redraw
 
-test: $(VENV)/ready ## all tests that need no peers; those of the layers again in 64 bits
+test: $(VENV)/ready ## all tests but those below; those of the layers again in 64 bits
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 	$(X64) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
+
+test-long: $(VENV)/ready ## run every experiment with --quick, and the notebooks
+	$(VENV)/bin/python -m pytest -n 2 -m long
 
 test-peers: $(PEERS)/ready ## compare with PyTorch and Flax, live
 	$(PEERS)/bin/python -m pytest -m peers

@@ -221,15 +221,16 @@ def error(ours: Any, right: Any) -> float:
 
 
 def taken(
-    case: Case, way: Way, **arguments_of_layer: Any
+    case: Case, way: Way, *, counts_forward: bool = False, **arguments_of_layer: Any
 ) -> tuple[Any, dict[str, list[Collective]]]:
-    """Returns the results of a step, and what the programs of forward and step send."""
+    """Returns the results of a step, and what its program sends; and that of forward alone."""
     activated = {"approach": case.approach, "activation": case.activation}
     layer, state = make(C, way.names, **activated, **arguments_of_layer)
     x, dy, mask = map(way.split, arguments(case))
     mask = mask if case.masked else None
     layer, state = way.copied((layer, state))
-    programs = {"forward": (way.forward, (x, mask)), "step": (way.step, (x, dy, mask))}
+    programs = {"forward": (way.forward, (x, mask))} if counts_forward else {}
+    programs["step"] = (way.step, (x, dy, mask))
     sent = {}
     results: Any = None
     with jax.set_mesh(way.mesh) if way.mesh else contextlib.nullcontext():

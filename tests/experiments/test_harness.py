@@ -169,6 +169,7 @@ def test_without_results_there_is_nothing_to_show(name, capsys):
     assert "there are no results of" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["accuracy", "distributed", "layer_norm", "stability"])
 def test_quick_holds_every_claim(name, tmp_path, capsys):
     """The quick runs of the others are in their own tests, which look into the results."""

@@ -19,6 +19,7 @@ from experiments.speed.rows import FAILED, NOT_SERVED, Row, because
 EXPERIMENT = speed.EXPERIMENT
 
 
+@pytest.mark.long
 def test_quick_holds_what_does_not_depend_on_the_machine(tmp_path):
     arguments = ["--quick", "--shapes", "16,64,32,32", "--out", str(tmp_path)]
     assert EXPERIMENT.main(arguments) == 0
@@ -31,6 +32,7 @@ def test_quick_holds_what_does_not_depend_on_the_machine(tmp_path):
     assert written["settings"]["rounds"] == cases.QUICK.rounds
 
 
+@pytest.mark.long
 def test_a_rehearsal_measures_every_part(tmp_path):
     arguments = ["--device", "rehearsal", "--out", str(tmp_path), "--peers", names.OURS]
     arguments += [names.OURS_XLA, names.EQUINOX_BATCH, names.EQUINOX]

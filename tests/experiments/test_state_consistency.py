@@ -14,6 +14,7 @@ FILES = Files(COMMITTED, "state_consistency")
 ROW = Row(names.OURS, "auto", "float32", (2, 3, 4), JIT, backward=False)
 
 
+@pytest.mark.long
 def test_quick_runs_every_way_and_equinox_keeps_nan_for_ever(tmp_path):
     assert EXPERIMENT.main(["--quick", "--out", str(tmp_path)]) == 0
     files = Files(tmp_path, "state_consistency")

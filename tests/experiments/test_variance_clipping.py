@@ -19,6 +19,7 @@ from experiments.variance_clipping.runs import (
 )
 
 
+@pytest.mark.long
 def test_quick_finds_what_it_says(tmp_path):
     """The quick job fails unless what is found here is found."""
     files = Files(tmp_path, "variance_clipping")
