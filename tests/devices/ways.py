@@ -229,7 +229,7 @@ def taken(
     x, dy, mask = map(way.split, arguments(case))
     mask = mask if case.masked else None
     layer, state = way.copied((layer, state))
-    programs = {"forward": (way.forward, (x, mask))} if counts_forward else {}
+    programs: dict[str, Any] = {"forward": (way.forward, (x, mask))} if counts_forward else {}
     programs["step"] = (way.step, (x, dy, mask))
     sent = {}
     results: Any = None
