@@ -5,7 +5,6 @@
 # asks for one learns that it is not there.
 # pyright: reportIncompatibleVariableOverride=false
 
-import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,8 @@ from jaxtyping import Array, ArrayLike, Bool, Int, PRNGKeyArray
 
 from eqx_norm import _approach, _arguments, _contract, _memory, _normalise
 from eqx_norm._normalise import Activation, BatchImplementation
-from eqx_norm.strategies import AbstractStrategy, TrainingBatch
+from eqx_norm._training import Options, Remembered, step
+from eqx_norm.strategies import AbstractStrategy
 
 
 class BatchNorm(eqx.nn.BatchNorm):
@@ -216,65 +216,33 @@ class BatchNorm(eqx.nn.BatchNorm):
         if not isinstance(inference, jax.Array):
             inference = bool(inference)  # NumPy's, too
         memory = _memory.recall(state, self.memory_index, self.approach, self.input_size)
-        memory = jax.lax.stop_gradient(memory)
-        accepted, rejected = (state.get(i) for i in (self.accepted_index, self.rejected_index))
+        before = Remembered(
+            memory, state.get(self.accepted_index), state.get(self.rejected_index)
+        )
         self._check_input(x, memory)
         mask = _check_mask(mask, x)
-        # By what is remembered it is an affine map, which needs no passes of its own: who reads
-        # programs, to export them for example, meets JAX's own operations alone.
-        is_affine = inference is True and self.implementation != "device_invariant"
-        implementation: Any = "plain" if is_affine else self.implementation
-        values = _normalise.Values(x, self.axis_name, mask, implementation)
         if inference is True:
-            used = _contract.infer(self.approach, memory, self.input_size)
-        else:
-            batch = self._training_batch(values, accepted)
-            update = functools.partial(_contract.update, self.approach)
-            used, learnt = values.arithmetic.rounded(update)(batch, memory)
-            if inference is not False:  # only known at run time: jax.jit traces the flag
-                remembered = _contract.infer(self.approach, memory, self.input_size)
-                used = _select(inference, remembered, used)
-            training, finite = jnp.logical_not(inference), batch.finite
-            accepts = training & finite
-            if mask is not None:
-                accepts = accepts & (batch.count > batch.ddof)
-            _memory.check_shared(memory, learnt, self.axis_name)
-            memory = _select(accepts, jax.lax.stop_gradient(learnt), memory)
-            accepted = _memory.counted(accepted, accepts)
-            rejected = _memory.counted(rejected, training & ~finite)
-        y = values.normalise(
-            used, self.weight, self.bias, eps=self.eps, activation=self.activation
-        )
-        if inference is not True:
-            # Last of all: from here on nothing can fail, and the old state is used up.
-            state = state.set(self.memory_index, memory)
-            state = state.set(self.accepted_index, accepted)
-            state = state.set(self.rejected_index, rejected)
+            return self._affine(x, mask, jax.lax.stop_gradient(memory)), state
+        layer = self.approach, self.activation, self.weight, self.bias
+        options = Options(self.axis_name, self.eps, self.unbiased, self.implementation)
+        flag = None if inference is False else inference  # jax.jit traces the flag
+        y, after = step(x, mask, flag, before, layer, options)
+        # Last of all: from here on nothing can fail, and the old state is used up.
+        state = state.set(self.memory_index, after.memory)
+        state = state.set(self.accepted_index, after.accepted)
+        state = state.set(self.rejected_index, after.rejected)
         return y, state
 
-    def _training_batch(self, values: _normalise.Values, step: Array) -> TrainingBatch:
-        x, count = values.x, values.count()
-        if count <= int(self.unbiased):
-            raise ValueError(
-                f"x has shape {x.shape} and the mapped axes {self.axis_name!r} hold "
-                f"{count // max(1, x[0].size)} examples: {count} values per channel"
-                + (
-                    ", for which the unbiased variance does not exist (n/(n-1) with n = 1). "
-                    "Give a larger batch, or make the layer with unbiased=False."
-                    if count
-                    else ", of which there are no statistics."
-                )
-            )
-        batch = values.moments()
-        batch = batch.astype(_memory.statistics_dtype(batch.mean.dtype))
-        return TrainingBatch(
-            batch.count,
-            batch.mean,
-            batch.m2,
-            batch.mean_rest,
-            int(self.unbiased),
-            eps=self.eps,
-            step=step,
+    def _affine(self, x: Array, mask: Array | None, memory: Any) -> Array:
+        """Returns x normalised by what is remembered. That is an affine map, which needs no
+        passes of its own: who reads programs, to export them for example, meets JAX's own
+        operations alone."""
+        is_plain = self.implementation != "device_invariant"
+        implementation: Any = "plain" if is_plain else self.implementation
+        values = _normalise.Values(x, self.axis_name, mask, implementation)
+        used = _contract.infer(self.approach, memory, self.input_size)
+        return values.normalise(
+            used, self.weight, self.bias, eps=self.eps, activation=self.activation
         )
 
     def _check_input(self, x: Array, memory: Any) -> None:
@@ -327,8 +295,3 @@ def _check_mask(mask: Any, x: Array) -> Array | None:
             "in_axes=(0, 0, None), out_axes=(0, None))."
         )
     return mask
-
-
-@jax.jit
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

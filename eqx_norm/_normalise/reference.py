@@ -29,6 +29,9 @@ Total = Callable[[Sequence[Array], Sequence[int]], tuple[Array, ...]]
 _FAN = 16
 # Up to so many values 8 at a time are as fast, and round less.
 _SMALL = 2**18
+# XLA:CPU hands sums of so many float32 to its library, which up to so many sums them the same
+# on any number of threads (jax 0.10.2 and 0.12.0.1).
+_LIBRARY, _UNCUT = 2**12, 2**15
 
 
 def plain(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
@@ -224,6 +227,9 @@ def by_tree(
     So 16 MiB of float32 take 0.6 ms where the row by row loop takes 2.4 and the library, with
     what it needs written out, 3.3 (bfloat16: 0.4, 2.4 and 12). A single array is summed as its
     two halves, to be a reduction of several, too. A tree of sums also rounds less than a row.
+
+    Each level is a loop to compile. So what few sums are left go to the library, which needs no
+    compiling, once they are few enough that it does not cut them up by the number of threads.
     """
     if len(arrays) == 1:
         return (_by_halves(arrays[0], axes),)
@@ -231,10 +237,13 @@ def by_tree(
     while math.prod(arrays[0].shape[axis] for axis in axes) > _FAN:
         # The last axis first: what is summed there lies together. Then the longest.
         shape = arrays[0].shape
+        values = math.prod(shape)
+        if not first and _LIBRARY <= values <= _UNCUT and arrays[0].dtype == jnp.float32:
+            return plain(arrays, axes)
         axis = (
             axes[-1] if first and shape[axes[-1]] >= _FAN else max(axes, key=shape.__getitem__)
         )
-        is_small = math.prod(shape) <= _SMALL if small is None else small
+        is_small = values <= _SMALL if small is None else small
         most = _FAN // 2 if first and is_small else _FAN
         fan = _fan(shape[axis], most)
         if fan == 1:
