@@ -70,11 +70,17 @@ def normalise_row(
 # --- What they compute, of flattened arrays.
 
 
-def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> list[Array]:
+def _one(
+    row: Row,
+    given: Sequence[Array] | None,
+    x: Array,
+    *affine: Array,
+    written: Callable[[Moments], Moments] = lambda moments: moments,
+) -> list[Array]:
     """Returns y and the moments of one row, `(1, values)`; `given` are those, if known."""
     values = Values(x[0], implementation=row.implementation, has_channels=False)
     if given is None:
-        used = values.moments()
+        used = written(values.moments())
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
         used = values.differentiable(
@@ -85,8 +91,25 @@ def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> l
     return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]
 
 
-def _rows(*arrays: Array, row: Row) -> list[Array]:
-    return _each(functools.partial(_one, row, None), *arrays)
+def _rows(*arrays: Array, row: Row, **how: Any) -> list[Array]:
+    return _each(functools.partial(_one, row, None, **how), *arrays)
+
+
+def _written(moments: Moments) -> Moments:
+    """Returns the moments, written to memory by a loop of XLA:CPU.
+
+    What is no sum, XLA:CPU computes again in each loop that reads it (barriers are gone when
+    it fuses). The moments of 16 rows then are so much of the loop which sums over rows, for the
+    gradients of weight and bias, that LLVM does not unroll it, and hence does not vectorise
+    it. A reduction stays: each number is the maximum of itself, twice.
+    """
+    vectors = [moments.mean, moments.m2, moments.mean_rest]
+    pairs = tuple(jnp.stack([vector] * 2) for vector in vectors)
+    least = tuple(jnp.array(-jnp.inf, vector.dtype) for vector in vectors)
+    mean, m2, mean_rest = lax.reduce(
+        pairs, least, lambda a, b: tuple(map(lax.max, a, b)), dimensions=(0,)
+    )
+    return Moments(moments.count, mean, m2, mean_rest)
 
 
 def _rows_jvp(*arrays: Array, row: Row, learns: bool) -> list[Array]:
@@ -148,7 +171,13 @@ def _vjp_shapes(
 
 
 ROWS = new_primitive(
-    "rows", _rows, _rows_shapes, full=[0], takes=["row"], kernel=choice.of_rows
+    "rows",
+    _rows,
+    _rows_shapes,
+    full=[0],
+    takes=["row"],
+    on_cpu=functools.partial(_rows, written=_written),
+    kernel=choice.of_rows,
 )
 ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
 ROWS_VJP = new_primitive(
