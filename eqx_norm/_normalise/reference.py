@@ -239,7 +239,7 @@ def by_tree(
         fan = _fan(shape[axis], most)
         lines, rest = divmod(shape[axis], _FAN)
         if axis == len(shape) - 1 and rest == 0 and 2 * _fan(lines, most) >= most:
-            fan = _fan(lines, most)  # fewer at a time, in whole lines
+            fan = _fan(lines, most)  # fewer at a time, but side by side in whole lines
         if fan == 1:
             return _in_parts(arrays, axes, axis, most, small)
         arrays = _sum_blocks(arrays, axis, fan, in_pairs=not first)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
@@ -75,12 +76,12 @@ def _one(
     given: Sequence[Array] | None,
     x: Array,
     *affine: Array,
-    written: Callable[[Moments], Moments] = lambda moments: moments,
+    on_cpu: bool = False,
 ) -> list[Array]:
     """Returns y and the moments of one row, `(1, values)`; `given` are those, if known."""
     values = Values(x[0], implementation=row.implementation, has_channels=False)
     if given is None:
-        used = written(values.moments())
+        used = _written(values.moments()) if on_cpu else values.moments()
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
         used = values.differentiable(
@@ -91,23 +92,23 @@ def _one(
     return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]
 
 
-def _rows(*arrays: Array, row: Row, **how: Any) -> list[Array]:
-    return _each(functools.partial(_one, row, None, **how), *arrays)
+def _rows(*arrays: Array, row: Row, on_cpu: bool = False) -> list[Array]:
+    return _each(functools.partial(_one, row, None, on_cpu=on_cpu), *arrays)
 
 
 def _written(moments: Moments) -> Moments:
-    """Returns the moments, written to memory by a loop of XLA:CPU.
+    """Returns the moments, written to memory by one loop of XLA:CPU.
 
-    What is no sum, XLA:CPU computes again in each loop that reads it (barriers are gone when
-    it fuses). The moments of 16 rows then are so much of the loop which sums over rows, for the
-    gradients of weight and bias, that LLVM does not unroll it, and hence does not vectorise
-    it. A reduction stays: each number is the maximum of itself, twice.
+    What is not a sum, XLA:CPU computes again in every loop that reads it, and a barrier is gone
+    when it fuses. In the sums over rows, which the gradients of weight and bias are, the
+    moments of each row then are most of the loop; so LLVM does not unroll it, and without that
+    does not vectorise it. A reduction stays: each number becomes the largest of itself, twice.
     """
-    vectors = [moments.mean, moments.m2, moments.mean_rest]
-    pairs = tuple(jnp.stack([vector] * 2) for vector in vectors)
-    least = tuple(jnp.array(-jnp.inf, vector.dtype) for vector in vectors)
+    vectors = (moments.mean, moments.m2, moments.mean_rest)
+    twice = tuple(lax.broadcast(vector, (2,)) for vector in vectors)
+    lowest = tuple(np.array(-np.inf, vector.dtype) for vector in vectors)
     mean, m2, mean_rest = lax.reduce(
-        pairs, least, lambda a, b: tuple(map(lax.max, a, b)), dimensions=(0,)
+        twice, lowest, lambda a, b: tuple(map(lax.max, a, b)), dimensions=(0,)
     )
     return Moments(moments.count, mean, m2, mean_rest)
 
@@ -176,7 +177,7 @@ ROWS = new_primitive(
     _rows_shapes,
     full=[0],
     takes=["row"],
-    on_cpu=functools.partial(_rows, written=_written),
+    on_cpu=functools.partial(_rows, on_cpu=True),
     kernel=choice.of_rows,
 )
 ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
