@@ -246,6 +246,9 @@ def by_tree(
         is_small = values <= _SMALL if small is None else small
         most = _FAN // 2 if first and is_small else _FAN
         fan = _fan(shape[axis], most)
+        lines, rest = divmod(shape[axis], _FAN)
+        if axis == len(shape) - 1 and rest == 0 and 2 * _fan(lines, most) >= most:
+            fan = _fan(lines, most)  # fewer at a time, but side by side in whole lines
         if fan == 1:
             return _in_parts(arrays, axes, axis, most, small)
         arrays = _sum_blocks(arrays, axis, fan, in_pairs=not first)

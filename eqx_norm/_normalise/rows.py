@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
@@ -70,11 +71,17 @@ def normalise_row(
 # --- What they compute, of flattened arrays.
 
 
-def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> list[Array]:
+def _one(
+    row: Row,
+    given: Sequence[Array] | None,
+    x: Array,
+    *affine: Array,
+    on_cpu: bool = False,
+) -> list[Array]:
     """Returns y and the moments of one row, `(1, values)`; `given` are those, if known."""
     values = Values(x[0], implementation=row.implementation, has_channels=False)
     if given is None:
-        used = values.moments()
+        used = _written(values.moments()) if on_cpu else values.moments()
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
         used = values.differentiable(
@@ -85,8 +92,25 @@ def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> l
     return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]
 
 
-def _rows(*arrays: Array, row: Row) -> list[Array]:
-    return _each(functools.partial(_one, row, None), *arrays)
+def _rows(*arrays: Array, row: Row, on_cpu: bool = False) -> list[Array]:
+    return _each(functools.partial(_one, row, None, on_cpu=on_cpu), *arrays)
+
+
+def _written(moments: Moments) -> Moments:
+    """Returns the moments, written to memory by one loop of XLA:CPU.
+
+    What is not a sum, XLA:CPU computes again in every loop that reads it, and a barrier is gone
+    when it fuses. In the sums over rows, which the gradients of weight and bias are, the
+    moments of each row then are most of the loop; so LLVM does not unroll it, and without that
+    does not vectorise it. A reduction stays: each number becomes the largest of itself, twice.
+    """
+    vectors = (moments.mean, moments.m2, moments.mean_rest)
+    twice = tuple(lax.broadcast(vector, (2,)) for vector in vectors)
+    lowest = tuple(np.array(-np.inf, vector.dtype) for vector in vectors)
+    mean, m2, mean_rest = lax.reduce(
+        twice, lowest, lambda a, b: tuple(map(lax.max, a, b)), dimensions=(0,)
+    )
+    return Moments(moments.count, mean, m2, mean_rest)
 
 
 def _rows_jvp(*arrays: Array, row: Row, learns: bool) -> list[Array]:
@@ -148,7 +172,13 @@ def _vjp_shapes(
 
 
 ROWS = new_primitive(
-    "rows", _rows, _rows_shapes, full=[0], takes=["row"], kernel=choice.of_rows
+    "rows",
+    _rows,
+    _rows_shapes,
+    full=[0],
+    takes=["row"],
+    on_cpu=functools.partial(_rows, on_cpu=True),
+    kernel=choice.of_rows,
 )
 ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
 ROWS_VJP = new_primitive(

@@ -61,6 +61,20 @@ def test_as_equinox(shape, weight, bias):
         np.testing.assert_allclose(gradient, right_gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_the_moments_of_a_row_are_computed_by_one_loop():
+    """XLA:CPU's sums over rows are not vectorised where they compute the moments again.
+
+    Seen by the guards of both means that a row has, of which there is one each.
+    """
+
+    def gradients(layer, x, dy):
+        return jax.vjp(lambda layer, x: jax.vmap(layer)(x), layer, x)[1](dy)
+
+    x = normal(0, (32, 64))
+    compiled = jax.jit(gradients).lower(LayerNorm(64), x, x).compile()
+    assert str(compiled.as_text()).count("direction=NE") == 2
+
+
 @pytest.mark.x32  # Equinox's layer promotes
 def test_complex_numbers():
     x = normal(0, (5, 6), 1.0) + 1j * normal(1, (5, 6), -2.0, 3.0)

@@ -228,6 +228,7 @@ def test_derivatives_in_every_operand_alone_and_together(f, right, names, masked
         ((0, 3, 5), (0, 2)),
         ((4096, 16), (0,)),
         ((2, 8191), (1,)),
+        ((2, 384), (1,)),
         ((3, 32, 4, 96), (1, 3)),
         ((2, 3, 11, 5, 77), (2, 4)),
     ],
