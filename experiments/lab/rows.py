@@ -6,8 +6,7 @@ A kind of row is a `NamedTuple` or a dataclass whose fields are `str`, `int`, `f
     rows.save(path, Row, measured)
     measured = rows.load(path, Row)
 
-An empty cell is NaN where a float is expected, and `None` where that may be. A column that an
-older file has not is the field's default.
+An empty cell is NaN where a float is expected, and `None` where that may be.
 """
 
 import csv
@@ -41,7 +40,7 @@ def load(path: Path, kind: type[Row]) -> list[Row]:
     hints = typing.get_type_hints(kind)
     with path.open(newline="", encoding="utf-8") as file:
         return [
-            kind(**{n: _value(row[n], hint) for n, hint in hints.items() if n in row})
+            kind(**{name: _value(row[name], hint) for name, hint in hints.items()})
             for row in csv.DictReader(file)
         ]
 
