@@ -17,43 +17,49 @@ from experiments.lab.figures import BLACK, log_scale, save
 from experiments.lab.figures import PEERS as COLOURS
 from experiments.lab.peers import names
 
-from .cases import BOTH, DTYPES, EQUINOX, FLAX, HOT, LAST, MIB, OWN, ROWS, Shape, shape_name
+from .cases import (
+    BOTH,
+    COLD,
+    DTYPES,
+    EQUINOX,
+    FLAX,
+    HOT,
+    LAST,
+    MIB,
+    OWN,
+    ROWS,
+    Shape,
+    shape_name,
+)
 from .claims import BY_THREE, BY_TWO, GROWS_FROM, growing, growth
 from .programs import SUM_OF_PARTS
 from .rows import Row, by_shape, chosen, measured
 
 COPY = "as fast as a copy"
-GROWTH = "growth, forward + backward, f32"
-RESIDUAL = "networks of pre-activation blocks, forward + backward"
+GROWTH = f"growth, {BOTH}, f32"
+RESIDUAL = f"networks of pre-activation blocks, {BOTH}"
 MEDIAN = operator.attrgetter("median")
-# What is drawn, as what, and how: shapes for print and for any colour vision. Of several the
-# fastest on each array.
+# What is drawn, and how: shapes for print and for any colour vision. Of several peers the
+# fastest on each array counts.
+HOLLOW: dict[str, Any] = {"markerfacecolor": "white"}
 MARKERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     names.OURS: ((names.OURS,), {"marker": "o", "markersize": 6.5}),
-    names.OURS_SEPARATE: (
-        (names.OURS_SEPARATE,),
-        {"marker": "o", "markersize": 6.5, "markerfacecolor": "white"},
-    ),
+    names.OURS_SEPARATE: ((names.OURS_SEPARATE,), {"marker": "o", "markersize": 6.5, **HOLLOW}),
     names.OURS_XLA: ((names.OURS_XLA,), {"marker": "P"}),
     names.TORCH: ((names.TORCH,), {"marker": "s"}),
-    names.TORCH_COMPILED: (
-        (names.TORCH_COMPILED,),
-        {"marker": "s", "markerfacecolor": "white"},
-    ),
+    names.TORCH_COMPILED: ((names.TORCH_COMPILED,), {"marker": "s", **HOLLOW}),
     "Flax": (FLAX, {"marker": "^"}),
-    "Equinox": ((*EQUINOX, names.EQUINOX), {"marker": "D"}),
+    "Equinox": ((names.EQUINOX, *EQUINOX), {"marker": "D"}),
 }
 # Titles by part, layout and dtype. A figure has one layout of batch norm: that of a CPU, or of
 # a GPU; of bf16 a CPU is given few arrays.
-BATCH_NORM = "batch norm + ReLU, forward + backward"
-PANELS = {
-    ("time", OWN, "f32"): f"{BATCH_NORM}, f32, cold",
-    **{("time", LAST, dtype): f"{BATCH_NORM}, channels last, {dtype}" for dtype in DTYPES},
-    **{
-        ("layer_norm", ROWS, dtype): f"layer norm, forward + backward, {dtype}"
-        for dtype in DTYPES
-    },
-}
+BATCH_NORM, LAYER_NORM = (
+    "batch norm + ReLU, forward + backward",
+    "layer norm, forward + backward",
+)
+PANELS = {("time", OWN, "f32"): f"{BATCH_NORM}, f32"}
+PANELS |= {("time", LAST, d): f"{BATCH_NORM}, channels last, {d}" for d in DTYPES}
+PANELS |= {("layer_norm", ROWS, d): f"{LAYER_NORM}, {d}" for d in DTYPES}
 Peers = Mapping[str, Row]
 Draw = Callable[[Axes], None]
 
@@ -67,7 +73,8 @@ def draw(files: Files) -> list[Path]:
         timed = measured(rows, "median", part=part, layout=layout, dtype=dtype, program=BOTH)
         found = by_shape(row for row in timed if row.cache != HOT)
         found = {shape: peers for shape, peers in found.items() if names.OURS in peers}
-        if found:
+        if found and (dtype == "f32" or timed[0].device != "cpu"):
+            title = ", ".join(filter(None, (title, timed[0].cache and COLD)))
             panel = functools.partial(_over_ours, found=found)
             columns[part != "time"][title] = panel, len(found)
     if grown := measured(rows, "median", part="growth"):
@@ -101,6 +108,7 @@ def _over_ours(axes: Axes, found: Mapping[Shape, Peers]) -> None:
     """Draws a line for each array: times over this layer's median, the largest x on top."""
     shapes = sorted(found, key=math.prod)
     ours = [found[shape][names.OURS] for shape in shapes]
+    drawn: list[float] = []
     for name, (among, look) in MARKERS.items():
         entered = [
             (place, min(there, key=MEDIAN), mine.median)
@@ -109,7 +117,9 @@ def _over_ours(axes: Axes, found: Mapping[Shape, Peers]) -> None:
         ]
         if entered:
             places, rows, unit = zip(*entered, strict=True)
+            drawn += [row.median / one for row, one in zip(rows, unit, strict=True)]
             label = f"{name} (activation=)" if name == names.OURS else name
+            look = {"color": COLOURS[among[0]], **look}
             _points(axes, rows, places, unit, along="x", label=label, **look)
     for place, (shape, mine) in enumerate(zip(shapes, ours, strict=True)):
         if place % 2:
@@ -119,6 +129,7 @@ def _over_ours(axes: Axes, found: Mapping[Shape, Peers]) -> None:
         if SUM_OF_PARTS in found[shape] and mine.bytes >= MIB:
             least, label = found[shape][SUM_OF_PARTS].median / mine.median, SUM_OF_PARTS
         if not math.isnan(least):
+            drawn.append(least)
             axes.plot(least, place, "|", color=BLACK, markersize=9, label=label)
     axes.set_yticks(range(len(ours)), [_in_words(row) for row in ours], fontsize=7.5)
     axes.tick_params(axis="y", length=0)
@@ -126,6 +137,7 @@ def _over_ours(axes: Axes, found: Mapping[Shape, Peers]) -> None:
     axes.axvline(1, color=COLOURS[names.OURS], lw=0.8, zorder=1)
     axes.set_ylim(-0.5, len(ours) - 0.5)
     log_scale(axes, "x", (1, 2, 3, 5))
+    axes.set_xlim(0.8 * min(drawn), 1.25 * max(drawn))  # the spread may go beyond
     axes.set_xlabel("time / time of eqx-norm")
 
 
@@ -168,7 +180,7 @@ def _points(
     )
     where = (middle, at) if along == "x" else (at, middle)
     spread: dict[str, Any] = {f"{along}err": (middle - low, high - middle)}
-    look = {"color": COLOURS[rows[0].peer], "markersize": 5, **look} if rows else look
+    look = {"color": COLOURS[names.OURS], "markersize": 5, **look}
     axes.errorbar(*where, **spread, linestyle="none", elinewidth=0.8, **look)
 
 
