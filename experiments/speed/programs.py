@@ -67,7 +67,7 @@ def unit_affine(channels: int) -> tuple[Array, Array]:
     return jnp.ones(channels), jnp.zeros(channels)
 
 
-@functools.lru_cache(64)  # more than are compiled together
+@functools.lru_cache(256)  # so that what agrees is not compiled again to be timed
 def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
     made = layer(name, problem)
     # In inference statistics are 1: those of no batch are 0/0 in some layers.
