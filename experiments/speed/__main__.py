@@ -14,7 +14,8 @@ a network in the manner of ResNet-50: forward, and forward and backward (the gra
 weight and bias for a given dy). First it checks that all that is timed computes the same. In
 every round each peer runs once, in an order drawn anew, so that what else the machine does
 falls on all of them alike. Compare the numbers of one run with each other, not with those of
-another.
+another. All the same, leave the machine alone meanwhile: where something else takes a core,
+PyTorch's threads wait for each other for up to 90 ms, and nobody else's do.
 
 On a CPU the arrays are those that every norm of a ResNet-50, a MobileNetV2 and a ConvNeXt-T is
 given at a batch of 32, those of perceptrons, and two of odd sizes. Each is timed hot, where a

@@ -24,8 +24,8 @@ DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 # A layer norm is given rows, [N, values].
 OWN, FIRST, LAST, ROWS = "each its own", "channels first", "channels last", "rows"
 
-# Whether a program, when its clock starts, has just run; or others have, which leave the caches
-# without anything of its own, as the rest of a network does.
+# A program's times are hot where it has just run, and cold where the caches hold nothing of its
+# arrays, as after the rest of a network.
 HOT, COLD = "hot", "cold"
 
 # The parts of the experiment, in this order: first what a run that is cut short has to show.
@@ -63,8 +63,6 @@ ONCE_IN = 250_000_000
 # norm. No value of a channel can be normalised before all are summed: x and x, y; then x and
 # dy, x and dy, dx. A row can be held meanwhile: x, y; then x and dy, dx.
 LEAST = {(False, FORWARD): 3, (False, BOTH): 8, (True, FORWARD): 2, (True, BOTH): 5}
-
-
 # Values of x up to which it is compared with NumPy.
 MOST_COMPARED = 2**20
 
@@ -117,8 +115,8 @@ class Job:
     )
     layouts: tuple[str, ...] = (OWN,)
     rows: tuple[Shape, ...] = LAYER_NORM
-    # Of these shapes every so many-th alone is there in bf16, in the device-invariant mode, and
-    # to see what it takes to compile.
+    # Of these shapes only every so many-th is measured in bf16, in the device-invariant mode,
+    # and for what it takes to compile.
     every: int = 6
     dtypes: tuple[str, ...] = tuple(DTYPES)
     peers: tuple[str, ...] = (
