@@ -23,6 +23,7 @@ BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 # One colour for each package, and one for its variants.
 PEERS: dict[str, str] = {
     names.OURS: BLUE,
+    names.OURS_SEPARATE: BLUE,
     names.OURS_INVARIANT: BLUE,
     names.OURS_XLA: SKY,
     names.EQUINOX: VERMILION,

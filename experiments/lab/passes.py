@@ -8,10 +8,11 @@ from jax import Array
 
 from . import peers
 from .exact import EPS
-from .peers import Layer, names
+from .peers import Apply, Layer, names
 
 MOMENTUM = 0.99
-FORWARD, BOTH, NO_NORM = "forward", "forward + backward", "no norm"
+FORWARD, BOTH, INFERENCE = "forward", "forward + backward", "inference"
+NO_NORM = "no norm"
 
 
 def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
@@ -20,7 +21,8 @@ def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = 
         unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
         made = Layer((), unchanged, unchanged)
     else:
-        own = relu and names.package(name) == "eqx_norm"  # this layer has a ReLU of its own
+        # This layer has a ReLU of its own.
+        own = relu and names.package(name) == "eqx_norm" and name != names.OURS_SEPARATE
         how: dict[str, Any] = {"activation": jax.nn.relu} if own else {}
         made = peers.batch_norm(
             name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis, **how
@@ -28,23 +30,30 @@ def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = 
         if own:
             return made
 
-    def train(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
-        y, memory = made.train(affine, memory, x)
-        # Equinox's layer returns f32 for bf16: in a network it has to be cast.
-        return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
+    def followed(apply: Apply) -> Apply:
+        def applied(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
+            y, memory = apply(affine, memory, x)
+            # Equinox's layer returns f32 for bf16: in a network it has to be cast.
+            return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
 
-    return made._replace(train=train)
+        return applied
+
+    return made._replace(train=followed(made.train), evaluate=followed(made.evaluate))
 
 
 def function(made: Layer, pass_: str, *, apart: bool = False) -> Callable[..., Any]:
     """Returns a fresh function, so that `jax.jit` compiles it anew.
 
     It is of (parameters, memory, x) to y and the memory; or of these and dy to those, and the
-    gradients of parameters and x. `apart`: dy is not there before y, as in a network.
+    gradients of parameters and x. `apart`: dy is not there before y, as in a network. In
+    inference it gives y alone.
     """
 
     def forward(parameters: Any, memory: Any, x: Array) -> Any:
         return made.train(parameters, memory, x)
+
+    def inference(parameters: Any, memory: Any, x: Array) -> Array:
+        return made.evaluate(parameters, memory, x)[0]
 
     def forward_and_backward(parameters: Any, memory: Any, x: Array, dy: Array) -> Any:
         def train(parameters: Any, x: Array) -> tuple[Array, Any]:
@@ -55,4 +64,4 @@ def function(made: Layer, pass_: str, *, apart: bool = False) -> Callable[..., A
             y, dy = jax.lax.optimization_barrier((y, dy))
         return y, memory, pull_back(dy.astype(y.dtype))
 
-    return forward if pass_ == FORWARD else forward_and_backward
+    return {FORWARD: forward, INFERENCE: inference, BOTH: forward_and_backward}[pass_]

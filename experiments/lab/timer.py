@@ -6,15 +6,18 @@ says more than either median.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -29,6 +32,29 @@ FIRST = 8
 Key = TypeVar("Key", bound=Hashable)
 
 
+def largest_cache() -> int:
+    """Returns the bytes of the largest cache; 256 MiB where the system does not tell."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    known = [int(size.read_text().strip().removesuffix("K")) * 2**10 for size in sizes]
+    return max(known, default=2**28)
+
+
+# Values of float32 that fill the caches of all cores, read and written.
+EVICTING = 2 * largest_cache() // 4
+
+
+@functools.cache
+def _evictor() -> Callable[[], object]:
+    negative = jax.jit(lambda x: -x, donate_argnums=0)
+    array = jnp.ones(EVICTING)
+
+    def evict() -> None:
+        nonlocal array
+        array = jax.block_until_ready(negative(array))
+
+    return evict
+
+
 @dataclass(frozen=True)
 class Program:
     """Holds what is to be timed: `wait(call())` returns when its result is there."""
@@ -37,6 +63,8 @@ class Program:
     wait: Callable[[Any], Any] = jax.block_until_ready
     instances: int = 1  # what is timed is done so many times in one call
     note: str = ""  # what is to be said beside its times
+    # Fills the caches with something else, by the threads that the program uses.
+    evict: Callable[[], object] = lambda: _evictor()()
 
 
 class Times(NamedTuple):
@@ -60,6 +88,7 @@ def interleave(
     seed: int = 0,
     least: float = LEAST,
     wait_for_each: bool | None = None,
+    cold: bool = False,
     failed: Callable[[Key, Exception], object] | None = None,
     title: str = "timing",
 ) -> dict[Key, Times]:
@@ -69,6 +98,14 @@ def interleave(
     next. A GPU runs calls one after the other, while the host hands out the next: there only
     the last is waited for. `least`, the seconds of a timing, should be long beside the some
     50 us until the first call runs and the host has heard of the last one's end.
+
+    A timing begins when the program has just run, untimed: the one before has left its own
+    threads spinning and the caches full of its own. Where it is to be `cold`, each is of a
+    single call, and what ran before it filled the caches with an array of twice their size.
+    That the programs alternate is not enough: those in JAX share x and dy, and where x is 1 MiB
+    the arrays of all are no more than a cache holds. There a call takes 1.3 to 1.6 times as
+    long after that array as after the other programs alone; one of half the size leaves some,
+    and one of twice the size changes nothing.
 
     What raises an exception is left out from there on, and `failed` is told; or it is raised.
     """
@@ -90,7 +127,7 @@ def interleave(
 
     for key in programs:
         with attempt(key) as program:
-            calls[key] = _calls(program, least)
+            calls[key] = _calls(program, 0.0 if cold else least)
     gc.disable()
     try:
         repeated = range(WARM_UPS + rounds)
@@ -99,9 +136,10 @@ def interleave(
             shuffle(order)
             for key in order:
                 with attempt(key) as program:
-                    # Untimed: the program before has left its threads spinning, and the
-                    # caches full of its own.
-                    program.wait(program.call())
+                    if cold:
+                        program.evict()
+                    else:
+                        program.wait(program.call())
                     taken[key].append(_time(program, calls[key], wait_for_each))
     finally:
         gc.enable()

@@ -1,6 +1,6 @@
 """Times batch norm and layer norm in training: this package's, and its peers'.
 
-    python -m experiments.speed                  on a CPU: under 10 minutes, 2 cores
+    python -m experiments.speed                  on a CPU: under 15 minutes, 2 cores
     python -m experiments.speed --quick          under 30 seconds; fails if what does not depend
                                                  on the machine does not hold
     python -m experiments.speed --memory kept    on a CPU, see below
@@ -14,14 +14,22 @@ a network in the manner of ResNet-50: forward, and forward and backward (the gra
 weight and bias for a given dy). First it checks that all that is timed computes the same. In
 every round each peer runs once, in an order drawn anew, so that what else the machine does
 falls on all of them alike. Compare the numbers of one run with each other, not with those of
-another.
+another. All the same, leave the machine alone meanwhile: where something else takes a core,
+PyTorch's threads wait for each other for up to 90 ms, and nobody else's do.
 
-On a CPU it also times a copy of x in memory, and the five passes over x that batch norm cannot
-do without, one by one: the sum of its parts. It counts the temporaries of each program, and
-measures the time to compile it and a stack of 50 layers, and how the cost grows with the size
-of x. Where an array is large, the system, which hands out its memory, takes a good part of the
-time: most from those with temporaries, and another in every run. With `--memory kept` the
-process keeps what it frees, and the times are those of the arithmetic.
+On a CPU the arrays are those that every norm of a ResNet-50, a MobileNetV2 and a ConvNeXt-T is
+given at a batch of 32, those of perceptrons, and two of odd sizes. Each is timed hot, where a
+program repeats, and cold, where nothing of its arrays is in a cache, as in a network. This
+layer takes part with its ReLU inside (activation=) and after it, which is what a change of
+import gives. In inference the memory is that of one batch.
+
+Beside them stand a copy of x in memory, and the five passes over x that batch norm cannot do
+without, one by one: the sum of its parts. It counts the temporaries of programs and the bytes
+that networks of pre-activation blocks move, and measures how the cost grows with the size of
+x, and the processor's time to compile a layer and whole networks. Where an array is large, the
+system, which hands out its memory, takes a good part of the time: most from those with
+temporaries, and another in every run. With `--memory kept` the process keeps what it frees,
+and the times are those of the arithmetic.
 
 On a GPU the arrays are those of a ResNet-50 at batches of 32 and 256, channels first and last,
 and rows of 768 to 16384 values, several instances of each, so that neither the host's calls nor
@@ -36,30 +44,28 @@ makes.
 
 import argparse
 import dataclasses
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable
 
 import jax
 
 from experiments.lab import peers, timer
-from experiments.lab import rows as csv
-from experiments.lab.claims import verdicts_table
 from experiments.lab.environment import device_name
 from experiments.lab.errors import UserError
-from experiments.lab.experiment import Experiment, Files, Report, number_from, with_options
-from experiments.lab.tables import grid, table
+from experiments.lab.experiment import Experiment, number_from, with_options
 
 from . import cases
-from .cases import BOTH, JOBS, OWN, PARTS, PEERS, ROWS, Job, Shape, shape_name
-from .claims import Rows, ratios, verdicts
+from .cases import (
+    JOBS,
+    PARTS,
+    PEERS,
+    Job,
+    Shape,
+)
 from .figures import draw
 from .measure import measure
-from .programs import ROOFLINE
-from .rows import Row, by_shape, chosen
+from .tables import report
 
-COLUMNS = (*PEERS, cases.NO_NORM, *reversed(ROOFLINE))
 NO_GPU = (
     "--device gpu: JAX finds none here ({found}). Run it on a machine that has one, in an "
     "environment with jax[cuda13] or jax[cuda12] (make gpu sets it up); or rehearse all of it "
@@ -122,7 +128,9 @@ def choose(job: Job, options: argparse.Namespace) -> Job:
     else:
         jax.config.update("jax_platforms", "cpu")
     whole, quick = JOBS[options.device]
-    return with_options(quick if options.quick else whole, options)
+    job = with_options(quick if options.quick else whole, options)
+    # Of shapes that were named none is left out of anything.
+    return dataclasses.replace(job, every=1) if options.shapes else job
 
 
 def present(job: Job) -> tuple[Job, dict[str, str]]:
@@ -144,87 +152,6 @@ def stem(job: Job) -> str:
     device = {"cpu": "", "rehearsal": "rehearsal"}.get(job.device, device_name())
     words = ("speed", device, "kept-memory" if job.memory == "kept" else "")
     return "_".join(filter(None, words))
-
-
-def report(files: Files) -> Report:
-    """Returns all tables; the claims last, so that the end of the output has them."""
-    rows = csv.load(files.csv(), Row)
-    judged = verdicts(rows)
-    claims = verdicts_table(judged)
-    timed = [r for r in rows if r.part in ("layer_norm", "time", "training") and r.calls]
-    kinds = dict.fromkeys((row.part, row.dtype, row.layout, row.program) for row in timed)
-    tables = [_times(timed, *kind) for kind in kinds]
-    failed = [f"{r.peer}, {r.part} {r.place}: {r.note}" for r in rows if r.failed]
-    tables += [_of_layer_norm(timed), *_compilation(rows), _copies(rows), "\n".join(failed)]
-    summary = _times(timed, "time", "f32", OWN, BOTH)
-    beside = [v.measured for v in judged if v.claim.startswith(("2.", "3.", "4."))]
-    return Report(
-        "\n\n".join(filter(None, [*tables, claims])),
-        judged,
-        summary=f"{summary}\n\n{claims}" if summary else claims,
-        ours="batch norm + ReLU, forward + backward: 1",
-        peers="its time: " + ", ".join(beside),
-    )
-
-
-def _times(timed: Rows, part: str, dtype: str, layout: str, program: str) -> str:
-    """Returns the medians in milliseconds, three digits."""
-    mine = chosen(timed, part=part, dtype=dtype, layout=layout, program=program)
-    unit = "ms, layer norm" if part == "layer_norm" else "ms"
-    if any(not math.isnan(row.share) for row in mine):
-        unit += " (*: the host's), share of copy"
-    words = (unit, layout if layout not in (OWN, ROWS) else "", dtype, program)
-    return _by_peer(", ".join(filter(None, words)), mine, _time)
-
-
-def _time(row: Row) -> str:
-    share = "" if math.isnan(row.share) else f" {row.share:.0%}"
-    return f"{row.median:#.3g}{'*' if row.of_host else ''}{share}"
-
-
-def _compilation(rows: Rows) -> list[str]:
-    """Returns temporaries of forward + backward, and seconds to compile it."""
-    mine = chosen(rows, part="compile", program=BOTH)
-    tables = [
-        _by_peer(
-            f"temporaries / bytes of x; s to compile; {dtype}",
-            chosen(mine, dtype=dtype),
-            lambda row: f"{row.temporaries:.2f}; {row.compile_seconds:.2f}",
-        )
-        for dtype in dict.fromkeys(row.dtype for row in mine)
-    ]
-    title = "s to compile 50 x (linear, norm, ReLU), forward + backward"
-    stack = chosen(rows, part="stack")
-    return [*tables, _by_peer(title, stack, lambda row: f"{row.compile_seconds:.2f}")]
-
-
-def _of_layer_norm(timed: Rows) -> str:
-    """Returns this layer norm's time over the others'."""
-    found = {
-        (f"{name}, {ours.dtype}, {ours.program}", shape_name(ours.shape)): f"{value:.2f}"
-        for name in PEERS
-        for value, ours, other in ratios(chosen(timed, part="layer_norm"), (name,))
-        if other is not ours
-    }
-    lines, shapes = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
-    made = grid(
-        "layer norm: time, this layer over", lines, shapes, lambda *at: found.get(at, "-")
-    )
-    return made if found else ""
-
-
-def _copies(rows: Rows) -> str:
-    found = chosen(rows, part="copy")
-    body = [(r.peer, r.note or f"{2 * r.bytes / r.median / 1e6:.0f}") for r in found]
-    return table(("copy", "GB/s"), body) if body else ""
-
-
-def _by_peer(title: str, rows: Iterable[Row], cell: Callable[[Row], str]) -> str:
-    """Returns a line for each shape and a column for each peer; nothing of no rows."""
-    found = {shape_name(shape): peers for shape, peers in by_shape(rows).items()}
-    columns = [n for n in COLUMNS if any(n in peers for peers in found.values())]
-    made = grid(title, found, columns, lambda peers, n: cell(peers[n]) if n in peers else "-")
-    return made if found else ""
 
 
 EXPERIMENT = Experiment(

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from experiments.lab.passes import BOTH as BOTH
 from experiments.lab.passes import FORWARD as FORWARD
+from experiments.lab.passes import INFERENCE as INFERENCE
 from experiments.lab.passes import NO_NORM as NO_NORM
 from experiments.lab.peers import names
 
-Shape = tuple[int, ...]
-PASSES = (FORWARD, BOTH)
+from .shapes import CONVNEXT_T, LAYER_NORM, MOBILENET_V2, ODD, PERCEPTRONS, RESNET_50, images
+from .shapes import Shape as Shape
+from .shapes import shape_name as shape_name
 
 DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 
@@ -21,6 +23,10 @@ DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 # made for; or all of them the same: that, or [N * H * W, C], as convolutions on a GPU have it.
 # A layer norm is given rows, [N, values].
 OWN, FIRST, LAST, ROWS = "each its own", "channels first", "channels last", "rows"
+
+# A program's times are hot where it has just run, and cold where the caches hold nothing of its
+# arrays, as after the rest of a network.
+HOT, COLD = "hot", "cold"
 
 # The parts of the experiment, in this order: first what a run that is cut short has to show.
 PARTS = {
@@ -30,17 +36,19 @@ PARTS = {
     "layer_norm": "the time of a layer norm",
     "time": "the time of a batch norm with ReLU",
     "growth": "how that grows with the size of x",
+    "residual": "the bytes that networks of pre-activation blocks move",
     "compile": "temporaries of a batch norm with ReLU, and the time to compile it",
-    "stack": "the time to compile many",
+    "networks": "the time to compile networks",
 }
 STEP = "training step"
 
 # Kernels that have to be asked for by name, and may say that they cannot serve.
 KERNELS = (names.OURS_TRITON, names.OURS_MOSAIC)
 IN_TORCH = (names.TORCH, names.TORCH_COMPILED)
+BATCH_NORMS = (names.OURS, names.OURS_SEPARATE)  # what is claimed of either
 EQUINOX = (names.EQUINOX_EMA, names.EQUINOX_BATCH)
 FLAX = (names.LINEN, names.NNX)
-PEERS = (names.OURS, names.OURS_INVARIANT, names.OURS_XLA, *KERNELS)
+PEERS = (*BATCH_NORMS, names.OURS_INVARIANT, names.OURS_XLA, *KERNELS)
 PEERS = (*PEERS, *EQUINOX, names.EQUINOX, *FLAX, *IN_TORCH)
 
 MIB = 2**20
@@ -55,6 +63,8 @@ ONCE_IN = 250_000_000
 # norm. No value of a channel can be normalised before all are summed: x and x, y; then x and
 # dy, x and dy, dx. A row can be held meanwhile: x, y; then x and dy, dx.
 LEAST = {(False, FORWARD): 3, (False, BOTH): 8, (True, FORWARD): 2, (True, BOTH): 5}
+# Values of x up to which it is compared with NumPy.
+MOST_COMPARED = 2**20
 
 
 class Problem(NamedTuple):
@@ -97,33 +107,41 @@ class Job:
 
     device: str = "cpu"  # "gpu"; "rehearsal": what is done on a GPU, on a CPU
     parts: tuple[str, ...] = tuple(part for part in PARTS if part != "bits")
-    # A batch norm's x: large and square, many channels, few channels, one long spatial axis,
-    # late in a ResNet at a batch of 8, and two without spatial axes.
+    # A batch norm's x: of networks, of perceptrons, and of odd sizes.
     shapes: tuple[Shape, ...] = (
-        *((64, 64, 32, 32), (256, 256, 8, 8), (32, 16, 112, 112), (16, 32, 4096)),
-        *((8, 512, 7, 7), (1024, 128), (64, 512)),
+        *images(32, RESNET_50, MOBILENET_V2, CONVNEXT_T),
+        *PERCEPTRONS,
+        *ODD,
     )
     layouts: tuple[str, ...] = (OWN,)
-    rows: tuple[Shape, ...] = ((64, 512), (1024, 256), (4096, 768), (8192, 1024))
+    rows: tuple[Shape, ...] = LAYER_NORM
+    # Of these shapes only every so many-th is measured in bf16, in the device-invariant mode,
+    # and for what it takes to compile.
+    every: int = 6
     dtypes: tuple[str, ...] = tuple(DTYPES)
     peers: tuple[str, ...] = (
-        *(names.OURS, names.OURS_INVARIANT),
+        *(*BATCH_NORMS, names.OURS_INVARIANT),
         *(*EQUINOX, names.EQUINOX, *FLAX, names.TORCH),
     )
+    passes: tuple[str, ...] = (BOTH, INFERENCE)  # of a batch norm
+    caches: tuple[str, ...] = (HOT, COLD)
     rounds: int = 20
+    # Fewer where x is large: as many as have so many bytes of it, but `fewest`.
+    bytes_in_all: int = 250_000_000
+    fewest: int = 7
     least: float = 0.005  # seconds a timing
     spread: tuple[float, float] = (10, 90)  # percentiles over the rounds
     most_instances: int = 1
     copied: int = 0  # bytes, to measure the bandwidth of a copy
     memory: str = "system"
-    compilations: int = 3  # the median counts
-    stack: Shape = (32, 32, 8, 8)
-    depth: int = 50
+    compilations: int = 5  # the median counts
+    residual: Shape = (8, 16, 16, 16)  # what each of so many blocks is given
+    blocks: tuple[int, ...] = (4, 8, 16)
     # N of [N, 64, 16, 16]: 2^14 to 2^26 values, and others between them.
     growth: tuple[int, ...] = (*(2**i for i in range(13)), *(3**i for i in range(1, 8)))
     runs: int = 100
     for_bits: Shapes = Shapes(((16, 64, 32, 32),), ((1024, 768),))
-    # To compare with arithmetic in float64: all that is timed, where it is None.
+    # To compare with arithmetic in float64: what is timed, where it is None.
     to_agree: Shapes | None = None
     network: Sizes = Sizes(16, (16, 32), 10, 32, 32)
 
@@ -131,23 +149,51 @@ class Job:
     def as_on_a_gpu(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def few(self) -> set[Shape]:
+        """Returns the shapes that are measured in every way."""
+        return {*self.shapes[:: self.every], *self.rows[:: self.every]}
+
     def batch_norms(self, shapes: tuple[Shape, ...]) -> list[Problem]:
-        layouts = [(shape, layout) for shape in shapes for layout in self.layouts]
-        return [Problem(s, dtype, layout) for dtype in self.dtypes for s, layout in layouts]
+        return self._problems(shapes, self.layouts)
 
     def layer_norms(self, shapes: tuple[Shape, ...]) -> list[Problem]:
-        return [Problem(shape, dtype, ROWS) for dtype in self.dtypes for shape in shapes]
+        return self._problems(shapes, (ROWS,))
+
+    def _problems(self, shapes: tuple[Shape, ...], layouts: tuple[str, ...]) -> list[Problem]:
+        left_out = {*self.shapes, *self.rows} - self.few  # in bf16
+        return [
+            Problem(shape, dtype, layout)
+            for dtype in self.dtypes
+            for shape in shapes
+            for layout in layouts
+            if dtype == "f32" or shape not in left_out
+        ]
 
     def problems(self, shapes: Shapes) -> list[Problem]:
         return [*self.batch_norms(shapes.images), *self.layer_norms(shapes.rows)]
+
+    def compared(self) -> list[Problem]:
+        """Returns what is compared with arithmetic in float64, which takes long if large."""
+        found = self.problems(self.to_agree or Shapes(self.shapes, self.rows))
+        return [p for p in found if math.prod(p.shape) <= MOST_COMPARED]
+
+    def rounds_of(self, problem: Problem) -> int:
+        """Returns how often what is timed on such an array is timed."""
+        in_all = max(self.fewest, self.bytes_in_all // problem.bytes)
+        return min(self.rounds, in_all)
 
     def entered(self, problem: Problem, pass_: str = BOTH) -> list[str]:
         """Returns the peers that take part."""
         absent = {names.EQUINOX}
         if problem.rows:
-            absent = {names.OURS_INVARIANT, *EQUINOX, names.NNX}
+            absent = {names.OURS_SEPARATE, names.OURS_INVARIANT, *EQUINOX, names.NNX}
         if problem.dtype == "bf16":  # it mixes bf16 and f32 in one `select`, and fails
             absent |= {names.EQUINOX_EMA}
+        if problem.shape not in self.few:
+            absent |= {names.OURS_INVARIANT}
+        if pass_ == INFERENCE:  # where a ReLU inside and one after are one program
+            absent |= {names.OURS_SEPARATE, names.OURS_INVARIANT}
         # What takes long to compile is there only where it matters.
         if pass_ == FORWARD:
             absent |= {*KERNELS, names.TORCH_COMPILED}
@@ -159,31 +205,32 @@ class Job:
 # What does not depend on the machine: results, and temporaries from 1 MiB on. (In smaller
 # arrays the first level of the sums is a larger part.)
 QUICK = Job(
-    parts=("agreement", "time", "compile"),
+    parts=("agreement", "time", "residual", "compile"),
     shapes=((16, 64, 32, 32), (64, 128, 8, 8)),
     rows=((1024, 256),),
+    every=1,
     dtypes=("f32",),
-    peers=(names.OURS, *EQUINOX, names.EQUINOX),
+    peers=(*BATCH_NORMS, *EQUINOX, names.EQUINOX),
+    passes=(BOTH,),
     rounds=3,
     compilations=1,
+    blocks=(1, 3),
 )
 
-# Channels and size of what the norms of a ResNet-50 are given.
-RESNET_50 = (
-    *((64, 112, 112), (64, 56, 56), (256, 56, 56), (128, 28, 28), (512, 28, 28)),
-    *((256, 14, 14), (1024, 14, 14), (512, 7, 7), (2048, 7, 7)),
-)
 GPU = Job(
     device="gpu",
     parts=("bits", "agreement", "training", "layer_norm", "time"),
-    shapes=tuple((n, *shape) for n in (256, 32) for shape in reversed(RESNET_50)),
+    shapes=(*images(256, RESNET_50[::-1]), *images(32, RESNET_50[::-1])),
     layouts=(FIRST, LAST),
     rows=tuple((8192, width) for width in (768, 1024, 2048, 4096, 8192, 16384)),
+    every=1,
     # Equinox's other mode fails in bf16, and moves as many bytes; nnx has linen's arithmetic.
     peers=(
         *(names.OURS, names.OURS_XLA, *KERNELS),
         *(names.EQUINOX_BATCH, names.EQUINOX, names.LINEN, *IN_TORCH),
     ),
+    passes=(FORWARD, BOTH),
+    caches=("",),  # of as many instances none is in the cache
     rounds=7,
     least=0.01,
     spread=(25, 75),
@@ -213,7 +260,3 @@ REHEARSAL = dataclasses.replace(
 )
 # By device: the whole job, and the quick one.
 JOBS = {"cpu": (Job(), QUICK), "gpu": (GPU, GPU_QUICK), "rehearsal": (REHEARSAL, REHEARSAL)}
-
-
-def shape_name(shape: Shape) -> str:
-    return "x".join(map(str, shape))

@@ -1,8 +1,9 @@
-"""Draws the figure: the peers' times over this layer's, and how this layer's grows."""
+"""Draws the figure: the peers' times over this layer's, array by array, and how costs grow."""
 
-import itertools
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,90 +17,128 @@ from experiments.lab.figures import BLACK, log_scale, save
 from experiments.lab.figures import PEERS as COLOURS
 from experiments.lab.peers import names
 
-from .cases import BOTH, DTYPES, LAST, MIB, OWN, ROWS, Shape, shape_name
+from .cases import (
+    BOTH,
+    COLD,
+    DTYPES,
+    EQUINOX,
+    FLAX,
+    HOT,
+    LAST,
+    MIB,
+    OWN,
+    ROWS,
+    Shape,
+    shape_name,
+)
 from .claims import BY_THREE, BY_TWO, GROWS_FROM, growing, growth
 from .programs import SUM_OF_PARTS
 from .rows import Row, by_shape, chosen, measured
 
-# In this order from left to right; shapes for print and for any colour vision.
-MARKERS: dict[str, dict[str, Any]] = {
-    names.OURS: {"marker": "o", "markersize": 6.5},
-    names.OURS_INVARIANT: {"marker": "o", "markerfacecolor": "white"},
-    names.OURS_XLA: {"marker": "P"},
-    names.TORCH: {"marker": "s"},
-    names.TORCH_COMPILED: {"marker": "s", "markerfacecolor": "white"},
-    names.LINEN: {"marker": "^"},
-    names.NNX: {"marker": "v"},
-    names.EQUINOX_BATCH: {"marker": "D"},
-    names.EQUINOX_EMA: {"marker": "X"},
-    names.EQUINOX: {"marker": "D"},
-}
-# A figure has one layout of batch norm: that of a CPU, or of a GPU.
-BATCH_NORM = "batch norm + ReLU, channels last, "
-KINDS = {("time", OWN): "", ("time", LAST): BATCH_NORM, ("layer_norm", ROWS): "layer norm, "}
 COPY = "as fast as a copy"
-Peers = dict[str, Row]
+GROWTH = f"growth, {BOTH}, f32"
+RESIDUAL = f"networks of pre-activation blocks, {BOTH}"
+MEDIAN = operator.attrgetter("median")
+# What is drawn, and how: shapes for print and for any colour vision. Of several peers the
+# fastest on each array counts.
+HOLLOW: dict[str, Any] = {"markerfacecolor": "white"}
+MARKERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    names.OURS: ((names.OURS,), {"marker": "o", "markersize": 6.5}),
+    names.OURS_SEPARATE: ((names.OURS_SEPARATE,), {"marker": "o", "markersize": 6.5, **HOLLOW}),
+    names.OURS_XLA: ((names.OURS_XLA,), {"marker": "P"}),
+    names.TORCH: ((names.TORCH,), {"marker": "s"}),
+    names.TORCH_COMPILED: ((names.TORCH_COMPILED,), {"marker": "s", **HOLLOW}),
+    "Flax": (FLAX, {"marker": "^"}),
+    "Equinox": ((names.EQUINOX, *EQUINOX), {"marker": "D"}),
+}
+# Titles by part, layout and dtype. A figure has one layout of batch norm: that of a CPU, or of
+# a GPU; of bf16 a CPU is given few arrays.
+BATCH_NORM, LAYER_NORM = (
+    "batch norm + ReLU, forward + backward",
+    "layer norm, forward + backward",
+)
+PANELS = {("time", OWN, "f32"): f"{BATCH_NORM}, f32"}
+PANELS |= {("time", LAST, d): f"{BATCH_NORM}, channels last, {d}" for d in DTYPES}
+PANELS |= {("layer_norm", ROWS, d): f"{LAYER_NORM}, {d}" for d in DTYPES}
+Peers = Mapping[str, Row]
+Draw = Callable[[Axes], None]
 
 
 def draw(files: Files) -> list[Path]:
     """Draws what was timed of this layer; nothing, where nothing was."""
-    rows = measured(csv.load(files.csv(), Row), "median")
-    on_a_gpu = bool(measured(rows, "share"))
-    panels: dict[str, dict[Shape, Peers]] = {}
-    for ((part, layout), words), dtype in itertools.product(KINDS.items(), DTYPES):
-        found = by_shape(chosen(rows, part=part, layout=layout, dtype=dtype, program=BOTH))
+    rows = csv.load(files.csv(), Row)
+    # By column: the panel of each title, and its height in lines.
+    columns: tuple[dict[str, tuple[Draw, int]], ...] = {}, {}
+    for (part, layout, dtype), title in PANELS.items():
+        timed = measured(rows, "median", part=part, layout=layout, dtype=dtype, program=BOTH)
+        found = by_shape(row for row in timed if row.cache != HOT)
         found = {shape: peers for shape, peers in found.items() if names.OURS in peers}
-        if found and (on_a_gpu or part == "time"):
-            panels[f"{words}forward + backward, {dtype}"] = found
-    titles = [*panels, *(["growth"] if chosen(rows, part="growth") else [])]
-    if not titles:
+        if found and (dtype == "f32" or timed[0].device != "cpu"):
+            title = ", ".join(filter(None, (title, timed[0].cache and COLD)))
+            panel = functools.partial(_over_ours, found=found)
+            columns[part != "time"][title] = panel, len(found)
+    if grown := measured(rows, "median", part="growth"):
+        columns[1][GROWTH] = functools.partial(_growth, rows=grown), 10
+    if counted := measured(rows, "units", part="residual"):
+        columns[1][RESIDUAL] = functools.partial(_residual, rows=counted), 8
+    drawn = [column for column in columns if column]
+    if not drawn:
         return []
-    # The first in full width, the others side by side, the last of them narrower.
-    first, *rest = titles
-    mosaic: Any = [[title] * 5 for title in titles]
-    if len(rest) == 2:
-        mosaic = [[first] * 5, [rest[0]] * 3 + [rest[1]] * 2]
-    figure = Figure(figsize=(12 if on_a_gpu else 9.5, 3.6 * len(mosaic)))
-    axes = figure.subplot_mosaic(mosaic)
-    for title, found in panels.items():
-        _over_ours(axes[title], found)
-        axes[title].set_title(title)
-    if "growth" in titles:
-        _growth(axes["growth"], rows)
-    _legend(figure, [axes[title] for title in panels])
+    lines = max(sum(3 + height for _, height in column.values()) for column in drawn)
+    figure = Figure(figsize=(12, 1 + 0.22 * lines))
+    grid = figure.add_gridspec(1, len(drawn))
+    for i, column in enumerate(drawn):
+        heights = [3 + height for _, height in column.values()]
+        places = grid[i].subgridspec(len(column), 1, height_ratios=heights)
+        for j, (title, (panel, _)) in enumerate(column.items()):
+            axes = figure.add_subplot(places[j])
+            axes.set_title(title)
+            panel(axes)
+    labels: dict[str, Any] = {}
+    for axes in figure.axes:
+        if axes.get_legend() is None:
+            found = zip(*axes.get_legend_handles_labels(), strict=True)
+            labels |= {label: handle for handle, label in found}
+    if labels:
+        figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=4)
     return [save(figure, files.figure())]
 
 
-def _over_ours(axes: Axes, found: dict[Shape, Peers]) -> None:
-    """Draws times over this layer's median, and the least that there can be."""
-    shapes = sorted(found, key=math.prod, reverse=True)
-    peers = [found[shape] for shape in shapes]
-    ours = [rows[names.OURS] for rows in peers]
-    present = [name for name in MARKERS if any(name in rows for rows in peers)]
-    for i, name in enumerate(present):
-        at = [place for place, rows in enumerate(peers) if name in rows]
-        middle = np.array(at) + (i - (len(present) - 1) / 2) * 0.84 / len(present)
-        unit = np.array([ours[place].median for place in at])
-        label = f"{name} (this)" if name == names.OURS else name
-        _points(axes, name, middle, [peers[place][name] for place in at], unit, label=label)
-    axes.grid(visible=False, axis="x")
-    for place, (rows, mine) in enumerate(zip(peers, ours, strict=True)):
+def _over_ours(axes: Axes, found: Mapping[Shape, Peers]) -> None:
+    """Draws a line for each array: times over this layer's median, the largest x on top."""
+    shapes = sorted(found, key=math.prod)
+    ours = [found[shape][names.OURS] for shape in shapes]
+    drawn: list[float] = []
+    for name, (among, look) in MARKERS.items():
+        entered = [
+            (place, min(there, key=MEDIAN), mine.median)
+            for place, (shape, mine) in enumerate(zip(shapes, ours, strict=True))
+            if (there := [found[shape][peer] for peer in among if peer in found[shape]])
+        ]
+        if entered:
+            places, rows, unit = zip(*entered, strict=True)
+            drawn += [row.median / one for row, one in zip(rows, unit, strict=True)]
+            label = f"{name} (activation=)" if name == names.OURS else name
+            look = {"color": COLOURS[among[0]], **look}
+            _points(axes, rows, places, unit, along="x", label=label, **look)
+    for place, (shape, mine) in enumerate(zip(shapes, ours, strict=True)):
         if place % 2:
-            axes.axvspan(place - 0.5, place + 0.5, color="0.95", lw=0, zorder=0)
+            axes.axhspan(place - 0.5, place + 0.5, color="0.95", lw=0, zorder=0)
         least, label = mine.share, COPY
         # With a small array the time of five calls is that of calling.
-        if SUM_OF_PARTS in rows and mine.bytes >= MIB:
-            least, label = rows[SUM_OF_PARTS].median / mine.median, SUM_OF_PARTS
+        if SUM_OF_PARTS in found[shape] and mine.bytes >= MIB:
+            least, label = found[shape][SUM_OF_PARTS].median / mine.median, SUM_OF_PARTS
         if not math.isnan(least):
-            label = label if place == 0 else ""
-            axes.hlines(least, place - 0.42, place + 0.42, color=BLACK, lw=1.2, label=label)
-    ticks = [_in_words(row) for row in ours]
-    axes.set_xticks(range(len(ours)), ticks, fontsize=7.5)
-    axes.tick_params(axis="x", length=0)
-    axes.axhline(1, color=COLOURS[names.OURS], lw=0.8, zorder=1)
-    axes.set_xlim(-0.5, len(ours) - 0.5)
-    log_scale(axes, "y")
-    axes.set_ylabel("time / time of this layer")
+            drawn.append(least)
+            axes.plot(least, place, "|", color=BLACK, markersize=9, label=label)
+    axes.set_yticks(range(len(ours)), [_in_words(row) for row in ours], fontsize=7.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.axvline(1, color=COLOURS[names.OURS], lw=0.8, zorder=1)
+    axes.set_ylim(-0.5, len(ours) - 0.5)
+    log_scale(axes, "x", (1, 2, 3, 5))
+    axes.set_xlim(0.8 * min(drawn), 1.25 * max(drawn))  # the spread may go beyond
+    axes.set_xlabel("time / time of eqx-norm")
 
 
 def _growth(axes: Axes, rows: Sequence[Row]) -> None:
@@ -107,49 +146,46 @@ def _growth(axes: Axes, rows: Sequence[Row]) -> None:
     for name, marker, line in ((BY_TWO, "o", "-"), (BY_THREE, "^", "--")):
         mine = growing(rows)[name]
         values = np.array([math.prod(row.shape) for row in mine])
-        _points(axes, names.OURS, values, mine, marker=marker, markersize=4.5)
+        _points(axes, mine, values, 1, along="y", marker=marker, markersize=4.5)
         fitted = values[values > GROWS_FROM]
         if len(fitted) > 1:
             exponent, factor = growth(mine)
             label = f"time $\\propto$ N$^{{{exponent:.2f}}}$, {name}"
             axes.plot(fitted, factor * fitted**exponent, line, color=BLACK, lw=1, label=label)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="upper left")
+    axes.legend(loc="upper left")
     axes.set_xscale("log", base=2)
     log_scale(axes, "y", (1,))
     axes.set_xlabel("values in x ([N, 64, 16, 16])")
     axes.set_ylabel("ms")
-    axes.set_title("growth, forward + backward, f32")
+
+
+def _residual(axes: Axes, rows: Sequence[Row]) -> None:
+    for name in dict.fromkeys(row.peer for row in rows):
+        mine = chosen(rows, peer=name)
+        blocks = [int(row.program.partition(" ")[0]) for row in mine]
+        axes.plot(blocks, [row.units for row in mine], "o-", color=COLOURS[name], label=name)
+        axes.set_xticks(blocks)
+    axes.legend(loc="upper left")
+    axes.set_ylim(0)
+    axes.set_xlabel("blocks")
+    axes.set_ylabel("bytes moved / bytes of x, a block")
 
 
 def _points(
-    axes: Axes, name: str, at: Any, rows: Sequence[Row], unit: Any = 1, **look: Any
+    axes: Axes, rows: Sequence[Row], at: Any, unit: Any, *, along: str, **look: Any
 ) -> None:
-    """Draws medians, and how far the percentiles are from them."""
+    """Draws medians along an axis, and how far the percentiles are from them."""
     low, middle, high = (
         np.array([(r.low, r.median, r.high) for r in rows]).reshape(-1, 3).T / unit
     )
-    look = {"color": COLOURS[name], "markersize": 5, **MARKERS[name], **look}
-    spread = middle - low, high - middle
-    axes.errorbar(at, middle, yerr=spread, linestyle="none", elinewidth=1, **look)
+    where = (middle, at) if along == "x" else (at, middle)
+    spread: dict[str, Any] = {f"{along}err": (middle - low, high - middle)}
+    look = {"color": COLOURS[names.OURS], "markersize": 5, **look}
+    axes.errorbar(*where, **spread, linestyle="none", elinewidth=0.8, **look)
 
 
 def _in_words(row: Row) -> str:
-    """Returns three lines: batch and channels, what is spatial, and bytes."""
-    spatial = f"\nx{shape_name(row.shape[2:])}" if row.shape[2:] else ""
+    """Returns the shape and its bytes."""
     size = row.bytes
     unit = f"{size / MIB:.3g} MiB" if size >= MIB else f"{size / 2**10:.3g} KiB"
-    return f"{shape_name(row.shape[:2])}{spatial}\n{unit}"
-
-
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Writes the labels of all panels below them, each once; of the least time the last."""
-    labels: dict[str, Any] = {}
-    for panel in axes:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            labels.setdefault(label, handle)
-    for least in {SUM_OF_PARTS, COPY} & labels.keys():
-        labels[least] = labels.pop(least)
-    if labels:
-        place, columns = "outside lower center", min(len(labels), 4)
-        figure.legend(list(labels.values()), list(labels), loc=place, ncols=columns)
+    return f"{shape_name(row.shape)}   {unit}"

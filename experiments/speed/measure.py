@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,12 +28,11 @@ from experiments.lab import timer
 from experiments.lab.environment import environment
 from experiments.lab.errors import UserError
 from experiments.lab.experiment import Files
-from experiments.lab.passes import function
-from experiments.lab.peers import Layer, names
+from experiments.lab.peers import names
 from experiments.lab.timer import Program
 
-from . import agreement, cases, programs, training
-from .cases import BOTH, FORWARD, IN_TORCH, OWN, PARTS, PASSES, Job, Problem, Shapes
+from . import agreement, cases, compiling, networks, programs, training
+from .cases import BOTH, COLD, FORWARD, IN_TORCH, INFERENCE, OWN, PARTS, Job, Problem
 from .programs import How
 from .rows import DIFFERS, Row, because
 
@@ -78,8 +77,7 @@ class Parts:
                     yield row, partial(self._bits, row)
 
     def agreement(self) -> Iterator[Step]:
-        timed = Shapes(self._job.shapes, self._job.rows)
-        for problem in self._job.problems(self._job.to_agree or timed):
+        for problem in self._job.compared():
             for name in self._job.entered(problem):
                 row = self._row("agreement", problem, name, BOTH)
                 yield row, partial(self._agreement, row)
@@ -91,10 +89,12 @@ class Parts:
             yield row, partial(self._training, row)
 
     def layer_norm(self) -> Iterator[Step]:
-        return self._layers("layer_norm", self._job.layer_norms(self._job.rows))
+        return self._layers(
+            "layer_norm", self._job.layer_norms(self._job.rows), (FORWARD, BOTH)
+        )
 
     def time(self) -> Iterator[Step]:
-        return self._layers("time", self._job.batch_norms(self._job.shapes))
+        return self._layers("time", self._job.batch_norms(self._job.shapes), self._job.passes)
 
     def growth(self) -> Iterator[Step]:
         """Times this layer on ever larger arrays of f32.
@@ -115,34 +115,41 @@ class Parts:
         rounds = max(1, self._job.rounds // 2)
         yield Row(self._job.device, "growth"), lambda: self._race(made, "growth", rounds)
 
+    def residual(self) -> Iterator[Step]:
+        """Counts what networks of blocks move, by the number of blocks."""
+        problem = Problem(self._job.residual, "f32", OWN)
+        for blocks in self._job.blocks:
+            for name in self._built_in_equinox():
+                row = self._row("residual", problem, name, f"{blocks} blocks")
+                yield row, partial(compiling.moved, row, blocks)
+
     def compile(self) -> Iterator[Step]:
-        """Measures temporaries, and the time to compile."""
+        """Measures temporaries, and the time to compile a layer, in the first dtype."""
         for problem in self._job.batch_norms(self._job.shapes):
-            entered = [n for n in self._job.entered(problem) if n not in IN_TORCH]
-            made = {name: programs.layer(name, problem) for name in entered}
-            affine = programs.unit_affine(problem.shape[1])
-            for pass_ in PASSES:
-                row = self._row("compile", problem, "", pass_)
-                yield row, partial(self._compiled, row, made, affine)
+            if problem.shape in self._job.few and problem.dtype == self._job.dtypes[0]:
+                row = self._row("compile", problem, "", BOTH)
+                entered = [n for n in self._job.entered(problem) if n not in IN_TORCH]
+                yield row, partial(self._compiled, row, compiling.layer, entered)
 
-    def stack(self) -> Iterator[Step]:
-        """Compiles many blocks of a linear layer, norm and ReLU, both ways."""
-        problem, depth = Problem(self._job.stack, "f32", OWN), self._job.depth
-        made = {
-            name: programs.stack(programs.layer(name, problem), depth, axis)
-            for name, axis in ((names.OURS, 1), (names.EQUINOX_BATCH, 1), (names.LINEN, -1))
-            if name in self._job.peers
-        }
-        affines = (programs.unit_affine(problem.shape[1]),) * depth
-        row = self._row("stack", problem, "", BOTH)
-        yield row, partial(self._compiled, row, made, affines)
+    def networks(self) -> Iterator[Step]:
+        """Compiles whole networks, of Equinox's modules."""
+        for name, (_, shape) in networks.NETWORKS.items():
+            row = self._row("networks", Problem(shape, "f32", OWN), "", name)
+            entered = self._built_in_equinox()
+            yield row, partial(self._compiled, row, compiling.network, entered)
 
-    def _layers(self, part: str, problems: list[Problem]) -> Iterator[Step]:
+    def _built_in_equinox(self) -> list[str]:
+        built = (names.OURS_SEPARATE, names.EQUINOX_BATCH)
+        return [name for name in built if name in self._job.peers]
+
+    def _layers(
+        self, part: str, problems: list[Problem], passes: tuple[str, ...]
+    ) -> Iterator[Step]:
         if self._job.copied and math.isnan(self._bandwidth):
             size = self._job.copied
             row = Row(self._job.device, "copy", (size // 4,), "f32", "", "JAX, copy", "copy")
             yield row, partial(self._copy, row, size)
-        for problem, pass_ in itertools.product(problems, PASSES):
+        for problem, pass_ in itertools.product(problems, passes):
             row = self._row(part, problem, "", pass_)
             yield row, partial(self._layer, row)
 
@@ -192,72 +199,69 @@ class Parts:
             with ThreadPoolExecutor() as pool:
                 for name in set(entered) - set(IN_TORCH):
                     pool.submit(programs.built, name, problem, pass_, how)
-        if problem.layout == OWN:
+        if problem.layout == OWN and pass_ != INFERENCE:
             entered += programs.ROOFLINE
         made = {
             replace(row, peer=name): partial(_made_by(name).program, name, problem, pass_, how)
             for name in entered
         }
-        rows = self._race(made, f"{row.part}, {row.place}")
-        least = cases.LEAST[problem.rows, pass_] * problem.bytes / self._bandwidth
-        return [replace(row, share=least / row.median) for row in rows]
+        rounds = self._job.rounds_of(problem)
+        rows = self._race(made, f"{row.part}, {row.place}", rounds, self._job.caches)
+        least = cases.LEAST.get((problem.rows, pass_), math.nan) * problem.bytes
+        return [replace(row, share=least / self._bandwidth / row.median) for row in rows]
 
     def _race(
-        self, made: Mapping[Row, Callable[[], Program]], title: str, rounds: int = 0
+        self,
+        made: Mapping[Row, Callable[[], Program]],
+        title: str,
+        rounds: int = 0,
+        caches: tuple[str, ...] = ("",),
     ) -> list[Row]:
         """Returns the rows with their times, or with why there are none."""
-        found: dict[Row, Row] = {}
+        found: list[Row] = []
         entered: dict[Row, Program] = {}
 
         def failed(row: Row, error: Exception) -> None:
-            found[row] = because(row, error)
+            found.append(because(row, error))
 
         for row, make in made.items():
             try:
                 entered[row] = make()
             except Exception as error:  # whatever it is, the others are to be measured
                 failed(row, error)
-        times = timer.interleave(
-            entered,
-            rounds or self._job.rounds,
-            least=self._job.least,
-            wait_for_each=not self._job.as_on_a_gpu,
-            failed=failed,
-            title=title,
-        )
-        for row, taken in times.items():
-            low, median, high = taken.percentiles(self._job.spread[0], 50, self._job.spread[1])
-            found[row] = replace(
-                row,
-                median=median,
-                low=low,
-                high=high,
-                host=1e3 * statistics.median(taken.host.tolist()),
-                calls=taken.calls,
-                instances=entered[row].instances,
+        for cache in caches:
+            times = timer.interleave(
+                entered,
+                rounds or self._job.rounds,
+                least=self._job.least,
+                wait_for_each=not self._job.as_on_a_gpu,
+                cold=cache == COLD,
+                failed=failed,
+                title=title,
             )
-        return [found[row] for row in made]
+            found.extend(
+                self._timed(replace(row, cache=cache), entered[row].instances, taken)
+                for row, taken in times.items()
+            )
+        return found
 
-    def _compiled(self, row: Row, layers: Mapping[str, Layer], affine: Any) -> list[Row]:
-        """Compiles the layers in turns; of the seconds both ways the median counts."""
-        problem, pass_ = row.problem, row.program
-        taken: dict[str, list[tuple[float, int]]] = {name: [] for name in layers}
-        for _ in range(1 if pass_ == FORWARD else self._job.compilations):
-            for name, made in layers.items():
-                shape = programs.given_shape(name, problem)
-                x = jax.ShapeDtypeStruct(shape, cases.DTYPES[problem.dtype])
-                given = (x,) if pass_ == FORWARD else (x, x)
-                arguments = affine, made.memory, *given
-                taken[name].append(compiled(function(made, pass_), arguments))
-        return [
-            replace(
-                row,
-                peer=name,
-                temporaries=several[0][1] / problem.bytes,
-                compile_seconds=statistics.median(seconds for seconds, _ in several),
-            )
-            for name, several in taken.items()
-        ]
+    def _timed(self, row: Row, instances: int, taken: timer.Times) -> Row:
+        low, median, high = taken.percentiles(self._job.spread[0], 50, self._job.spread[1])
+        return replace(
+            row,
+            median=median,
+            low=low,
+            high=high,
+            host=1e3 * statistics.median(taken.host.tolist()),
+            calls=taken.calls,
+            instances=instances,
+        )
+
+    def _compiled(
+        self, row: Row, made: Callable[[str, Row], compiling.Make], entered: list[str]
+    ) -> list[Row]:
+        makes = {name: made(name, row) for name in entered}
+        return compiling.in_turns(row, makes, self._job.compilations)
 
 
 def _made_by(name: str) -> Any:
@@ -267,22 +271,6 @@ def _made_by(name: str) -> Any:
 
         return in_torch
     return programs
-
-
-def compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, int]:
-    """Returns the seconds to trace, lower and compile, and the bytes of temporaries.
-
-    `function` has to be a fresh one; what JAX has traced of others before is forgotten, so that
-    nobody gains from the order.
-    """
-    jax.clear_caches()
-    start = time.perf_counter()
-    program = jax.jit(function).lower(*arguments).compile()
-    seconds = time.perf_counter() - start
-    analysis = program.memory_analysis()
-    if analysis is None:
-        raise RuntimeError(f"{jax.default_backend()} does not tell what memory programs need")
-    return seconds, analysis.temp_size_in_bytes
 
 
 def differing(run: Callable[[], Any], runs: int) -> list[float]:

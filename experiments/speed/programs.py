@@ -24,7 +24,7 @@ from jax import Array
 
 from experiments.lab import peers
 from experiments.lab.exact import EPS, Answer, Batch
-from experiments.lab.passes import BOTH, FORWARD, batch_norm, function
+from experiments.lab.passes import BOTH, INFERENCE, batch_norm, function
 from experiments.lab.peers import Layer, names
 from experiments.lab.timer import Program
 
@@ -62,34 +62,16 @@ def layer(name: str, problem: Problem) -> Layer:
     return batch_norm(name, problem.shape[1], channel_axis=-1 if moved(name, problem) else 1)
 
 
-def stack(made: Layer, depth: int, channel_axis: int) -> Layer:
-    """Returns so many blocks of a linear layer and this one, as one layer.
-
-    The linear layer is over the channels, a convolution of size 1: what stands between two
-    norms in a network, and keeps XLA from fusing them.
-    """
-
-    def train(affines: Any, memories: Any, x: Array) -> tuple[Array, Any]:
-        after = []
-        for affine, memory in zip(affines, memories, strict=True):
-            matrix = jnp.outer(affine[0], affine[0]).astype(x.dtype) / len(affine[0])
-            x = jnp.moveaxis(jnp.tensordot(x, matrix, (channel_axis, 0)), -1, channel_axis)
-            x, memory = made.train(affine, memory, x)
-            after.append(memory)
-        return x, tuple(after)
-
-    memories: Any = (made.memory,) * depth
-    return made._replace(memory=memories, train=train)
-
-
 def unit_affine(channels: int) -> tuple[Array, Array]:
     """Returns the weight and bias that are timed."""
     return jnp.ones(channels), jnp.zeros(channels)
 
 
-@functools.lru_cache(64)  # more than are compiled together
+@functools.lru_cache(256)  # so that what agrees is not compiled again to be timed
 def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
     made = layer(name, problem)
+    # In inference statistics are 1: those of no batch are 0/0 in some layers.
+    memory = jax.tree.map(jnp.ones_like, made.memory) if pass_ == INFERENCE else made.memory
     one = function(made, pass_, apart=how.as_on_a_gpu)
     if how.instances > 1:  # it is traced once, and there as often
         one = jax.jit(one)
@@ -104,13 +86,13 @@ def built(name: str, problem: Problem, pass_: str, how: How) -> Built:
         return found
 
     x = jax.ShapeDtypeStruct(given_shape(name, problem), DTYPES[problem.dtype])
-    given = [(x,) if pass_ == FORWARD else (x, x)] * how.instances
-    arguments = unit_affine(problem.shape[1]), made.memory, given
+    given = [(x, x) if pass_ == BOTH else (x,)] * how.instances
+    arguments = unit_affine(problem.shape[1]), memory, given
     written = jax.eval_shape(each, *arguments, None) if how.in_place else None
     # An argument that is not used is not passed on, unless kept, and has no memory to give.
     jitted = jax.jit(each, donate_argnames="written", keep_unused=how.in_place)
     call = jitted.lower(*arguments, written).compile() if how.as_on_a_gpu else jitted
-    return Built(call, made.memory, written)
+    return Built(call, memory, written)
 
 
 def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
@@ -119,7 +101,7 @@ def program(name: str, problem: Problem, pass_: str, how: How) -> Program:
         return _roofline(name, problem, pass_)
     call, memory, written = built(name, problem, pass_, how)
     arrays = drawn(given_shape(name, problem), problem.dtype, how.instances)
-    given = [(x,) if pass_ == FORWARD else (x, dy) for x, dy in arrays]
+    given = [(x, dy) if pass_ == BOTH else (x,) for x, dy in arrays]
     parameters = unit_affine(problem.shape[1])
     results = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), written)
 
@@ -225,6 +207,6 @@ def _roofline(name: str, problem: Problem, pass_: str) -> Program:
         lambda: _sums(x, x),
         lambda: _normalise(x, a, b),
     ]
-    if pass_ != FORWARD:
+    if pass_ == BOTH:
         passes += [lambda: _sums(dy, x), lambda: _gradient(x, dy, a, b)]
     return Program(lambda: [jax.block_until_ready(each()) for each in passes])

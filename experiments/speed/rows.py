@@ -25,6 +25,7 @@ class Row:
     layout: str = ""
     peer: str = ""
     program: str = ""
+    cache: str = ""  # HOT or COLD, where it can be either
     median: float = math.nan  # milliseconds, over the rounds
     low: float = math.nan  # percentiles: 10 and 90 on a CPU, the quartiles on a GPU
     high: float = math.nan
@@ -33,7 +34,10 @@ class Row:
     calls: int = 0  # of the program in one timing; or runs whose bits were compared
     instances: int = 0  # of the layer in one program, each with arrays of its own
     temporaries: float = math.nan  # bytes that the program needs beside its results, over x's
-    compile_seconds: float = math.nan
+    units: float = math.nan  # bytes that a block moves, over those of its x
+    trace_seconds: float = math.nan  # of the processor
+    lower_seconds: float = math.nan
+    compile_seconds: float = math.nan  # those two included
     deviation: float = math.nan  # from the same in float64
     differing: float = math.nan  # runs that gave other bits than the first
     note: str = ""
@@ -50,14 +54,14 @@ class Row:
     @property
     def place(self) -> str:
         """Returns the array and the program in words."""
-        words = (shape_name(self.shape), self.layout, self.dtype, self.program)
+        words = (shape_name(self.shape), self.layout, self.dtype, self.program, self.cache)
         return " ".join(filter(None, words))
 
     @property
     def where(self) -> str:
-        """Returns the place, or of it the shape alone where claims name the rest."""
+        """Returns the place, or of it what claims do not name."""
         named = self.device == "cpu" and self.part != "layer_norm"
-        return shape_name(self.shape) if named else self.place
+        return f"{shape_name(self.shape)} {self.cache}".strip() if named else self.place
 
     @property
     def failed(self) -> bool:

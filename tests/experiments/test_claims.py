@@ -2,7 +2,8 @@
 
 An edit names rows of one of an experiment's CSV files and what their columns become. The base
 of each experiment edits what it is about to be as claimed, so that no test depends on what
-was measured. What state_consistency claims fails in test_state_consistency.py, of wrong layers.
+was measured. What state_consistency claims fails in test_state_consistency.py, of wrong layers;
+what is claimed of speed in test_speed_claims.py, of rows made there.
 """
 
 from typing import Any
@@ -51,19 +52,6 @@ def kernel(implementation, problem):
     return rows("_kernels", implementation=implementation)(problem=problem)
 
 
-def timed(peer, part="time", **where):
-    return lambda ms: rows(part=part, peer=peer, **where)(median=ms)
-
-
-def compiled(part):
-    return rows(part=part, peer="eqx-norm")
-
-
-def number(row):
-    """Returns the N of the shape of a row."""
-    return int(row["shape"].partition("x")[0])
-
-
 ERRORS: dict[str, Any] = dict.fromkeys(
     ("y", "variance", "dx", "dweight", "dbias", "nonfinite"), 0
 )
@@ -74,11 +62,6 @@ FINE = {
 # The three failures.
 A1, A2 = {"gradient": 10.1}, {"accuracy_after": 0.49}
 B = {"accuracy_end": 0.89, "test_end": 0.79}
-SPEEDS = {
-    **{"eqx-norm": 10, "eqx-norm, device-invariant": 20, "Equinox ema": 40},
-    **{"Equinox batch": 40, "Flax linen": 14, "Flax nnx": 14, "PyTorch": 15},
-    **{"sum of its parts": 9.5, "memory copy": 2},
-}
 BASES = {
     "accuracy": [Edit({}, ERRORS), Edit({}, {"error": 0}, "_approaches")],
     "layer_norm": [
@@ -104,15 +87,6 @@ BASES = {
     "distributed": [
         Edit({}, {"first_memory": "a", "memory": "b", "weights": "c", "error": 0}),
         rows(run="several", code="1")(seconds=0.1),
-    ],
-    "speed": [
-        Edit({"part": "agreement"}, {"deviation": 1e-6, "note": ""}),
-        Edit({"part": "compile"}, {"temporaries": 0, "compile_seconds": 0.2}),
-        Edit({"part": "stack"}, {"compile_seconds": 5}),
-        timed("eqx-norm", "growth")(number),
-        *(timed(peer)(ms) for peer, ms in SPEEDS.items()),
-        timed("eqx-norm", "layer_norm")(1),
-        timed("Equinox", "layer_norm")(2),
     ],
 }
 # Nothing explodes or collapses; and what claim 9 finds is that 5 does not hold.
@@ -229,19 +203,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (rows(run="several", code="1")(seconds=15.1), {4: False}),
         (rows(run="several", code="1")(code=0), {4: False}),
         (rows(run="restored")(error="inf"), {5: False}),
-    ],
-    "speed": [
-        (Edit({"part": "agreement", "peer": "PyTorch"}, {"note": "differs"}), {1: False}),
-        (timed("Equinox ema")(20), {2: False}),  # the faster of the two
-        (timed("eqx-norm", dtype="f32")(16), dict.fromkeys((2, 3, 4, 5, 6, 7), False)),
-        (compiled("compile")(temporaries=0.11), {8: False}),
-        (timed("eqx-norm", dtype="bf16")(16), {9: False}),
-        (compiled("compile")(compile_seconds=0.21), {10: False}),
-        (compiled("stack")(compile_seconds=5.1), {11: False}),
-        (timed("eqx-norm", "growth")(lambda row: number(row) ** 1.2), {12: False}),
-        (timed("eqx-norm, device-invariant")(20.1), {13: False}),
-        (timed("eqx-norm", "layer_norm")(2.1), {14: False}),
-        (Edit({"peer": "Flax nnx"}, {"note": "failed: x"}), {15: False}),
     ],
 }
 

@@ -121,7 +121,7 @@ def test_a_run_writes_below_build_unless_asked_to_commit(name, capsys, tmp_path)
 PARTS = [
     *(f"{name} --quick" for name in EXPERIMENTS),
     *("stability --steps 5", "stability --seeds 0", "variance_clipping --data ."),
-    *("speed --rounds 5", "speed --peers eqx-norm", "speed --only stack"),
+    *("speed --rounds 5", "speed --peers eqx-norm", "speed --only networks"),
 ]
 
 

@@ -26,7 +26,8 @@ def test_quick_holds_what_does_not_depend_on_the_machine(tmp_path):
     measured = rows.load(tmp_path / "results" / "speed.csv", Row)
     assert {row.part for row in measured} == set(cases.QUICK.parts)
     timed = [row for row in measured if row.part == "time"]
-    assert {row.peer for row in timed} == {names.OURS, *cases.EQUINOX, *ROOFLINE}
+    assert {row.peer for row in timed} == {*cases.BATCH_NORMS, *cases.EQUINOX, *ROOFLINE}
+    assert {row.cache for row in timed} == {cases.HOT, cases.COLD}
     assert all(0 < row.low <= row.median <= row.high for row in timed)
     written = json.loads((tmp_path / "results" / "speed.json").read_text())
     assert written["settings"]["rounds"] == cases.QUICK.rounds
@@ -88,6 +89,7 @@ def test_what_is_asked_for(monkeypatch):
     assert chosen("--contestants", names.TORCH, "--dtype", "f32") == dataclasses.replace(
         cases.Job(), peers=(names.TORCH,), dtypes=("f32",)
     )
+    assert chosen("--shapes", "8,8", "9,9").few >= {(8, 8), (9, 9)}
     h200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     monkeypatch.setattr("jax.devices", lambda: [h200])
     assert chosen("--device", "gpu") == cases.GPU

@@ -1,7 +1,4 @@
-"""Each claim on the speed of a GPU holds where its numbers reach it, and only there.
-
-Those on a CPU are in test_claims.py, which edits committed results; of a GPU there are none.
-"""
+"""Each claim on speed holds where its numbers reach it, and only there."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +10,22 @@ from experiments.lab.experiment import Files
 from experiments.lab.peers import names
 from experiments.speed import claims
 from experiments.speed.__main__ import EXPERIMENT
-from experiments.speed.cases import BOTH, FIRST, LARGE, LAST, ROWS
+from experiments.speed.cases import (
+    BOTH,
+    COLD,
+    FIRST,
+    FORWARD,
+    HOT,
+    INFERENCE,
+    LARGE,
+    LAST,
+    OWN,
+    ROWS,
+)
 from experiments.speed.rows import Row
-from tests.experiments.editing import Edit, edit, flipped
+from tests.experiments.editing import Edit, edit, flipped, verdicts
+
+# On a GPU.
 
 SHAPE, OTHER = (8, LARGE // 8), (9, LARGE // 8)
 OURS, XLA = names.OURS, names.OURS_XLA
@@ -92,7 +102,7 @@ def test_in_a_rehearsal_speed_is_not_judged(files):
 
 
 @pytest.mark.parametrize(
-    ("device", "quick"), [("cpu", [1, 8, 15]), ("gpu", [11]), ("rehearsal", [11])]
+    ("device", "quick"), [("cpu", [1, 17, 18, 21]), ("gpu", [11]), ("rehearsal", [11])]
 )
 def test_nothing_measured_is_not_called_good(device, quick):
     """And what --quick fails of does not depend on the machine, or was measured alone."""
@@ -108,3 +118,106 @@ def test_a_time_that_was_the_hosts_is_said_to_be(files):
     said = EXPERIMENT.report(files)
     assert "slower on 3 of 3, on 3 waiting for the host" in said.verdicts[7].measured
     assert "1.00* 90%" in said.text
+
+
+# On a CPU.
+
+SMALL, LARGER = (256, 256), (1024, 1024)  # below 1 MiB in f32, and in bf16 above it, too
+BELOW, ABOVE = "256x256", "1024x1024"
+SEPARATE, INVARIANT = names.OURS_SEPARATE, names.OURS_INVARIANT
+EMA, BATCH = names.EQUINOX_EMA, names.EQUINOX_BATCH
+ON_A_CPU = {OURS: 10, SEPARATE: 10, INVARIANT: 20, EMA: 25.2, BATCH: 26}
+ON_A_CPU |= {names.LINEN: 13.1, names.NNX: 13.5, names.TORCH: 12.1}
+BUILT = {SEPARATE: (28.0, 0.2), BATCH: (50.0, 0.2)}
+
+
+def on_a_cpu(
+    part, shape, peer, program=BOTH, cache="", dtype="f32", layout=OWN, **measured: Any
+):
+    return Row("cpu", part, shape, dtype, layout, peer, program, cache, **measured)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Returns results of which every claim holds; just so, where it is of a CPU's speed."""
+    found = []
+    for shape in (SMALL, LARGER):
+        for peer, ms in ON_A_CPU.items():
+            found.append(on_a_cpu("agreement", shape, peer, deviation=1e-6))
+            for cache in (HOT, COLD):
+                for program, dtype in ((BOTH, "f32"), (BOTH, "bf16"), (INFERENCE, "f32")):
+                    how = peer, program, cache, dtype
+                    found.append(on_a_cpu("time", shape, *how, **spread(ms)))
+        for peer, ms in ((OURS, 3), (names.EQUINOX, 3), (names.TORCH, 2)):
+            for program in (FORWARD, BOTH):
+                how = peer, program, COLD, "f32", ROWS
+                found.append(on_a_cpu("layer_norm", shape, *how, **spread(ms)))
+        for peer in (OURS, EMA, BATCH):
+            needed: Any = {"temporaries": 0.1, "compile_seconds": 0.2}
+            found.append(on_a_cpu("compile", shape, peer, **needed))
+    for peer, (units, seconds) in BUILT.items():
+        for blocks in (4, 8):
+            program = f"{blocks} blocks"
+            found.append(on_a_cpu("residual", SMALL, peer, program, units=units))
+        stages: Any = {"trace_seconds": 0.05, "lower_seconds": 0.05, "compile_seconds": seconds}
+        found.append(on_a_cpu("networks", SMALL, peer, "ResNet-18", **stages))
+    for n in (2**13, 2**14):
+        found.append(on_a_cpu("growth", (n, 64), OURS, median=float(n)))
+    files = Files(tmp_path, "speed")
+    rows.save(files.csv(), Row, found)
+    return files
+
+
+def time(peer, ms, program=BOTH, **where):
+    return of("time", peer, program=program, **where)(**spread(ms))
+
+
+IN_F32 = {"dtype": "f32", "cache": COLD}
+ON_A_CPU_CASES = [
+    ([of("agreement", names.TORCH)(note="differs")], [1]),
+    # The faster of two, and on the mean over the arrays.
+    ([time(EMA, 24, **IN_F32)], [2, 5]),
+    ([time(EMA, 24.5, shape=BELOW, **IN_F32), time(EMA, 27, shape=ABOVE, **IN_F32)], []),
+    ([time(names.NNX, 12.9, **IN_F32)], [3, 6]),
+    ([time(names.TORCH, 11.9, **IN_F32)], [4, 7]),
+    # Hot is not judged.
+    ([time(EMA, 5, cache=HOT), time(names.TORCH, 5, cache=HOT)], []),
+    ([time(SEPARATE, 10.1, **IN_F32)], [2, 3, 4]),
+    ([time(OURS, 10.1, **IN_F32)], [5, 6, 7]),
+    ([time(SEPARATE, 28, shape=BELOW, **IN_F32), time(names.TORCH, 50, **IN_F32)], [2, 3, 8]),
+    ([time(names.TORCH, 9, shape=ABOVE, **IN_F32)], [4, 7, 9]),
+    ([time(names.TORCH, 9, shape=BELOW, **IN_F32)], [4, 7]),
+    ([time(names.TORCH, 7.6, shape=BELOW, **IN_F32)], [4, 7, 10]),
+    ([time(names.TORCH, 9.9, dtype="bf16", shape=ABOVE)], [11]),
+    ([time(names.TORCH, 9.9, dtype="bf16", shape=BELOW)], []),
+    ([time(BATCH, 9, INFERENCE, cache=HOT)], [12]),
+    ([of("layer_norm", names.EQUINOX, program=FORWARD)(**spread(2.8))], [13]),
+    ([of("layer_norm", names.EQUINOX, program=BOTH)(**spread(2.8))], []),
+    ([of("layer_norm", names.TORCH, shape=ABOVE)(**spread(1.9))], [14]),
+    ([time(INVARIANT, 20.1, shape=ABOVE)], [15]),
+    ([of("growth", OURS, shape="16384x64")(median=2**14.2)], [16]),
+    ([of("compile", OURS, shape=BELOW)(temporaries=0.11)], [17]),
+    ([of("residual", SEPARATE, program="8 blocks")(units=28.3)], [18]),
+    ([of("residual", BATCH)(units=27)], [18]),
+    ([of("compile", OURS)(compile_seconds=0.21)], [19]),
+    ([of("networks", SEPARATE)(compile_seconds=0.23)], [20]),
+    ([of("time", names.NNX)(note="failed: x")], [21]),
+]
+
+
+@pytest.mark.parametrize(("changes", "numbers"), ON_A_CPU_CASES)
+def test_each_verdict_on_a_cpu_follows_its_rows(changes, numbers, results):
+    assert flipped(EXPERIMENT, results, changes) == dict.fromkeys(numbers, False)
+
+
+def test_no_claim_on_a_cpu_is_without_a_case(results):
+    found = verdicts(EXPERIMENT, results)
+    assert found == dict.fromkeys(found, True)
+    assert {number for _, numbers in ON_A_CPU_CASES for number in numbers} == found.keys()
+
+
+def test_the_tables_on_a_cpu_say_what_was_measured(results):
+    said = EXPERIMENT.report(results)
+    assert "its time: Equinox 2.52 x, Flax 1.31 x, PyTorch 1.21 x" in said.peers
+    assert "ResNet-18 1.00 (trace 1.00, lower 1.00, compile 1.00)" in said.text
+    assert "28.0 (Equinox: 50.0) in 4 blocks" in said.text

@@ -5,8 +5,8 @@ That they agree is tested by running the experiment, which has a claim on it.
 
 import math
 from functools import partial
-from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +15,24 @@ import pytest
 from experiments.lab import timer
 from experiments.lab.peers import Layer, names
 from experiments.lab.timer import Program
-from experiments.speed import agreement, measure, programs, training
+from experiments.speed import agreement, compiling, measure, networks, programs, training
 from experiments.speed.agreement import TOLERANCE
-from experiments.speed.cases import BOTH, FORWARD, GPU, KERNELS, LAST, OWN, ROWS, Problem
+from experiments.speed.cases import (
+    BOTH,
+    COLD,
+    FORWARD,
+    GPU,
+    HOT,
+    INFERENCE,
+    KERNELS,
+    LAST,
+    OWN,
+    ROWS,
+    Job,
+    Problem,
+)
 from experiments.speed.programs import How
+from tests.compiling import jit
 
 IMAGES, TABLE = (6, 5, 4, 3), (16, 5)
 OURS = Problem(IMAGES, "f32", OWN)
@@ -49,18 +63,46 @@ def test_disagreement_is_seen(layout):
             assert case.deviation(found) > TOLERANCE["f32"], field
 
 
-def test_a_stack_is_one_layer_after_the_other():
-    made = programs.layer(names.OURS, OURS)
-    affine = 1 + jnp.arange(5.0), jnp.arange(5.0)
-    x = given = jax.random.normal(jax.random.key(0), IMAGES)
-    for _ in range(3):
-        mixed = jnp.einsum("nchw,c,d->ndhw", x, affine[0], affine[0]) / 5
-        x, _ = made.train(affine, made.memory, mixed)
-    stack = programs.stack(made, 3, 1)
-    affines: Any = (affine,) * 3
-    y, memory = stack.train(affines, stack.memory, given)
-    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
-    assert len(memory) == 3
+@pytest.mark.parametrize("name", [names.OURS_SEPARATE, names.EQUINOX_BATCH])
+def test_inference_is_that_of_a_finite_memory(name):
+    program = programs.program(name, OURS, INFERENCE, How())
+    (y,) = program.call()
+    assert jnp.isfinite(y).all()
+    assert (y >= 0).all()  # the ReLU
+
+
+# What is compiled.
+
+
+@pytest.mark.parametrize(
+    ("network", "norms", "distinct"),
+    [(networks.resnet_18, 20, 4), (networks.mobilenet_v2, 22, None), (networks.stack, 50, 1)],
+)
+def test_the_networks_have_as_many_norms(network, norms, distinct):
+    made: list[int] = []
+
+    def norm(channels):
+        made.append(channels)
+        return eqx.nn.Identity()
+
+    eqx.filter_eval_shape(network, norm)  # draws no weights
+    assert len(made) == norms
+    assert distinct in (None, len(set(made)))
+
+
+@pytest.mark.parametrize("name", [names.OURS_SEPARATE, names.EQUINOX_BATCH])
+def test_a_training_step_normalises_and_has_every_gradient(name):
+    shape = (4, 3, 5, 5)
+    network = partial(networks.pre_activation, channels=3, blocks=2)
+    step, arguments = networks.training_step(network, name, shape)
+    x = jax.random.normal(jax.random.key(0), shape)
+    (parameters, state, _) = jax.tree.map(lambda v: jnp.ones(v.shape, v.dtype), arguments)
+    (_, after), (gradients, dx) = jit(step)(parameters, state, x)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), after, state)
+    assert any(jax.tree.leaves(changed))
+    leaves = [*jax.tree.leaves(gradients), dx]
+    assert len(leaves) == 2 * 3 + 1  # of each block weight, bias and convolution
+    assert all(jnp.isfinite(leaf).all() and (leaf != 0).any() for leaf in leaves)
 
 
 @pytest.mark.parametrize("how", [How(in_place=True), How(2, True, True)], ids=str)
@@ -81,11 +123,14 @@ def test_results_written_over_those_of_the_call_before_are_the_same(how):
 
 
 def test_temporaries_are_those_of_the_program():
-    x = jnp.zeros((512, 512))
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     # One product is needed whole before the next.
-    seconds, needed = measure.compiled(lambda x: (x @ x) @ x, (x,))
-    assert needed >= x.nbytes > 10 * measure.compiled(lambda x: -x, (x,))[1]
-    assert seconds > 0
+    products = compiling.compiled(lambda: (lambda x: (x @ x) @ x, (x,)))
+    negative = compiling.compiled(lambda: (lambda x: -x, (x,)))
+    size = 4 * 512 * 512
+    assert products.temporaries >= size > 10 * negative.temporaries
+    assert 2 * size <= negative.moved < products.moved
+    assert 0 < products.trace + products.lower < products.in_all
 
 
 def test_a_bit_that_differs_is_counted():
@@ -147,6 +192,40 @@ def test_timings_are_interleaved_and_what_raises_stops_no_other(wait_for_each):
         assert calls.count(name) >= (4 + timer.WARM_UPS) * (1 + count)
     with pytest.raises(RuntimeError, match="out of memory"):
         timer.interleave(made, 4)
+
+
+def test_a_cold_timing_is_of_one_call_after_what_fills_the_caches():
+    done: list[str] = []
+    made = {
+        name: Program(partial(done.append, name), evict=partial(done.append, f"evict {name}"))
+        for name in "ab"
+    }
+    times = timer.interleave(made, 3, cold=True)
+    assert all(taken.calls == 1 for taken in times.values())
+    rounds = 3 + timer.WARM_UPS
+    timed = done[-4 * rounds :]
+    assert all(timed[i] == f"evict {timed[i + 1]}" for i in range(0, 4 * rounds, 2))
+    assert timed.count("a") == timed.count("b") == rounds
+
+
+def test_what_evicts_is_larger_than_any_cache():
+    assert 4 * timer.EVICTING > timer.largest_cache() >= 2**20
+    Program(lambda: None).evict()
+
+
+def test_what_is_timed_on_a_cpu():
+    """Each distinct norm of the networks; where x is large, in fewer rounds."""
+    job = Job()
+    assert len(set(job.shapes)) == len(job.shapes) == 36
+    assert (job.passes, job.caches) == ((BOTH, INFERENCE), (HOT, COLD))
+    rounds = {p.shape: job.rounds_of(p) for p in job.batch_norms(job.shapes)}
+    assert (rounds[32, 96, 112, 112], rounds[256, 256]) == (job.fewest, job.rounds)
+    in_bf16 = {p.shape for p in job.batch_norms(job.shapes) if p.dtype == "bf16"}
+    assert in_bf16 < job.few
+    everywhere = Problem((256, 1024), "f32", OWN)
+    elsewhere = Problem((256, 256), "f32", OWN)
+    assert {*job.entered(everywhere)} - {*job.entered(elsewhere)} == {names.OURS_INVARIANT}
+    assert names.OURS_SEPARATE not in job.entered(everywhere, INFERENCE)
 
 
 def test_what_takes_long_to_compile_is_there_where_it_matters():

@@ -1,6 +1,7 @@
 """Names all that is compared, each by one name in every table, figure and file."""
 
 OURS = "eqx-norm"
+OURS_SEPARATE = "eqx-norm, separate ReLU"  # what a changed import gives
 OURS_XLA = "eqx-norm, xla"
 OURS_TRITON = "eqx-norm, pallas_triton"
 OURS_MOSAIC = "eqx-norm, pallas_mosaic"

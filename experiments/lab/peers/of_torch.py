@@ -31,13 +31,14 @@ def batch_norm(
     *,
     momentum: float,
     eps: float,
+    training: bool = True,
 ) -> Any:
-    """Returns y in training; the memory, running mean and variance, is changed in place.
+    """Returns y; in training the memory, running mean and variance, is changed in place.
 
     `momentum` is the share that a batch leaves, as everywhere here; PyTorch's is the other.
     """
     return torch.nn.functional.batch_norm(
-        x, *memory, weight, bias, training=True, momentum=1 - momentum, eps=eps
+        x, *memory, weight, bias, training=training, momentum=1 - momentum, eps=eps
     )
 
 
