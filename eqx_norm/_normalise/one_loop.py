@@ -50,8 +50,12 @@ def _maxima(a: Any, b: Any) -> Any:
     return tuple(map(lax.max, a, b))
 
 
-def _maxima_of_two(*arrays: Array) -> Any:
-    """Returns the larger of each number and itself: XLA does not see through it."""
+def written(*arrays: Array) -> Any:
+    """Returns the arrays, of one shape and dtype, written to memory by one loop of XLA:CPU.
+
+    A reduction stays where a barrier is gone when XLA fuses: each number becomes the larger of
+    itself and itself, and whatever reads it does not compute it again.
+    """
     twice = [jnp.broadcast_to(a, (2, *a.shape)) for a in arrays]
     least = [np.array(_least(a.dtype), a.dtype) for a in arrays]
     return lax.reduce(twice, least, _maxima, (0,))
@@ -68,6 +72,6 @@ IN_ONE_LOOP.multiple_results = True
 IN_ONE_LOOP.def_impl(lambda *arrays: arrays)
 IN_ONE_LOOP.def_abstract_eval(lambda *arrays: arrays)
 mlir.register_lowering(IN_ONE_LOOP, lambda context, *arrays: arrays)
-mlir.register_lowering(IN_ONE_LOOP, mlir.lower_fun(_maxima_of_two, True), "cpu")
+mlir.register_lowering(IN_ONE_LOOP, mlir.lower_fun(written, True), "cpu")
 # Of arrays of one shape, only some may be mapped.
 batching.primitive_batchers[IN_ONE_LOOP] = lambda arrays, axes: (in_one_loop(arrays), axes)

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise
+from . import elementwise, one_loop
 from .arithmetic import Arithmetic, Implementation
 from .gpu import choice
 from .primitives import Compute, Shape, Shapes, Static, bind, flattened, like, new_primitive
@@ -97,19 +96,12 @@ def _rows(*arrays: Array, row: Row, on_cpu: bool = False) -> list[Array]:
 
 
 def _written(moments: Moments) -> Moments:
-    """Returns the moments, written to memory by one loop of XLA:CPU.
+    """Returns the moments, which XLA:CPU would compute again in every loop that reads them.
 
-    What is not a sum, XLA:CPU computes again in every loop that reads it, and a barrier is gone
-    when it fuses. In the sums over rows, which the gradients of weight and bias are, the
-    moments of each row then are most of the loop; so LLVM does not unroll it, and without that
-    does not vectorise it. A reduction stays: each number becomes the largest of itself, twice.
+    In the sums over rows, which the gradients of weight and bias are, the moments of each row
+    then are most of the loop; so LLVM does not unroll it, and does not vectorise it.
     """
-    vectors = (moments.mean, moments.m2, moments.mean_rest)
-    twice = tuple(lax.broadcast(vector, (2,)) for vector in vectors)
-    lowest = tuple(np.array(-np.inf, vector.dtype) for vector in vectors)
-    mean, m2, mean_rest = lax.reduce(
-        twice, lowest, lambda a, b: tuple(map(lax.max, a, b)), dimensions=(0,)
-    )
+    mean, m2, mean_rest = one_loop.written(moments.mean, moments.m2, moments.mean_rest)
     return Moments(moments.count, mean, m2, mean_rest)
 
 
