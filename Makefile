@@ -45,7 +45,6 @@ experiments: $(PEERS)/ready ## replace every committed table and figure (45 minu
 	$(PEERS)/bin/python -m experiments.determinism --commit
 	$(PEERS)/bin/python -m experiments.distributed --commit
 	$(PEERS)/bin/python -m experiments.speed --commit
-	$(PEERS)/bin/python -m experiments.speed --commit --memory kept
 	$(MAKE) --no-print-directory gpu-compile-check COMMIT=--commit
 	$(PEERS)/bin/python -m experiments --write
 
