@@ -64,4 +64,4 @@ def function(made: Layer, pass_: str, *, apart: bool = False) -> Callable[..., A
             y, dy = jax.lax.optimization_barrier((y, dy))
         return y, memory, pull_back(dy.astype(y.dtype))
 
-    return {FORWARD: forward, INFERENCE: inference, BOTH: forward_and_backward}[pass_]
+    return {FORWARD: forward, INFERENCE: inference}.get(pass_, forward_and_backward)
