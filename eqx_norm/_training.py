@@ -46,8 +46,12 @@ def step(
 
     **Arguments:**
 
+    - `x`: one example, `(channels, *spatial)`; y has its shape and dtype.
+    - `mask`: one bool for each position, of a shape that broadcasts to `spatial`, or `None`.
     - `inference`: whether to normalise by what is remembered, if only the program knows.
     - `layer`: approach, activation, weight and bias.
+
+    **Raises:** `NameError`, `ValueError` and `TypeError`, as `BatchNorm` says.
     """
     arrays, others = eqx.partition(layer, eqx.is_array)
     leaves, structure = jax.tree.flatten(others)

@@ -1,6 +1,6 @@
 """Times batch norm and layer norm in training: this package's, and its peers'.
 
-    python -m experiments.speed                  on a CPU: under 15 minutes, 2 cores
+    python -m experiments.speed                  on a CPU: 22 minutes, 2 cores
     python -m experiments.speed --quick          under 30 seconds; fails if what does not depend
                                                  on the machine does not hold
     python -m experiments.speed --memory kept    on a CPU, see below

@@ -32,7 +32,8 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     # as many sums as Equinox's layer, and one more to find the first example that counts.
     partitioned = way in ("jit", "explicit axes", "filter_shard")
     expected = 3 + CASES[case].masked if partitioned else 1
-    assert len(sent.get("forward", [0] * expected)) == expected, sent
+    if counts:
+        assert len(sent["forward"]) == expected, sent
     assert len(sent["step"]) == expected + 1, sent
     most = C * (2 if partitioned else 4 * DEVICES)
     assert all(elements <= most + 1 for _, elements in sent["step"]), sent

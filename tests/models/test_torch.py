@@ -152,7 +152,7 @@ def test_arrays_keep_their_dtype_and_statistics_are_float32():
 
 
 class Tensor:
-    """What is asked of a tensor, without PyTorch: NumPy does not take its bfloat16."""
+    """Stands in for a tensor, without PyTorch: NumPy does not take its bfloat16."""
 
     def __init__(self, array, half=False, asked=()):
         self.array, self.half, self.asked = array, half, asked
