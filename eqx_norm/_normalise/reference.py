@@ -235,20 +235,13 @@ def by_tree(
         return (_by_halves(arrays[0], axes),)
     first = True
     while math.prod(arrays[0].shape[axis] for axis in axes) > _FAN:
-        # The last axis first: what is summed there lies together. Then the longest.
         shape = arrays[0].shape
         values = math.prod(shape)
         if not first and _LIBRARY <= values <= _UNCUT and arrays[0].dtype == jnp.float32:
             return plain(arrays, axes)
-        axis = (
-            axes[-1] if first and shape[axes[-1]] >= _FAN else max(axes, key=shape.__getitem__)
-        )
         is_small = values <= _SMALL if small is None else small
         most = _FAN // 2 if first and is_small else _FAN
-        fan = _fan(shape[axis], most)
-        lines, rest = divmod(shape[axis], _FAN)
-        if axis == len(shape) - 1 and rest == 0 and 2 * _fan(lines, most) >= most:
-            fan = _fan(lines, most)  # fewer at a time, but side by side in whole lines
+        axis, fan = _next(shape, axes, most, first=first)
         if fan == 1:
             return _in_parts(arrays, axes, axis, most, small)
         arrays = _sum_blocks(arrays, axis, fan, in_pairs=not first)
@@ -256,11 +249,36 @@ def by_tree(
     return _reduce(arrays, axes, keepdims=True)
 
 
+def _next(
+    shape: Sequence[int], axes: Sequence[int], most: int, *, first: bool
+) -> tuple[int, int]:
+    """Returns the axis to sum along next, and how many at a time."""
+    examples, values = axes[0], axes[-1]
+    fans = {axis: _fan(shape[axis], most) for axis in axes}
+    lines, rest = divmod(shape[values], _FAN)
+    in_lines = values == len(shape) - 1 and rest == 0 and 2 * _fan(lines, most) >= most
+    if in_lines:
+        fans[values] = _fan(lines, most)  # fewer at a time, but side by side in whole lines
+    if first and in_lines:
+        axis = values
+    elif first and 2 * fans[examples] >= most:
+        axis = examples
+    elif first and shape[values] >= _FAN:
+        axis = values
+    else:
+        axis = max(axes, key=shape.__getitem__)
+    return axis, fans[axis]
+
+
 def _by_halves(array: Array, axes: Sequence[int]) -> Array:
+    """Sums the halves as two arrays: those of another axis than the one that is summed first,
+    or half as many numbers at a time."""
     even = [axis for axis in axes if array.shape[axis] % 2 == 0]
     if not even:
         return plain([array], axes)[0]
-    front, back = by_tree(_halves(array, even[0]), axes)
+    first, _ = _next(array.shape, axes, _FAN, first=True)
+    axis = min(even, key=lambda axis: axis == first)
+    front, back = by_tree(_halves(array, axis), axes, small=axis == first or None)
     return lax.add(front, back)
 
 
