@@ -45,7 +45,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import invariant, reference
+from . import invariant, on_cpu, reference
 from .arithmetic import Arithmetic
 from .collectives import varying
 from .gpu import choice
@@ -327,7 +327,7 @@ STATISTICS = new_primitive(
     reference.statistics,
     _vectors,
     full=[0],
-    on_cpu=functools.partial(reference.statistics, total=reference.by_tree),
+    on_cpu=on_cpu.statistics,
     invariant=invariant.rounded(invariant.statistics),
     partitioned=functools.partial(reference.statistics, sharded=True),
     kernel=choice.of_statistics,
@@ -343,7 +343,7 @@ SUMS = new_primitive(
     reference.sums,
     lambda g, *_, static, shape: [(shape, g.dtype)] * 2,
     full=[0, 1],
-    on_cpu=functools.partial(reference.sums, total=reference.by_tree),
+    on_cpu=functools.partial(reference.sums, total=on_cpu.by_tree),
     invariant=invariant.rounded(functools.partial(reference.sums, total=invariant.total)),
 )
 AFFINE = new_primitive(
@@ -384,7 +384,7 @@ ACTIVATED_VJP = new_primitive(
     lambda g, bias, *_, static, shape: [*[(shape, bias.dtype)] * 2, (g.shape, bias.dtype)],
     full=[0, 3],
     takes=["activation"],
-    on_cpu=functools.partial(_activated_vjp, total=reference.by_tree),
+    on_cpu=functools.partial(_activated_vjp, total=on_cpu.by_tree),
     invariant=invariant.rounded(functools.partial(_activated_vjp, total=invariant.total)),
     kernel=choice.of_activated_vjp,
 )

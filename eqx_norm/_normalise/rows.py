@@ -23,7 +23,7 @@ from jaxtyping import Array, Inexact
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, one_loop
+from . import elementwise
 from .arithmetic import Arithmetic, Implementation
 from .gpu import choice
 from .primitives import Compute, Shape, Shapes, Static, bind, flattened, like, new_primitive
@@ -70,17 +70,11 @@ def normalise_row(
 # --- What they compute, of flattened arrays.
 
 
-def _one(
-    row: Row,
-    given: Sequence[Array] | None,
-    x: Array,
-    *affine: Array,
-    on_cpu: bool = False,
-) -> list[Array]:
+def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> list[Array]:
     """Returns y and the moments of one row, `(1, values)`; `given` are those, if known."""
     values = Values(x[0], implementation=row.implementation, has_channels=False)
     if given is None:
-        used = _written(values.moments()) if on_cpu else values.moments()
+        used = values.moments()
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
         used = values.differentiable(
@@ -91,18 +85,8 @@ def _one(
     return [y[None], used.mean[None], used.m2[None], used.mean_rest[None]]
 
 
-def _rows(*arrays: Array, row: Row, on_cpu: bool = False) -> list[Array]:
-    return _each(functools.partial(_one, row, None, on_cpu=on_cpu), *arrays)
-
-
-def _written(moments: Moments) -> Moments:
-    """Returns the moments, which XLA:CPU would compute again in every loop that reads them.
-
-    In the sums over rows, which the gradients of weight and bias are, the moments of each row
-    then are most of the loop; so LLVM does not unroll it, and does not vectorise it.
-    """
-    mean, m2, mean_rest = one_loop.written(moments.mean, moments.m2, moments.mean_rest)
-    return Moments(moments.count, mean, m2, mean_rest)
+def _rows(*arrays: Array, row: Row) -> list[Array]:
+    return _each(functools.partial(_one, row, None), *arrays)
 
 
 def _rows_jvp(*arrays: Array, row: Row, learns: bool) -> list[Array]:
@@ -169,7 +153,6 @@ ROWS = new_primitive(
     _rows_shapes,
     full=[0],
     takes=["row"],
-    on_cpu=functools.partial(_rows, on_cpu=True),
     kernel=choice.of_rows,
 )
 ROWS_JVP = new_primitive("rows_jvp", _rows_jvp, _jvp_shapes, full=[0], takes=["row"])
