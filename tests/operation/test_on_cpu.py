@@ -16,12 +16,13 @@ SHAPES = [(32, 4, 3136), (32, 8, 49), (1, 16, 1024), (512, 64, 1)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_x_is_read_once(shape):
-    x = normal(0, shape)
-    program = str(jax.jit(on_cpu.statistics).lower(x).compile().as_text())
+    """Counts the loops that read x; another one reads the first value of each channel."""
+    program = str(jax.jit(on_cpu.statistics).lower(normal(0, shape)).compile().as_text())
     entry = program[program.index("\nENTRY") :]
-    (name,) = re.findall(r"(%\S+) = .* parameter\(0\)", entry)
-    readers = [line for line in entry.splitlines() if f"{name}," in line or f"{name})" in line]
-    assert len(readers) == 1, entry
+    (x,) = re.findall(r"(%\S+) = .* parameter\(0\)", entry)
+    readers = re.findall(rf"= (.*) fusion\(.*{re.escape(x)}[,)]", entry)
+    assert [reader for reader in readers if f"f32[{shape[1]}]" not in reader] == readers[:1]
+    assert "f64" in readers[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -34,7 +35,9 @@ def test_what_float32_can_hold_is_exact(shape, outlier, mean):
     count, *moments = jit(on_cpu.statistics)(f32(x))
     computed, m2, rest = (np.asarray(v, np.float64) for v in moments)
     exactly = x.astype(np.float64).mean((0, 2))
-    deviations = x.astype(np.float64) - exactly[:, None]
-    np.testing.assert_array_equal(count, x.shape[0] * x.shape[2])
-    np.testing.assert_allclose(computed + rest, exactly, rtol=2**-47, atol=1e-13)
-    np.testing.assert_allclose(m2, (deviations**2).sum((0, 2)), rtol=2**-23)
+    squares = (x.astype(np.float64) - exactly[:, None]) ** 2
+    np.testing.assert_array_equal(count, squares[:, 0].size)
+    np.testing.assert_allclose(
+        computed + rest, exactly, rtol=2**-47, atol=1e-11 * squares.mean() ** 0.5
+    )
+    np.testing.assert_allclose(m2, squares.sum((0, 2)), rtol=2**-23)
