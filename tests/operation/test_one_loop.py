@@ -1,4 +1,4 @@
-"""What is computed in one loop is what would be computed in several."""
+"""Tests that vectors computed in one loop are those computed in several."""
 
 import jax
 import jax.numpy as jnp
