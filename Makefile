@@ -35,7 +35,7 @@ accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in t
 benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
 	$(PEERS)/bin/python -m experiments.speed
 
-experiments: $(PEERS)/ready ## replace every committed table and figure (45 minutes)
+experiments: $(PEERS)/ready ## replace every committed table and figure (50 minutes)
 	$(PEERS)/bin/python -m experiments.stability --commit
 	$(PEERS)/bin/python -m experiments.stability --commit --network large
 	$(PEERS)/bin/python -m experiments.accuracy --commit

@@ -9,8 +9,8 @@ XLA:CPU (jax 0.10.2 and 0.12.0.1) does not fuse sums. Measured there, on two cor
   takes in everything and reads everything once; but along a row it adds one number after
   the other, 3 to 4 cycles each.
 - The same loop over an axis of at most 16 with a contiguous axis behind it is unrolled, and
-  vectorised along that axis. From 24 on it is not, and 2 to 6 times slower; in float64, where
-  it has nothing else to read, from 33 on. With 16 numbers, a cache line of float32, behind it,
+  vectorised along that axis. From 24 on it is not, and 2 to 6 times slower; 32 are unrolled
+  in the statistics, which read x alone. With 16 numbers, a cache line of float32, behind it,
   blocks of 16 by 16 are read in order; with 64 and more the 16 rows are as many streams, and
   half the speed is lost. But rows that are no whole number of lines, as the 49 and 196 values
   of late feature maps, vectorise badly: there the same places of 16 examples are added, 1.3 to
@@ -27,7 +27,6 @@ compiling, once they are few enough that it does not cut them up by the number o
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +59,10 @@ def statistics(
       \text{m2} = \sum_i d_i^2 - n c^2.$$
 
     What cancels in m2 is a factor of $1 + c^2 / \sigma^2$. As $k$ is one of the n values,
-    $c^2 \le n \sigma^2$: of the 16 digits of float64 at least half remain, whatever x is, and
-    float32 has 7. A second pass would be needed for nothing, and in memory's time it would be
-    half of all. (Other dtypes take two: float64 has nothing wider, and converting half
-    precision takes longer than reading it twice.)
+    $c^2 \le n \sigma^2$: up to $n = 10^8$ at least 8 of float64's 16 digits remain, whatever x
+    is, and float32 has 7. A second pass, which reads all of x again, has nothing to correct.
+    (Other dtypes take two: float64 has nothing wider, and converting half precision takes
+    longer than reading it twice.)
 
     They are written to memory, or XLA:CPU would compute them again in every loop that reads
     them. In sums over rows, which the gradients of `LayerNorm`'s weight and bias are, they then
@@ -99,12 +98,13 @@ def _in_one_pass(x: Array, k: Array, mask: Array | None) -> tuple[Array, ...]:
 def by_tree(
     arrays: Sequence[Array], axes: Sequence[int], *, most: int | None = None, few: int = 0
 ) -> tuple[Array, ...]:
-    """Returns one sum each, in one pass: in a tree, of 16 at a time.
+    """Returns one sum each, as any `reference.Total`, in one pass: in a tree, of 16 at a time.
 
     **Arguments:**
 
-    - `most`: how many at a time at first: 8, 16 or, of whole lines of float64, 32.
-    - `few`: so many partial sums are added one after the other.
+    - `most`: how many at a time at first: 8, 16 or, where whole lines are summed, 32. By
+        default 8 for small arrays, and 16.
+    - `few`: where at most so many partial sums are left, they are added one after the other.
     """
     if len(arrays) == 1:
         return (_by_halves(arrays[0], axes),)
@@ -166,7 +166,7 @@ def _by_halves(array: Array, axes: Sequence[int]) -> Array:
     return lax.add(*by_tree(_halves(array, axis), axes, most=most))
 
 
-def _parts(arrays: Sequence[Array], axis: int, fan: int) -> Any:
+def _parts(arrays: Sequence[Array], axis: int, fan: int) -> tuple[list[Array], list[Array]]:
     """Returns what `fan` divides and the remainder, where the size has no divisor to use."""
     size = arrays[0].shape[axis]
     whole = size - size % fan

@@ -1,4 +1,4 @@
-"""A training step costs little to trace, to lower and to compile."""
+"""Tests that a training step costs little to trace, to lower and to compile."""
 
 import re
 
