@@ -79,16 +79,18 @@ def _step(
     if inference is not None:
         known = _contract.infer(approach, before.memory, batch.mean.shape[0])
         used = _select(inference, known, used)
-    finite = values.arithmetic.finite(batch)
-    training = jnp.logical_not(False if inference is None else inference)
-    accepts = training & finite
+    # Where a value is not finite, m2 is not: it is the largest one, or NaN.
+    finite = jnp.isfinite(jax.lax.stop_gradient(batch.m2).max())
+    accepts, rejects = finite, ~finite
+    if inference is not None:
+        accepts, rejects = ~inference & accepts, ~inference & rejects
     if mask is not None:
         accepts = accepts & (batch.count > batch.ddof)
     _memory.check_shared(before.memory, learnt, options.axis_name)
     after = Remembered(
         _select(accepts, jax.lax.stop_gradient(learnt), before.memory),
         _memory.counted(before.accepted, accepts),
-        _memory.counted(before.rejected, training & ~finite),
+        _memory.counted(before.rejected, rejects),
     )
     y = values.normalise(used, weight, bias, eps=options.eps, activation=activation)
     return y, values.arithmetic.remembered(after)

@@ -1,6 +1,9 @@
 """Defines `Moments`, which summarise a set of values, and how two of them are merged."""
 
+from typing import Any
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
@@ -20,7 +23,8 @@ class Moments(eqx.Module):
 
     **Fields:**
 
-    - `count`: how many values; a scalar, or one number per channel.
+    - `count`: how many values; a scalar, or one number per channel. One that is known while
+        tracing is NumPy's: no operation of the program then asks whether it is 0.
     - `mean`: their mean, of shape `(channels,)`, float or complex.
     - `m2`: the sum of the squared distances from the mean, `(channels,)`, always real.
     - `mean_rest`: what rounding has left out of `mean`; 0 unless given. `mean + mean_rest` is
@@ -31,7 +35,7 @@ class Moments(eqx.Module):
         that normalises a batch is the biased one in all of them.
     """
 
-    count: Float[Array, "*#channels"]
+    count: Float[Any, "*#channels"]
     mean: Inexact[Array, "*channels"]
     m2: Float[Array, "*channels"]
     # Filled in by __post_init__.
@@ -63,6 +67,8 @@ class Moments(eqx.Module):
         """Returns `m2 / count`, the biased variance; 1 where `count` is 0, so that normalising
         by the moments of no values changes nothing."""
         seen = self.count > 0
+        if not isinstance(seen, jax.Array) and seen.all():
+            return self.m2 / self.count
         return jnp.where(seen, self.m2 / jnp.where(seen, self.count, 1), 1)
 
     @property
@@ -72,7 +78,7 @@ class Moments(eqx.Module):
         It is finite even for `count <= ddof`, where this variance does not exist; the layer
         does not remember such a batch.
         """
-        return self.m2 / jnp.maximum(self.count - self.ddof, 1)
+        return self.m2 / (self.count - self.ddof).clip(min=1)
 
     def merge(self, other: "Moments") -> "Moments":
         r"""Returns the moments of both sets; associative and commutative but for rounding.

@@ -24,7 +24,7 @@ def rounded(value: Array) -> Array:
     would differ from the one whose rounding error was computed. An `optimization_barrier` does
     not help: XLA removes it before LLVM runs. (jax 0.10.2 and 0.12.0.1.)
     """
-    return jnp.where(jnp.isnan(value), jnp.nan, value).astype(value.dtype)
+    return lax.select(value != value, lax.full_like(value, jnp.nan), value)
 
 
 def two_sum(a: Array, b: Array) -> Pair:
@@ -46,9 +46,11 @@ def between(a: Pair, b: Pair, kept: Share, share: Share) -> Pair:
     """
     near_b = kept < share
     step = jnp.where(near_b, kept, -share).astype(a.value.dtype)
-    start, rest = (jnp.where(near_b, of_b, of_a) for of_a, of_b in zip(a, b, strict=True))
-    total, error = two_sum(start, rounded(step * (a.value - b.value)))
-    rest = (rest + error) + step * (a.rest - b.rest)
-    # A sum of a large number and a small one: three operations are enough (Dekker, 1971).
-    value = total + rest
-    return Pair(value, lax.stop_gradient(rest - (value - total)))
+    near = (jnp.where(near_b, of_b, of_a) for of_a, of_b in zip(a, b, strict=True))
+    return moved(Pair(*near), step, a, b)
+
+
+def moved(start: Pair, step: Array | float, a: Pair, b: Pair) -> Pair:
+    """Returns `start + step * (a - b)`, as exact as the product is, which is rounded."""
+    product = rounded(step * (a.value - b.value))
+    return two_sum(start.value, product + (start.rest + step * (a.rest - b.rest)))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import Pair, between, rounded
+from ._pair import Pair, between, moved, rounded
 
 
 class Running(eqx.Module):
@@ -88,12 +88,12 @@ class Running(eqx.Module):
 def _pushed(
     running: Running, mean: Array, rest: Array, variance: Array, momentum: float
 ) -> Running:
-    one = jnp.ones_like(running.weight)
-    kept, share = momentum * one, (1 - momentum) * one
     # The weight is the running average of ones.
-    old, new = Pair(running.weight, running.weight_rest), Pair(one, 0 * one)
-    w = between(old, new, kept, share)
-    kept, share = kept * running.weight / w.value, share / w.value
+    old = Pair(running.weight, running.weight_rest)
+    one = Pair(jnp.ones_like(running.weight), jnp.zeros_like(running.weight))
+    near_one = momentum < 0.5
+    w = moved(one, momentum, old, one) if near_one else moved(old, 1 - momentum, one, old)
+    kept, share = momentum * running.weight / w.value, (1 - momentum) / w.value
     old, new = Pair(running.mean, running.mean_rest), Pair(mean, rest)
     m = between(old, new, kept, share)
     old = Pair(running.variance, running.variance_rest)

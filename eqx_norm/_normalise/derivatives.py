@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from . import elementwise, invariant, reference, rows
+from . import elementwise, invariant, reference, rows, values
 from .collectives import TOTAL
 from .invariant import PRODUCT
 from .primitives import (
@@ -48,7 +48,14 @@ def _all_zero(*tangents: Any) -> bool:
 def _deviations_jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
     results = bind(DEVIATIONS, *primals, **parameters)
     sum_dx, sum_dx_d = bind(SUMS, _dense(tangents[0], primals[0]), *primals[1:], **parameters)
-    return results, [sum_dx, 2 * sum_dx_d]
+    return results, [sum_dx, sum_dx_d]
+
+
+@functools.partial(values.moved.defjvp, symbolic_zeros=True)
+def _moved_jvp(primals: Any, tangents: Any) -> Any:
+    """Differentiates by the sums: the mean and m2 that are given do not move."""
+    (_, _, sum_d, _, n), (_, _, d, half_d2, _) = primals, tangents
+    return values.moved(*primals), (d / n, 2 * (half_d2 - sum_d * d / n))
 
 
 def _activated_jvp(primals: Any, tangents: Any, *, static: Static) -> Any:

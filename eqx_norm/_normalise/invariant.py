@@ -37,7 +37,7 @@ from jaxtyping import Array, ArrayLike
 
 from eqx_norm.strategies import Moments
 
-from . import collectives, on_cpu, reference
+from . import collectives, reference, tree
 from .jaxprs import evaluated
 
 # Combines two sets of vectors to one, by adding them or by merging moments.
@@ -70,7 +70,7 @@ def _of_values(arrays: Sequence[Array]) -> Sequence[Array]:
     if size == 1:
         return arrays
     if len(arrays) > 1:
-        return on_cpu.by_tree(arrays, [axis], most=8)
+        return tree.by_tree(arrays, [axis], most=8)
     whole = size - size % 2
     front, back, odd = jnp.split(arrays[0], [whole // 2, whole], axis)
     half = lax.add(*_of_values([front, back]))

@@ -1,30 +1,5 @@
-"""Computes sums as XLA:CPU computes them fast, and statistics from one pass over x.
+"""Computes statistics and sums, as XLA:CPU computes them fast."""
 
-XLA:CPU (jax 0.10.2 and 0.12.0.1) does not fuse sums. Measured there, on two cores:
-
-- A sum of float32 alone is handed to a library, which vectorises but takes in what computes
-  its input only where nobody else uses it, and no comparison, selection or bfloat16 at all:
-  those are written to memory first. The gradient through a ReLU is all of these.
-- One reduction of several arrays (`lax.reduce` of a tuple) is a loop of XLA's own, which
-  takes in everything and reads everything once; but along a row it adds one number after
-  the other, 3 to 4 cycles each.
-- The same loop over an axis of at most 16 with a contiguous axis behind it is unrolled, and
-  vectorised along that axis. From 24 on it is not, and 2 to 6 times slower; 32 are unrolled
-  in the statistics, which read x alone. With 16 numbers, a cache line of float32, behind it,
-  blocks of 16 by 16 are read in order; with 64 and more the 16 rows are as many streams, and
-  half the speed is lost. But rows that are no whole number of lines, as the 49 and 196 values
-  of late feature maps, vectorise badly: there the same places of 16 examples are added, 1.3 to
-  2 times as fast.
-
-So 16 MiB of float32 take 0.6 ms where the row by row loop takes 2.4 and the library, with what
-it needs written out, 3.3 (bfloat16: 0.4, 2.4 and 12). A tree of sums also rounds less than a
-row.
-
-Each level is a loop to compile. So what few sums are left go to the library, which needs no
-compiling, once they are few enough that it does not cut them up by the number of threads.
-"""
-
-import functools
 import math
 from collections.abc import Sequence
 
@@ -36,17 +11,13 @@ from jaxtyping import Array, Bool, Float
 
 from eqx_norm.strategies._pair import rounded
 
-from . import one_loop, reference
+from . import one_loop, reference, tree
 
-# What is unrolled and vectorised, and a cache line of float32.
-_FAN = 16
-# Up to so many values 8 at a time are as fast, and round less.
-_SMALL = 2**18
-# XLA:CPU hands sums of so many float32 to its library, which up to so many sums them the same
-# on any number of threads (jax 0.10.2 and 0.12.0.1).
-_LIBRARY, _UNCUT = 2**12, 2**15
 # So many float64 are added one after the other in less time than a level takes to compile.
 _FEW = 2**14
+# Of so many vectors, of so many numbers in all, a single loop is faster by 1 us of 10, and by a
+# third of the time to compile (jax 0.10.2). More would round more than a tree does.
+_VECTORS, _NUMBERS = 2**5, 2**12
 
 
 def statistics(
@@ -73,7 +44,7 @@ def statistics(
         with jax.enable_x64(True):
             count, *moments = (v.astype(x.dtype) for v in _in_one_pass(x, k, mask))
     else:
-        count, *moments = reference.statistics(x, mask, total=by_tree)
+        count, *moments = reference.statistics(x, mask, total=total)
     return count, *one_loop.written(*moments)
 
 
@@ -81,12 +52,12 @@ def _in_one_pass(x: Array, k: Array, mask: Array | None) -> tuple[Array, ...]:
     x, k = x.astype(jnp.float64), k.astype(jnp.float64)
     axes = (x.ndim - 3, x.ndim - 1)
     if mask is None:
-        n = jnp.full((1,) * x.ndim, x.shape[-3] * x.shape[-1], x.dtype)
+        n = np.asarray(x.shape[-3] * x.shape[-1], x.dtype)
     else:
         n = mask.sum(axes, keepdims=True, dtype=x.dtype)
     d = reference.counted(x - k, mask)
-    sum_d, sum_d2 = by_tree([d, d * d], axes, most=2 * _FAN, few=_FEW)
-    c = rounded(sum_d / jnp.maximum(n, 1))
+    sum_d, sum_d2 = total([d, d * d], axes, most=2 * tree.FAN, few=_FEW)
+    c = rounded(sum_d / (n if mask is None else jnp.maximum(n, 1)))
     m2 = jnp.maximum(sum_d2 - sum_d * c, 0)
     mean = k + c
     # A conversion there and back may be left out by XLA.
@@ -95,123 +66,11 @@ def _in_one_pass(x: Array, k: Array, mask: Array | None) -> tuple[Array, ...]:
     return tuple(jnp.broadcast_to(v, m2.shape)[..., 0, :, 0] for v in moments)
 
 
-def by_tree(
-    arrays: Sequence[Array], axes: Sequence[int], *, most: int | None = None, few: int = 0
-) -> tuple[Array, ...]:
-    """Returns one sum each, as any `reference.Total`, in one pass: in a tree, of 16 at a time.
-
-    **Arguments:**
-
-    - `most`: how many at a time at first: 8, 16 or, where whole lines are summed, 32. By
-        default 8 for small arrays, and 16.
-    - `few`: where at most so many partial sums are left, they are added one after the other.
-    """
-    if len(arrays) == 1:
-        return (_by_halves(arrays[0], axes),)
-    first = True
-    while math.prod(arrays[0].shape[axis] for axis in axes) > _FAN:
-        shape = arrays[0].shape
-        values = math.prod(shape)
-        if not first and values <= few:
-            break
-        if not first and _LIBRARY <= values <= _UNCUT and arrays[0].dtype == jnp.float32:
-            return reference.plain(arrays, axes)
-        at_most = _FAN
-        if first:
-            at_most = most or (_FAN if values > _SMALL else _FAN // 2)
-        axis, fan = _next(shape, axes, at_most, first=first)
-        if fan == 1:
-            sums = functools.partial(by_tree, axes=axes, most=most, few=few)
-            parts = _parts(arrays, axis, min(at_most, _FAN))
-            return tuple(map(lax.add, *map(sums, parts)))
-        arrays = _sum_blocks(arrays, axis, fan, in_pairs=not first)
-        first = False
-    return _reduce(arrays, axes, keepdims=True)
-
-
-def _next(
-    shape: Sequence[int], axes: Sequence[int], most: int, *, first: bool
-) -> tuple[int, int]:
-    """Returns the axis to sum along next, and how many at a time."""
-    examples, values = axes[0], axes[-1]
-    at_most = min(most, _FAN)
-    fans = {axis: _fan(shape[axis], at_most) for axis in axes}
-    lines, rest = divmod(shape[values], _FAN)
-    in_lines = values == len(shape) - 1 and rest == 0 and 2 * _fan(lines, most) >= at_most
-    if in_lines:
-        fans[values] = _fan(lines, most)  # fewer at a time, but side by side in whole lines
-    if first and in_lines:
-        axis = values
-    elif first and 2 * fans[examples] >= at_most:
-        axis = examples
-    elif first and shape[values] >= _FAN:
-        axis = values
-    else:
-        axis = max(axes, key=shape.__getitem__)
-    return axis, fans[axis]
-
-
-def _by_halves(array: Array, axes: Sequence[int]) -> Array:
-    """Sums a single array as its two halves, to be a reduction of several, too.
-
-    They are those of another axis than the one that is summed first; or else half as many
-    numbers are summed at a time, as each is read from two places.
-    """
-    even = [axis for axis in axes if array.shape[axis] % 2 == 0]
-    if not even:
-        return reference.plain([array], axes)[0]
-    first, _ = _next(array.shape, axes, _FAN, first=True)
-    axis = min(even, key=lambda axis: axis == first)
-    most = _FAN // 2 if axis == first else None
-    return lax.add(*by_tree(_halves(array, axis), axes, most=most))
-
-
-def _parts(arrays: Sequence[Array], axis: int, fan: int) -> tuple[list[Array], list[Array]]:
-    """Returns what `fan` divides and the remainder, where the size has no divisor to use."""
-    size = arrays[0].shape[axis]
-    whole = size - size % fan
-    front = [lax.slice_in_dim(a, 0, whole, axis=axis) for a in arrays]
-    return front, [lax.slice_in_dim(a, whole, size, axis=axis) for a in arrays]
-
-
-def _sum_blocks(arrays: Sequence[Array], axis: int, fan: int, *, in_pairs: bool) -> list[Array]:
-    """Returns the sums of blocks of `fan` along `axis`, which gets shorter by that factor."""
+def total(arrays: Sequence[Array], axes: Sequence[int], **kwargs: int) -> tuple[Array, ...]:
+    """Returns one sum each, as any `reference.Total`: `tree.by_tree(..., **kwargs)`, but those
+    over a few vectors in one loop."""
     shape = arrays[0].shape
-    before, after, length = shape[:axis], shape[axis + 1 :], shape[axis] // fan
-    line = 1 if after else _fan(length)
-    blocks = [array.reshape(*before, length // line, fan, line, *after) for array in arrays]
-    if in_pairs:
-        blocks = [_add_pairs(block, axis + 1) for block in blocks]
-    return [s.reshape(*before, length, *after) for s in _reduce(blocks, [axis + 1])]
-
-
-def _add_pairs(block: Array, axis: int) -> Array:
-    """Adds the block's halves, so that a single large value takes part in fewer additions,
-    each of which rounds.
-
-    Where the sums read what the user gave, it is not worth it: one operation more would keep
-    the loop from being unrolled.
-    """
-    if block.shape[axis] % 2 == 0:
-        return lax.add(*_halves(block, axis))
-    return block
-
-
-def _halves(array: Array, axis: int) -> tuple[Array, Array]:
-    size = array.shape[axis]
-    front = lax.slice_in_dim(array, 0, size // 2, axis=axis)
-    return front, lax.slice_in_dim(array, size // 2, size, axis=axis)
-
-
-def _fan(size: int, most: int = _FAN) -> int:
-    """Returns the largest divisor of `size` up to `most`; 1 rather than less than 4."""
-    fan = max(fan for fan in range(1, most + 1) if size % fan == 0)
-    return fan if fan >= min(4, size) else 1
-
-
-def _reduce(
-    arrays: Sequence[Array], axes: Sequence[int], *, keepdims: bool = False
-) -> tuple[Array, ...]:
-    zeros = tuple(np.zeros((), array.dtype) for array in arrays)
-    sums = lax.reduce(tuple(arrays), zeros, lambda a, b: tuple(map(lax.add, a, b)), tuple(axes))
-    return tuple(lax.expand_dims(s, tuple(axes)) for s in sums) if keepdims else tuple(sums)
+    few = math.prod(shape[axis] for axis in axes) <= _VECTORS and shape[-1] == 1
+    if few and math.prod(shape) <= _NUMBERS and len(arrays) > 1:
+        return tree.reduce(arrays, axes, keepdims=True)
+    return tree.by_tree(arrays, axes, **kwargs)

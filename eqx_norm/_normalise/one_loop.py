@@ -13,9 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Bool
-
-from eqx_norm.strategies import Moments
+from jaxtyping import Array
 
 
 def in_one_loop(tree: Any) -> Any:
@@ -36,14 +34,6 @@ def in_one_loop(tree: Any) -> Any:
             for i, leaf in zip(places, together, strict=True):
                 leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
-
-
-def finite(moments: Moments) -> Bool[Array, ""]:
-    """Returns `moments.finite`, in one loop where the sum there is two."""
-    bad = [~jnp.isfinite(lax.stop_gradient(v)) for v in (moments.mean, moments.m2)]
-    bad = [v.astype(jnp.int32) for v in bad]
-    mean, m2 = lax.reduce(bad, [np.int32(0)] * 2, _maxima, tuple(range(bad[0].ndim)))
-    return (mean | m2) == 0
 
 
 def _maxima(a: Any, b: Any) -> Any:

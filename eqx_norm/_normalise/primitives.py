@@ -180,7 +180,9 @@ def new_primitive(
     def batch(arrays: Any, axes: Any, **parameters: Any) -> tuple[Any, list[int]]:
         size = next(a.shape[i] for a, i in zip(arrays, axes, strict=True) if i is not None)
         arrays = [
-            array[None] if axis is None else jnp.moveaxis(array, axis, 0)
+            lax.reshape(array, (1, *array.shape))
+            if axis is None
+            else jnp.moveaxis(array, axis, 0)
             for array, axis in zip(arrays, axes, strict=True)
         ]
         for i in full:
@@ -343,7 +345,7 @@ SUMS = new_primitive(
     reference.sums,
     lambda g, *_, static, shape: [(shape, g.dtype)] * 2,
     full=[0, 1],
-    on_cpu=functools.partial(reference.sums, total=on_cpu.by_tree),
+    on_cpu=functools.partial(reference.sums, total=on_cpu.total),
     invariant=invariant.rounded(functools.partial(reference.sums, total=invariant.total)),
 )
 AFFINE = new_primitive(
@@ -384,7 +386,7 @@ ACTIVATED_VJP = new_primitive(
     lambda g, bias, *_, static, shape: [*[(shape, bias.dtype)] * 2, (g.shape, bias.dtype)],
     full=[0, 3],
     takes=["activation"],
-    on_cpu=functools.partial(_activated_vjp, total=on_cpu.by_tree),
+    on_cpu=functools.partial(_activated_vjp, total=on_cpu.total),
     invariant=invariant.rounded(functools.partial(_activated_vjp, total=invariant.total)),
     kernel=choice.of_activated_vjp,
 )

@@ -7,7 +7,7 @@ first. A `mask`, if there is one, tells which places count: the others add nothi
 whatever they hold, and 0 is computed for them.
 
 A *total* takes arrays of one shape and axes to sum over, and returns one sum each, those axes
-kept with size 1. Every platform but the CPU gets `plain`, the CPU `on_cpu.by_tree`.
+kept with size 1. Every platform but the CPU gets `plain`, the CPU `on_cpu.total`.
 """
 
 import functools

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact
 
@@ -78,7 +79,7 @@ def _one(row: Row, given: Sequence[Array] | None, x: Array, *affine: Array) -> l
     else:
         mean, m2, mean_rest = (vector[0] for vector in given)
         used = values.differentiable(
-            Moments(jnp.full((1,), x.size, mean.dtype), mean, m2, mean_rest)
+            Moments(np.asarray(x.size, mean.dtype), mean, m2, mean_rest)
         )
     vectors = (array[0] for array in affine)
     y = values.normalise(used, *vectors, eps=row.eps, activation=row.activation)

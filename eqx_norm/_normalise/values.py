@@ -22,8 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Inexact
 
 from eqx_norm.strategies import Moments
 
@@ -108,9 +109,12 @@ class Values:
         count, mean, m2, mean_rest = bind(STATISTICS, *arrays, static=self._static)
         moments = Moments(count, mean, m2, mean_rest)
         moments = self.arithmetic.merged(moments, vmapped, mesh)
-        if self.arithmetic.is_plain:
-            return dataclasses.replace(moments, count=moments.count[0])
-        return self.differentiable(moments)
+        # The mask is the same for all channels, and so is the count.
+        count = moments.count[0]
+        if self._mask is None and not self.arithmetic.by_example:
+            count = np.asarray(self.count(), count.dtype)
+        moments = dataclasses.replace(moments, count=count)
+        return moments if self.arithmetic.is_plain else self.differentiable(moments)
 
     def differentiable(self, moments: Moments) -> Moments:
         """Returns the moments, which are those of these values, as functions of them."""
@@ -125,13 +129,11 @@ class Values:
             static=self._static,
             shape=columns[0].shape,
         )
-        # Both are 0, and so is what they add below; their derivatives are not.
         deviations = [d.reshape(mean.shape) for d in deviations]
-        sum_d, sum_d2 = collectives.total(deviations, self.axis_name)
-        n = jnp.maximum(count, 1)
-        mean, m2 = mean + sum_d / n, m2 + (sum_d2 - sum_d * sum_d / n)
-        # The mask is the same for all channels, and so is the count.
-        return Moments(count[0], mean, m2, mean_rest)
+        sums = collectives.total(deviations, self.axis_name)
+        n = jnp.maximum(count, 1) if isinstance(count, jax.Array) else count
+        mean, m2 = moved(mean, m2, *sums, n)
+        return Moments(count, mean, m2, mean_rest)
 
     def normalise(
         self,
@@ -225,6 +227,13 @@ class Values:
         variance = jnp.concatenate([used.variance] * 2)
         parts = Moments.of(_parts(used.mean), variance, _parts(used.mean_rest))
         return _whole(self._parts.normalise(parts, eps=eps)).reshape(self.x.shape)
+
+
+@jax.custom_jvp
+def moved(mean: Array, m2: Array, sum_d: Array, half_d2: Array, n: ArrayLike) -> Any:
+    """Returns `mean + sum_d / n` and `m2 + 2 half_d2 - sum_d^2 / n`, where both sums are 0."""
+    del sum_d, half_d2, n  # their derivatives are not
+    return mean, m2
 
 
 def _parts(x: Array) -> Array:
