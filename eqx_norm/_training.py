@@ -79,8 +79,7 @@ def _step(
     if inference is not None:
         known = _contract.infer(approach, before.memory, batch.mean.shape[0])
         used = _select(inference, known, used)
-    # Where a value is not finite, m2 is not: it is the largest one, or NaN.
-    finite = jnp.isfinite(jax.lax.stop_gradient(batch.m2).max())
+    finite = values.arithmetic.finite(batch)
     accepts, rejects = finite, ~finite
     if inference is not None:
         accepts, rejects = ~inference & accepts, ~inference & rejects

@@ -51,6 +51,8 @@ class Arithmetic:
     product: ClassVar[Callable[..., Array]] = staticmethod(operator.mul)
     # Returns `1 / sqrt(x)`.
     rsqrt: ClassVar[Callable[..., Array]] = staticmethod(reference.rsqrt)
+    # Returns whether moments are finite.
+    finite: ClassVar[Callable[[Moments], Array]] = staticmethod(one_loop.finite)
     # Returns what is to be remembered, as it is to be computed.
     remembered: ClassVar[Callable[[Any], Any]] = staticmethod(one_loop.in_one_loop)
 
@@ -83,6 +85,7 @@ class Plain(Arithmetic):
     # Some transformations, `jet` among them, do not take a `custom_jvp`. The derivative of this
     # stays in range for longer than that of `lax.rsqrt`.
     rsqrt = staticmethod(lambda x: 1 / jnp.sqrt(x))
+    finite = staticmethod(operator.attrgetter("finite"))
     remembered = staticmethod(lambda memory: memory)
 
 

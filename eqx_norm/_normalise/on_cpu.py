@@ -1,5 +1,10 @@
-"""Computes statistics and sums, as XLA:CPU computes them fast."""
+"""Computes statistics and sums, as XLA:CPU computes them fast: by a tree, of few levels.
 
+Each level is a loop to compile, and 1 us of a program. So what few sums are left are added in
+another way than by one level more.
+"""
+
+import functools
 import math
 from collections.abc import Sequence
 
@@ -13,11 +18,17 @@ from eqx_norm.strategies._pair import rounded
 
 from . import one_loop, reference, tree
 
-# So many float64 are added one after the other in less time than a level takes to compile.
-_FEW = 2**14
-# Of so many vectors, of so many numbers in all, a single loop is faster by 1 us of 10, and by a
-# third of the time to compile (jax 0.10.2). More would round more than a tree does.
-_VECTORS, _NUMBERS = 2**5, 2**12
+# Up to so many values 8 at a time are as fast as 16, and round less.
+_SMALL = 2**18
+# XLA:CPU hands sums of so many float32 to its library, which needs no compiling, and up to so
+# many sums them the same on any number of threads (jax 0.10.2 and 0.12.0.1).
+_LIBRARY, _UNCUT = 2**12, 2**15
+# Up to so many values are added one after the other in less time than a level takes. For one
+# sum no more than so many are, as a tree rounds less.
+_FEW, _IN_A_ROW = 2**14, 2**5
+# So many vectors, of so many numbers in all, are summed by a single loop: faster by 1 us of 10,
+# and by a third of the time to compile (jax 0.10.2).
+_VECTORS = 2**12
 
 
 def statistics(
@@ -56,7 +67,7 @@ def _in_one_pass(x: Array, k: Array, mask: Array | None) -> tuple[Array, ...]:
     else:
         n = mask.sum(axes, keepdims=True, dtype=x.dtype)
     d = reference.counted(x - k, mask)
-    sum_d, sum_d2 = total([d, d * d], axes, most=2 * tree.FAN, few=_FEW)
+    sum_d, sum_d2 = total([d, d * d], axes, most=2 * tree.FAN, in_a_row=_FEW)
     c = rounded(sum_d / (n if mask is None else jnp.maximum(n, 1)))
     m2 = jnp.maximum(sum_d2 - sum_d * c, 0)
     mean = k + c
@@ -66,11 +77,41 @@ def _in_one_pass(x: Array, k: Array, mask: Array | None) -> tuple[Array, ...]:
     return tuple(jnp.broadcast_to(v, m2.shape)[..., 0, :, 0] for v in moments)
 
 
-def total(arrays: Sequence[Array], axes: Sequence[int], **kwargs: int) -> tuple[Array, ...]:
-    """Returns one sum each, as any `reference.Total`: `tree.by_tree(..., **kwargs)`, but those
-    over a few vectors in one loop."""
-    shape = arrays[0].shape
-    few = math.prod(shape[axis] for axis in axes) <= _VECTORS and shape[-1] == 1
-    if few and math.prod(shape) <= _NUMBERS and len(arrays) > 1:
+def total(
+    arrays: Sequence[Array],
+    axes: Sequence[int],
+    *,
+    most: int | None = None,
+    in_a_row: int = _IN_A_ROW,
+) -> tuple[Array, ...]:
+    """Returns one sum each, as any `reference.Total`.
+
+    At first `most` are added at a time. Of few values `in_a_row` are, which must not matter:
+    those of statistics are float32 in sums of float64.
+    """
+    addends, values = _sizes(arrays, axes)
+    are_vectors = arrays[0].shape[-1] == 1 and len(arrays) > 1
+    if are_vectors and addends <= _IN_A_ROW and values <= _VECTORS:
         return tree.reduce(arrays, axes, keepdims=True)
-    return tree.by_tree(arrays, axes, **kwargs)
+    if most is None:
+        most = tree.FAN if values > _SMALL else tree.FAN // 2
+    rest = functools.partial(_rest, in_a_row=in_a_row)
+    return tree.by_tree(arrays, axes, most=most, rest=rest)
+
+
+def _rest(
+    arrays: Sequence[Array], axes: Sequence[int], *, in_a_row: int
+) -> tuple[Array, ...] | None:
+    """Returns one sum each of few partial sums, and `None` of many."""
+    addends, values = _sizes(arrays, axes)
+    if arrays[0].dtype == jnp.float32 and _LIBRARY <= values <= _UNCUT:
+        return reference.plain(arrays, axes)
+    if addends <= in_a_row and values <= _FEW:
+        return tree.reduce(arrays, axes, keepdims=True)
+    return None
+
+
+def _sizes(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[int, int]:
+    """Returns how many values are added for one sum, and for all."""
+    shape = arrays[0].shape
+    return math.prod(shape[axis] for axis in axes), math.prod(shape)

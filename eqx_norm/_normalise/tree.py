@@ -19,14 +19,11 @@ XLA:CPU (jax 0.10.2 and 0.12.0.1) does not fuse sums. Measured there, on two cor
 So 16 MiB of float32 take 0.6 ms where the row by row loop takes 2.4 and the library, with what
 it needs written out, 3.3 (bfloat16: 0.4, 2.4 and 12). A tree of sums also rounds less than a
 row.
-
-Each level is a loop to compile. So what few sums are left go to the library, which needs no
-compiling, once they are few enough that it does not cut them up by the number of threads.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jax import lax
@@ -36,42 +33,35 @@ from . import reference
 
 # What is unrolled and vectorised, and a cache line of float32.
 FAN = 16
-# Up to so many values 8 at a time are as fast, and round less.
-_SMALL = 2**18
-# XLA:CPU hands sums of so many float32 to its library, which up to so many sums them the same
-# on any number of threads (jax 0.10.2 and 0.12.0.1).
-_LIBRARY, _UNCUT = 2**12, 2**15
+# Returns one sum each of partial sums, or `None` if they are too many.
+Rest = Callable[[Sequence[Array], Sequence[int]], tuple[Array, ...] | None]
 
 
 def by_tree(
-    arrays: Sequence[Array], axes: Sequence[int], *, most: int | None = None, few: int = 0
+    arrays: Sequence[Array], axes: Sequence[int], *, most: int = FAN, rest: Rest | None = None
 ) -> tuple[Array, ...]:
     """Returns one sum each, as any `reference.Total`, in one pass: in a tree, of 16 at a time.
 
+    The order depends on nothing but the sizes of `axes`, `most` and `rest`.
+
     **Arguments:**
 
-    - `most`: how many at a time at first: 8, 16 or, where whole lines are summed, 32. By
-        default 8 for small arrays, and 16.
-    - `few`: where at most so many partial sums are left, they are added one after the other.
+    - `most`: how many at a time at first: 8, 16 or, where whole lines are summed, 32.
+    - `rest`: sums what is left after a level, if it can; or else there is one more.
     """
     if len(arrays) == 1:
-        return (_by_halves(arrays[0], axes),)
+        return (_by_halves(arrays[0], axes, most, rest),)
     first = True
     while math.prod(arrays[0].shape[axis] for axis in axes) > FAN:
-        shape = arrays[0].shape
-        values = math.prod(shape)
-        if not first and values <= few:
-            break
-        if not first and _LIBRARY <= values <= _UNCUT and arrays[0].dtype == np.float32:
-            return reference.plain(arrays, axes)
-        at_most = FAN
-        if first:
-            at_most = most or (FAN if values > _SMALL else FAN // 2)
-        axis, fan = _next(shape, axes, at_most, first=first)
+        sums = None if first or rest is None else rest(arrays, axes)
+        if sums is not None:
+            return sums
+        at_most = most if first else FAN
+        axis, fan = _next(arrays[0].shape, axes, at_most, first=first)
         if fan == 1:
-            sums = functools.partial(by_tree, axes=axes, most=most, few=few)
+            total = functools.partial(by_tree, axes=axes, most=most, rest=rest)
             parts = _parts(arrays, axis, min(at_most, FAN))
-            return tuple(map(lax.add, *map(sums, parts)))
+            return tuple(map(lax.add, *map(total, parts)))
         arrays = _sum_blocks(arrays, axis, fan, in_pairs=not first)
         first = False
     return reduce(arrays, axes, keepdims=True)
@@ -99,7 +89,7 @@ def _next(
     return axis, fans[axis]
 
 
-def _by_halves(array: Array, axes: Sequence[int]) -> Array:
+def _by_halves(array: Array, axes: Sequence[int], most: int, rest: Rest | None) -> Array:
     """Sums a single array as its two halves, to be a reduction of several, too.
 
     They are those of another axis than the one that is summed first; or else half as many
@@ -110,8 +100,8 @@ def _by_halves(array: Array, axes: Sequence[int]) -> Array:
         return reference.plain([array], axes)[0]
     first, _ = _next(array.shape, axes, FAN, first=True)
     axis = min(even, key=lambda axis: axis == first)
-    most = FAN // 2 if axis == first else None
-    return lax.add(*by_tree(_halves(array, axis), axes, most=most))
+    most = min(most, FAN // 2) if axis == first else most
+    return lax.add(*by_tree(_halves(array, axis), axes, most=most, rest=rest))
 
 
 def _parts(arrays: Sequence[Array], axis: int, fan: int) -> tuple[list[Array], list[Array]]:

@@ -36,6 +36,8 @@ SMOOTH_GELU = {"approach": "smooth_start", "activation": jax.nn.gelu}
 CLIP_SILU = {"approach": "variance_clip", "activation": jax.nn.silu, "unbiased": True}
 CASES = {
     "conv": CONV,
+    "many values": Case((16, 3, 32, 32), CONV.layer),
+    "several channels": Case((16, 8, 16, 16), CONV.layer),
     "dense, one example a device": Case((8, 19), SMOOTH_GELU, inside=True),
     "bf16, mask": Case((24, 4, 9), CONV.layer, jnp.bfloat16, masked=True),
     "f16, mask, one a device": Case((8, 4, 6, 5), CLIP_SILU, jnp.float16, masked=True),
