@@ -239,8 +239,8 @@ ON_A_CPU: dict[str, Judge] = {
     "inference, hot and cold: never slower than Equinox": _never_slower(
         EQUINOX, "time", program=INFERENCE
     ),
-    "layer norm, f32, forward: never slower than Equinox": _never_slower(
-        (names.EQUINOX,), "layer_norm", program=FORWARD, dtype="f32"
+    "layer norm, f32, forward: no slower than Equinox": _at_most(
+        1.0, (names.EQUINOX,), part="layer_norm", program=FORWARD, dtype="f32"
     ),
     "layer norm, f32, forward + backward: at most 1.5 of PyTorch": _at_most(
         1.5, (names.TORCH,), part="layer_norm", dtype="f32"
