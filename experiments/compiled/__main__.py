@@ -21,14 +21,15 @@ kernels    what becomes of the kernels on an A100, an H200 and a B200: registers
            traffic.
 devices    what a step sends between 8 GPUs, by `jit` and in `shard_map`, masked or not.
 memory     what a ResNet-50's step keeps for the backward pass, with `recompute_outputs` and
-           without: by JAX, and what XLA makes of it.
+           without: by JAX, and what XLA makes of it; and the processor's time to lower and
+           compile it.
 recipe     whether `eqx_norm.determinism.deterministic` has scatters sorted, which on a GPU add
            atomically otherwise, and leaves the programs of this package as they are.
 
 Kernels read columns: an x of convolutional shape in the caller's layout, with no convolution
 before it, XLA first writes out in theirs.
 
-Nothing runs, so nothing is timed.
+Nothing runs, so no program is timed.
 """
 
 import importlib.util
@@ -175,16 +176,17 @@ def _steps(steps: Iterable[recipe.Step]) -> str:
 
 
 def _needed(needed: Iterable[memory.Needed]) -> str:
-    """Returns the bytes of a step, in MB, and as shares of those of the layer alone."""
+    """Returns bytes and seconds of a step, and as shares of those of the layer alone."""
     alone = {(row.layer, row.dtype): row for row in needed if not row.recomputes}
 
     def cell(row: memory.Needed, field: str) -> str:
         value, whole = (getattr(r, field) for r in (row, alone[names.OURS, row.dtype]))
-        return f"{value / 1e6:,.0f} MB ({value / whole:.2f})"
+        amount = f"{value:.1f} s" if field == "seconds" else f"{value / 1e6:,.0f} MB"
+        return f"{amount} ({value / whole:.2f})"
 
-    fields = ("kept", "temporaries", "moved")
+    fields = ("kept", "temporaries", "moved", "seconds")
     return table(
-        ("a ResNet's step", "recompute_outputs", "dtype", *fields),
+        ("a ResNet's step", "recompute_outputs", "dtype", *fields[:-1], "to lower and compile"),
         [
             (row.layer, row.recomputes, row.dtype, *(cell(row, field) for field in fields))
             for row in needed

@@ -117,9 +117,9 @@ SENT = Sent(SHARD_MAP, names.OURS, "float32", False, "", sends=2, largest=64, ke
 
 # Without, with, and Equinox's.
 NEEDED = [
-    Needed(16, names.OURS, "float32", False, 100, 100, 100),
-    Needed(16, names.OURS, "float32", True, 60, 60, 114),
-    Needed(16, names.EQUINOX_BATCH, "float32", False, 172, 172, 100),
+    Needed(16, names.OURS, "float32", False, 100, 100, 100, 12.0),
+    Needed(16, names.OURS, "float32", True, 60, 60, 114, 12.0),
+    Needed(16, names.EQUINOX_BATCH, "float32", False, 172, 172, 100, 10.0),
 ]
 
 
@@ -177,6 +177,7 @@ def failing(extra=0.0, by="negate", step=STEP, sent=SENT, needed=NEEDED, **chang
         (needing(kept=61), {14}),
         (needing(temporaries=61), {15}),
         (needing(moved=116), {16}),
+        ({"needed": [NEEDED[0]._replace(seconds=12.1), *NEEDED[1:]]}, {17}),
     ],
     ids=str,
 )
