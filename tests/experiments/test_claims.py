@@ -83,7 +83,10 @@ BASES = {
         clipping("ema", "False", "scaled by 1e3")(growth=1e4),
     ],
     "determinism": [Edit({}, {"median": 1}, "_overhead")],
-    "compiled": [Edit({"recomputes": "True"}, {"temporaries": 1}, "_memory")],
+    "compiled": [
+        Edit({"recomputes": "True"}, {"temporaries": 1}, "_memory"),
+        Edit({}, {"seconds": 10}, "_memory"),
+    ],
     "distributed": [
         Edit({}, {"first_memory": "a", "memory": "b", "weights": "c", "error": 0}),
         rows(run="several", code="1")(seconds=0.1),
@@ -194,6 +197,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (Edit({"recomputes": "True"}, {"kept": 10**10}, "_memory"), {14: False}),
         (Edit({"recomputes": "True"}, {"temporaries": 10**10}, "_memory"), {15: False}),
         (Edit({"recomputes": "True"}, {"moved": 10**11}, "_memory"), {16: False}),
+        (Edit({"layer": "eqx-norm"}, {"seconds": 12.1}, "_memory"), {17: False}),
     ],
     "distributed": [
         (rows(run="several", process="1", implementation="auto")(weights="z"), {1: False}),
