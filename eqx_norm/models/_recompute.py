@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from eqx_norm._normalise import elementwise
-from eqx_norm._normalise.jaxprs import CALLS, equations
+from eqx_norm._normalise.jaxprs import CALLS, ELEMENTWISE, equations
 
 # What moves values, or makes them of nothing.
 _MOVES = """
@@ -14,16 +13,9 @@ _RANDOM = """
 random_bits random_fold_in random_split random_unwrap random_wrap shift_left
 shift_right_arithmetic shift_right_logical threefry2x32
 """
-# A norm's own passes; of `eqx_norm_statistics` and `eqx_norm_sums` come vectors.
-_PASSES = """
-activated activated_jvp activation_jvp affine deviations recompute_barrier rows rows_jvp
-"""
-_RECOMPUTED = {
-    *elementwise.NAMES,
-    *_MOVES.split(),
-    *_RANDOM.split(),
-    *(f"eqx_norm_{name}" for name in _PASSES.split()),
-}
+# The pass of a norm that writes an array of the size of x; of the others come vectors.
+_PASSES = "eqx_norm_affine eqx_norm_recompute_barrier"
+_RECOMPUTED = ELEMENTWISE.union(_MOVES.split(), _RANDOM.split(), _PASSES.split())
 
 
 def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
@@ -49,5 +41,5 @@ def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
     if primitive.name in CALLS:  # of an activation, for example
         inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
         names = {e.primitive.name for e in equations(getattr(inner, "jaxpr", inner))}
-        return not names <= _RECOMPUTED | CALLS
+        return not names <= _RECOMPUTED
     return primitive.name not in _RECOMPUTED

@@ -7,8 +7,6 @@ import functools
 
 import pytest
 
-from tests.helpers import same
-
 from .ways import CASES, DEVICES, WAYS, C, Way, error, forward, step_of, taken
 
 QUANTITIES = ("y", "memory", "parameters", "dx")
@@ -37,10 +35,3 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     assert len(sent["step"]) == expected + 1, sent
     most = C * (2 if partitioned else 4 * DEVICES)
     assert all(elements <= most + 1 for _, elements in sent["step"]), sent
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_device_invariant_results_have_the_same_bits(way):
-    case, implementation = "batch, relu, mask", "device_invariant"
-    results, _ = taken(CASES[case], WAYS[way](), implementation=implementation)
-    assert same(results, on_one(case, implementation))

@@ -5,6 +5,6 @@ import pytest
 from tests.processes import on_devices
 
 
-@pytest.mark.parametrize("name", ["over_devices", "over_mesh"])
+@pytest.mark.parametrize("name", ["over_mesh"])
 def test_on_eight_devices(name):
     on_devices(8, "-m", "pytest", "-p", "no:cacheprovider", f"tests/operation/{name}.py")

@@ -1,10 +1,9 @@
 """Tests that what reads or transforms programs meets JAX's own primitives, where it is said so.
 
-In inference always, in training with `implementation="plain"`.
+In inference always.
 """
 
 import equinox as eqx
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ from eqx_norm import LayerNorm
 from eqx_norm._normalise import jaxprs
 from tests.compiling import jit
 from tests.helpers import APPROACHES, copy, make, normal, over_batch
-from tests.layers.accuracy import check, far_from_zero, make_batch, seeds, with_outlier
 
 SHAPE = (6, 4, 3, 5)
 ACTIVATIONS = {
@@ -59,9 +57,6 @@ PLAIN = {
         for approach in APPROACHES
     },
     "inference, mask": lambda act: batch_norm(act, inference=True, masked=True),
-    "training": lambda act: batch_norm(act, implementation="plain"),
-    "training, mask": lambda act: batch_norm(act, implementation="plain", masked=True),
-    "LayerNorm": lambda act: layer_norm(act, implementation="plain"),
 }
 each_plain = pytest.mark.parametrize("made", PLAIN.values(), ids=PLAIN)
 
@@ -85,7 +80,7 @@ def test_which_it_is_not_otherwise(made):
 
 # Each transformation knows no primitives but JAX's; `jet` takes no `custom_jvp` such as ReLU.
 @pytest.mark.parametrize("activation", [None, jnp.tanh], ids=["none", "tanh"])
-@pytest.mark.parametrize("name", ["inference, batch", "training, mask", "LayerNorm"])
+@pytest.mark.parametrize("name", ["inference, batch"])
 def test_taylor_series(name, activation):
     call, x = PLAIN[name](activation)
     dx = normal(1, SHAPE)
@@ -105,31 +100,3 @@ def test_taylor_series(name, activation):
 
     for found, right in zip(by_jet(x, dx), by_jvp(x, dx), strict=True):
         np.testing.assert_allclose(found, right, atol=5e-6)
-
-
-@pytest.mark.x32  # has its own dtypes
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        *[("BatchNorm", shape) for shape in ((2, 8), (7, 8), (1000, 8), (8, 3, 16, 16))],
-        *[("LayerNorm", shape) for shape in ((8, 2), (8, 7), (8, 768))],
-    ],
-)
-@hypothesis.given(seeds)
-@hypothesis.settings(max_examples=5)
-def test_as_exact_as_the_normal_way(layer, shape, seed):
-    random = np.random.default_rng(seed)
-    drawn = shape if layer == "BatchNorm" else shape[::-1]
-    for x in (far_from_zero(random, drawn), with_outlier(random, drawn, 1)):
-        x = x if layer == "BatchNorm" else np.ascontiguousarray(x.T)
-        check(make_batch(random, x, affine=False), layer=layer, implementation="plain")
-
-
-@each_activation
-@pytest.mark.parametrize("made", [batch_norm, layer_norm])
-def test_it_has_the_same_derivatives(made, activation):
-    found, right = (
-        jax.vjp(call, x)[1](normal(1, SHAPE))[0]
-        for call, x in (made(activation, implementation=i) for i in ("plain", "auto"))
-    )
-    np.testing.assert_allclose(found, right, atol=2e-6)

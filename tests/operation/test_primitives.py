@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from eqx_norm._normalise import on_cpu, reference
-from eqx_norm._normalise.arithmetic import Arithmetic
+from eqx_norm._normalise.elementwise import recomputed
 from eqx_norm._normalise.primitives import (
-    ACTIVATED,
     AFFINE,
-    DEVIATIONS,
+    MOMENTS,
     STATISTICS,
     SUMS,
     Static,
@@ -30,7 +29,7 @@ from .derivatives import compiled, directional, gradient, slope_of_gradient
 N, C, H, W = 5, 3, 2, 4
 COLUMN = (1, C, 1, 1)
 SUMMED = (0, 2, 3)
-STATIC = Static(2, Arithmetic())
+STATIC = Static(3, C)
 RANDOM = np.random.RandomState(0)
 
 
@@ -53,39 +52,41 @@ def activation(u):
 
 
 def statistics(x, mask=None):
-    count, mean, m2, mean_rest = bind(STATISTICS, x, mask, static=STATIC)
+    how = {"static": STATIC, "shape": COLUMN, "names": ()}
+    count, mean, m2, mean_rest = bind(STATISTICS, x, mask, **how)
     return count, mean + mean_rest, m2
 
 
-def deviations(x, mask=None):
+def moments(x, mask=None):
     wide = x.astype(reference.compute_dtype(x.dtype))
-    mean, mean_rest = (ONE[name].astype(wide.dtype) for name in ("mean", "mean_rest"))
-    return bind(DEVIATIONS, wide, x, mean, mean_rest, mask, static=STATIC, shape=COLUMN)
+    arrays = [jax.lax.stop_gradient(x), *([] if mask is None else [mask])]
+    how = {"static": STATIC, "shape": COLUMN, "names": ()}
+    count, mean, m2, mean_rest = bind(STATISTICS, *arrays, **how)
+    arrays = (wide, x, mean, mean_rest, m2, count, *arrays[1:])
+    mean, m2 = MOMENTS.bind(*arrays, **how, mesh=(), centred=True)
+    return mean + mean_rest, m2
 
 
 def of(primitive, **parameters):
     return lambda *operands: bind(primitive, *operands, static=STATIC, **parameters)
 
 
-def activated(a, b, x, *centre_and_mask):
-    static = STATIC._replace(activation=activation, dtype=b.dtype)
-    return bind(ACTIVATED, a, b, x.astype(b.dtype), x, *centre_and_mask, static=static)
+def affine(a, b, x, *centre_and_mask):
+    return bind(AFFINE, a, b, x.astype(b.dtype), x, *centre_and_mask, static=STATIC)
+
+
+def activated(a, b, x, mean, mean_rest, mask=None):
+    vectors = a, b, mean, mean_rest
+    (u,) = affine(a, b, x, mean, mean_rest, *([] if mask is None else [mask]))
+    return [recomputed(activation, STATIC, u, vectors, x, mask)]
 
 
 def right_statistics(x, mask=None):
     mask = jnp.broadcast_to(True if mask is None else mask, x.shape)
-    n = mask.sum(SUMMED, dtype=x.dtype)
-    mean = jnp.where(mask, x, 0).sum(SUMMED) / n
-    d = jnp.where(mask, x - mean[:, None, None], 0)
-    return n, mean, (d * d).sum(SUMMED)
-
-
-def right_deviations(x, mask=None):
-    """Returns two zeros that change as sum(d) and sum(d^2) / 2 do."""
-    mean, mean_rest = (ONE[name].astype(x.dtype) for name in ("mean", "mean_rest"))
-    d = right_affine(0, 1, x, mean, mean_rest, mask)
-    changes = (moving - jax.lax.stop_gradient(moving) for moving in (d, d * d / 2))
-    return tuple(change.sum(SUMMED, keepdims=True) for change in changes)
+    n = mask.sum(SUMMED, dtype=x.dtype, keepdims=True)
+    mean = jnp.where(mask, x, 0).sum(SUMMED, keepdims=True) / n
+    d = jnp.where(mask, x - mean, 0)
+    return n, mean, (d * d).sum(SUMMED, keepdims=True)
 
 
 def right_sums(g, x, mean, mean_rest, mask=None):
@@ -109,9 +110,9 @@ def weighed(values, mask):
 # What the layers bind, and the formula.
 INNER = ("a", "b", "x", "mean", "mean_rest")
 DIFFERENTIATED = {
-    "deviations": (deviations, right_deviations, ("x",)),
+    "moments": (moments, lambda *x: right_statistics(*x)[1:], ("x",)),
     "sums": (of(SUMS, shape=COLUMN), right_sums, ("g", "x", "mean", "mean_rest")),
-    "affine": (of(AFFINE), right_affine, INNER),
+    "affine": (affine, right_affine, INNER),
     "activated": (activated, right_activated, INNER),
 }
 ALL = {"statistics": (statistics, right_statistics, ("x",))} | DIFFERENTIATED

@@ -165,9 +165,7 @@ RECOMPUTED = {
     "prelu after": (None, lambda f, x, w: conv(PRELU(f(conv(x, w[0]))), w[1]), 2),
     "dropout after": (None, lambda f, x, w: conv(dropped(f(conv(x, w[0]))), w[1]), 2),
     "residual": (None, lambda f, x, w: conv(jax.nn.relu(x + f(conv(x, w[0]))), w[1]), 2),
-    # An activation with arrays of its own has a checkpoint of its own, of which jax (0.10.2,
-    # 0.12.0.1) keeps the input once more, and asks no policy.
-    "prelu": (PRELU, lambda f, x, w: conv(f(conv(x, w[0])), w[1]), 3),
+    "prelu": (PRELU, lambda f, x, w: conv(f(conv(x, w[0])), w[1]), 2),
 }
 
 

@@ -46,7 +46,7 @@ every_eps = pytest.mark.parametrize("eps", [1e-5, 1e-26, 1e-37])
 
 
 @every_eps
-@pytest.mark.parametrize("implementation", ["auto", "device_invariant"])
+@pytest.mark.parametrize("implementation", ["auto"])
 def test_batch_norm(implementation, eps):
     how = {"approach": "batch", "eps": eps, "implementation": implementation}
     layer, state = make(len(CHANNELS), "batch", **how)

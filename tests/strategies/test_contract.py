@@ -138,7 +138,7 @@ class Last(Told):
 
 
 @pytest.mark.parametrize("approach", [Last(), VarianceClip(Last(), start=1)], ids=repr)
-@pytest.mark.parametrize("implementation", ["auto", "device_invariant"])
+@pytest.mark.parametrize("implementation", ["auto"])
 def test_the_batch_itself_can_be_remembered(approach, implementation):
     layer, state = make(C, "batch", approach=approach, implementation=implementation)
     for scale in (1, 2):
@@ -188,7 +188,7 @@ WRONG_IN_INFERENCE = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["auto", "device_invariant"])
+@pytest.mark.parametrize("implementation", ["auto"])
 @pytest.mark.parametrize(
     ("approach", "inference", "words"),
     [

@@ -1,1 +1,0 @@
-"""Tests the kernels for GPUs, on machines that have none."""
