@@ -50,7 +50,6 @@ PEERS = (
     names.NNX_TWO_PASS,
     names.TORCH,
 )
-KERNELS = (names.OURS_TRITON, names.OURS_MOSAIC)
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ def on_device(job: Job) -> Job:
     """Returns the job, or the job of this package's implementations where there is a GPU."""
     if jax.default_backend() == "cpu":
         return job
-    layers = (names.OURS, names.OURS_XLA, *KERNELS)
-    return Job(job.cases, layers, tuple(LAYOUTS), job.by_approach)
+    return Job(job.cases, (names.OURS, names.OURS_PALLAS), tuple(LAYOUTS), job.by_approach)
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
@@ -111,8 +109,12 @@ def _row(case: Case, given: Sequence[tuple[Batch, Exact]], layout: str, layer: s
         found = exact.worst([exact.errors(b, right, answer(layer, b)) for b, right in given])
     except Exception as error:  # whatever it is, the others are to be measured
         said = str(error).partition("\n")[0].partition(". ")[0]
-        # Where it is asked for by name, a kernel may answer that it cannot serve.
-        asked = layer in KERNELS and isinstance(error, ValueError) and "implementation=" in said
+        # The kernel may answer that it cannot serve.
+        asked = (
+            layer == names.OURS_PALLAS
+            and isinstance(error, ValueError)
+            and "implementation=" in said
+        )
         kind = NOT_SERVED if asked else f"{type(error).__name__}: "
         return Row(case.name, layout, layer, raised=kind + said)
     return Row(case.name, layout, layer, *found)

@@ -8,7 +8,7 @@ Errors are of y, in units of max(1, abs(xhat)).
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -48,7 +48,6 @@ class Job:
     ratios: tuple[float, ...] = (1.0, 1e3, 1e5, 1e7)
     momenta: tuple[float, ...] = (0.5, 0.99)
     approaches: tuple[str, ...] = tuple(APPROACHES)
-    implementation: Literal["auto", "device_invariant"] = "auto"
 
 
 WHOLE = Job()
@@ -103,11 +102,7 @@ def measure(job: Job) -> list[Row]:
     for approach, momentum, ratio in tqdm(kinds, unit="run", disable=None):
         strategy, recursion = APPROACHES[approach]
         layer, state = eqx.nn.make_with_state(BatchNorm)(
-            CHANNELS,
-            "batch",
-            eps=EPS,
-            approach=strategy(momentum),
-            implementation=job.implementation,
+            CHANNELS, "batch", eps=EPS, approach=strategy(momentum)
         )
         inference = eqx.nn.inference_mode(layer)
         drawn = list(batches(ratio, job.steps))

@@ -41,7 +41,7 @@ def draw(files: Files) -> list[Path]:
     for row in rows.load(files.csv(), Row):
         measured.setdefault(row.case, {})[row.layer] = row.y
     layers = list(next(iter(measured.values())))
-    if names.OURS_XLA in layers:
+    if names.OURS_PALLAS in layers:
         return []
     figure = Figure(figsize=(11, 8.4))
     halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.15))

@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -49,7 +49,6 @@ class Run:
     threads: int | None = None
     cores: int | None = None
     devices: int | None = None  # None: one, and no sharding
-    implementation: Literal["auto", "device_invariant"] = "auto"
     flipped_at: int | None = None  # the step before which one bit of one weight is flipped
 
 
@@ -72,7 +71,7 @@ def train(run: Run, ledger: Ledger) -> Outcome:
     """Trains, and appends what the probes saw to the ledger after each step."""
 
     def make_norm(channels: int) -> BatchNorm:
-        return BatchNorm(channels, AXIS, approach="batch", implementation=run.implementation)
+        return BatchNorm(channels, AXIS, approach="batch")
 
     model, state = eqx.filter_jit(eqx.nn.make_with_state(Small))(
         make_norm, jax.random.key(SEED)

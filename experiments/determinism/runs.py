@@ -29,7 +29,6 @@ THREADS = "a seed, other threads"
 RECIPE = "the recipe"
 ON_TWO = "the recipe, 2 devices"
 DEVICES = "the recipe, other devices"
-INVARIANT = "device_invariant, other devices"
 FAULT = "the recipe, one bit flipped"
 
 # Runs that are compared with the first of them, by what they differ in.
@@ -40,10 +39,7 @@ Setting = Mapping[str, Run]
 class Job:
     """Says what to run. The defaults are the whole job."""
 
-    names: tuple[str, ...] = (
-        *(NO_SEED, SEED, THREADS, RECIPE),
-        *(ON_TWO, DEVICES, INVARIANT, FAULT),
-    )
+    names: tuple[str, ...] = (NO_SEED, SEED, THREADS, RECIPE, ON_TWO, DEVICES, FAULT)
     repeats: int = 5  # as in the talk
     steps: int = 100
     threads: tuple[int, ...] = (2, 1, 3, 4, 8)
@@ -64,7 +60,6 @@ class Job:
 
         run = Run(self.steps)
         recipe = replace(run, recipe=True)
-        invariant = replace(recipe, implementation="device_invariant")
         flipped = replace(recipe, flipped_at=self.flipped_at)
         settings = {
             NO_SEED: repeated(replace(run, seeded=False)),
@@ -76,7 +71,6 @@ class Job:
             },
             ON_TWO: repeated(replace(recipe, devices=2)),
             DEVICES: over("device", self.devices, recipe),
-            INVARIANT: over("device", self.devices, invariant),
             FAULT: {"as it is": recipe, f"before step {self.flipped_at}": flipped},
         }
         return {name: settings[name] for name in self.names}

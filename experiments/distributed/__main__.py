@@ -11,7 +11,6 @@ the end one of its processes is killed, and fewer of them go on from a checkpoin
 """
 
 import argparse
-import itertools
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from experiments.lab.tables import listing
 from . import launch
 from .claims import CLAIMS
 from .launch import ONE, RESTORED, SEVERAL, Process
-from .train import HEARTBEAT, SEED, Implementation
+from .train import HEARTBEAT, SEED
 
 
 @dataclass(frozen=True)
@@ -38,35 +37,29 @@ class Job:
     # Few: later on a rounding error decides the sign of a ReLU's input or which of two pixels a
     # pooling takes, and runs part by 1e-4, whatever the layer does (seen after 20 steps).
     steps: int = 10
-    implementations: tuple[Implementation, ...] = ("auto", "device_invariant")
     flags: str = ""  # XLA's
 
 
 QUICK = Job(
     processes=(2,),
     steps=4,
-    implementations=("device_invariant",),
     # Four steps take less time than to make them fast.
     flags="--xla_backend_optimization_level=0",
 )
 
 
 def measure(job: Job, files: Files) -> dict[str, Any]:
-    cells = list(itertools.product(job.processes, job.implementations))
     found: list[Process] = []
-    for processes, implementation in tqdm(cells, unit="setting", disable=None):
+    for processes in tqdm(job.processes, unit="setting", disable=None):
         with tempfile.TemporaryDirectory() as folder:
             for run in ONE, SEVERAL, RESTORED:
-                found += launch.processes(
-                    run, implementation, processes, job.steps, folder, job.flags
-                )
+                found += launch.processes(run, processes, job.steps, folder, job.flags)
     rows.save(files.csv(), Process, found, digits=9)
     return {"seed": SEED, "steps": job.steps, "heartbeat, seconds": HEARTBEAT}
 
 
 COLUMNS = {
     "run": "{run}",
-    "implementation": "{implementation}",
     "processes": "{processes}",
     "devices": "{devices}",
     "process": "{process}",

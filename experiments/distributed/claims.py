@@ -22,18 +22,15 @@ def _of(found: Sequence[Process], *runs: str) -> list[Process]:
 
 
 def _one_memory(found: Sequence[Process]) -> tuple[str, bool]:
-    runs = by(_of(found, SEVERAL), lambda row: (row.implementation, row.processes))
+    runs = by(_of(found, SEVERAL), lambda row: row.processes)
     alike = [
         len({(row.memory, row.weights) for row in of_run}) == 1 for of_run in runs.values()
     ]
     return f"{sum(alike)} of {len(alike)} runs", all(alike)
 
 
-def _invariant(found: Sequence[Process]) -> tuple[str, bool]:
-    rows = [row for row in _of(found, ONE, SEVERAL) if row.implementation == "device_invariant"]
-    if not rows:
-        raise NotMeasured
-    runs = by(rows, lambda row: row.devices)
+def _as_in_one(found: Sequence[Process]) -> tuple[str, bool]:
+    runs = by(_of(found, ONE, SEVERAL), lambda row: row.devices)
     alike = [len({row.first_memory for row in of_run}) == 1 for of_run in runs.values()]
     return f"{sum(alike)} of {len(alike)} numbers of devices", all(alike)
 
@@ -41,7 +38,7 @@ def _invariant(found: Sequence[Process]) -> tuple[str, bool]:
 def _weights(run: str) -> Callable[[Sequence[Process]], tuple[str, bool]]:
     def judge(found: Sequence[Process]) -> tuple[str, bool]:
         error, row = worst(_of(found, run), lambda row: row.error)
-        return f"{error:.1e} ({row.devices} devices, {row.implementation})", error <= BOUND
+        return f"{error:.1e} ({row.devices} devices)", error <= BOUND
 
     return judge
 
@@ -55,10 +52,7 @@ def _killed(found: Sequence[Process]) -> tuple[str, bool]:
 
 CLAIMS = [
     Claim("1. all processes have the same weights and memory, to the bit", _one_memory),
-    Claim(
-        "2. device_invariant: after a step the memory of one process with as many devices",
-        _invariant,
-    ),
+    Claim("2. after a step the memory of one process with as many devices", _as_in_one),
     Claim(f"3. the weights of one process with as many devices, to {BOUND}", _weights(SEVERAL)),
     Claim(
         f"4. where one is killed, the others end with an error in {HEARTBEAT + MARGIN} s",

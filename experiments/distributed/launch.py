@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .train import CHECKPOINT, Implementation, Outcome, Run, weights_of
+from .train import CHECKPOINT, Outcome, Run, weights_of
 
 ROOT = Path(__file__).parents[2]
 ONE = "one process"
@@ -28,7 +28,6 @@ class Process(NamedTuple):
     """Holds how one process of a run ended. All but the last have one device each."""
 
     run: str
-    implementation: str
     processes: int
     devices: int  # of the run
     process: int
@@ -44,12 +43,7 @@ class Process(NamedTuple):
 
 
 def processes(
-    name: str,
-    implementation: Implementation,
-    devices: int,
-    steps: int,
-    folder: str,
-    flags: str = "",
+    name: str, devices: int, steps: int, folder: str, flags: str = ""
 ) -> list[Process]:
     """Runs on so many devices; the runs of one folder are compared, and share a checkpoint.
 
@@ -65,7 +59,6 @@ def processes(
         saved_after=steps // 2,
         restored=name == RESTORED,
         killed=name == SEVERAL,
-        implementation=implementation,
         processes=count,
         coordinator=f"localhost:{_free_port()}",
     )
@@ -86,7 +79,6 @@ def processes(
         found.append(
             Process(
                 name,
-                implementation,
                 count,
                 devices,
                 process,

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -36,7 +36,6 @@ from experiments.lab import mnist
 from experiments.lab.networks import Small
 from experiments.lab.training import AXIS, BATCH_SIZE
 
-Implementation = Literal["auto", "device_invariant"]
 # Not Adam: the gradient of a bias before a norm is nothing but rounding errors, which differ by
 # the order of a sum, and which Adam scales up to whole steps.
 OPTIMISER = optax.sgd(0.1)
@@ -54,7 +53,6 @@ class Run:
 
     folder: str  # of the checkpoint and the weights; all processes reach it
     steps: int = 10
-    implementation: Implementation = "auto"
     saved_after: int | None = None  # so many steps a checkpoint is written
     restored: bool = False  # whether it goes on from there
     killed: bool = False  # whether the last process is killed after the last step
@@ -87,8 +85,7 @@ def train(run: Run) -> None:
     split, whole = (NamedSharding(mesh, spec) for spec in (P(DEVICES), P()))
 
     def make_norm(channels: int) -> BatchNorm:
-        names = AXIS, DEVICES
-        return BatchNorm(channels, names, approach="batch", implementation=run.implementation)
+        return BatchNorm(channels, (AXIS, DEVICES), approach="batch")
 
     # Compiled as a whole, which takes less time than each of its operations by itself.
     make = eqx.filter_jit(eqx.nn.make_with_state(Small))

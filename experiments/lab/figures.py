@@ -24,8 +24,7 @@ BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 PEERS: dict[str, str] = {
     names.OURS: BLUE,
     names.OURS_SEPARATE: BLUE,
-    names.OURS_INVARIANT: BLUE,
-    names.OURS_XLA: SKY,
+    names.OURS_PALLAS: SKY,
     names.EQUINOX: VERMILION,
     names.EQUINOX_EMA: PURPLE,
     names.EQUINOX_BATCH: VERMILION,

@@ -42,14 +42,11 @@ PARTS = {
 }
 STEP = "training step"
 
-# Kernels that have to be asked for by name, and may say that they cannot serve.
-KERNELS = (names.OURS_TRITON, names.OURS_MOSAIC)
 IN_TORCH = (names.TORCH, names.TORCH_COMPILED)
 BATCH_NORMS = (names.OURS, names.OURS_SEPARATE)  # what is claimed of either
 EQUINOX = (names.EQUINOX_EMA, names.EQUINOX_BATCH)
 FLAX = (names.LINEN, names.NNX)
-PEERS = (*BATCH_NORMS, names.OURS_INVARIANT, names.OURS_XLA, *KERNELS)
-PEERS = (*PEERS, *EQUINOX, names.EQUINOX, *FLAX, *IN_TORCH)
+PEERS = (*BATCH_NORMS, names.OURS_PALLAS, *EQUINOX, names.EQUINOX, *FLAX, *IN_TORCH)
 
 MIB = 2**20
 # Bytes of x, from which on the time on a GPU is that of moving it, and little else.
@@ -115,14 +112,11 @@ class Job:
     )
     layouts: tuple[str, ...] = (OWN,)
     rows: tuple[Shape, ...] = LAYER_NORM
-    # Of these shapes only every so many-th is measured in bf16, in the device-invariant mode,
-    # and for what it takes to compile.
+    # Of these shapes only every so many-th is measured in bf16, and for what it takes to
+    # compile.
     every: int = 6
     dtypes: tuple[str, ...] = tuple(DTYPES)
-    peers: tuple[str, ...] = (
-        *(*BATCH_NORMS, names.OURS_INVARIANT),
-        *(*EQUINOX, names.EQUINOX, *FLAX, names.TORCH),
-    )
+    peers: tuple[str, ...] = (*BATCH_NORMS, *EQUINOX, names.EQUINOX, *FLAX, names.TORCH)
     passes: tuple[str, ...] = (BOTH, INFERENCE)  # of a batch norm
     caches: tuple[str, ...] = (HOT, COLD)
     rounds: int = 20
@@ -187,16 +181,15 @@ class Job:
         """Returns the peers that take part."""
         absent = {names.EQUINOX}
         if problem.rows:
-            absent = {names.OURS_SEPARATE, names.OURS_INVARIANT, *EQUINOX, names.NNX}
+            # The kernel reads columns.
+            absent = {names.OURS_SEPARATE, names.OURS_PALLAS, *EQUINOX, names.NNX}
         if problem.dtype == "bf16":  # it mixes bf16 and f32 in one `select`, and fails
             absent |= {names.EQUINOX_EMA}
-        if problem.shape not in self.few:
-            absent |= {names.OURS_INVARIANT}
         if pass_ == INFERENCE:  # where a ReLU inside and one after are one program
-            absent |= {names.OURS_SEPARATE, names.OURS_INVARIANT}
+            absent |= {names.OURS_SEPARATE}
         # What takes long to compile is there only where it matters.
         if pass_ == FORWARD:
-            absent |= {*KERNELS, names.TORCH_COMPILED}
+            absent |= {names.OURS_PALLAS, names.TORCH_COMPILED}
         if problem.bytes <= LARGE:
             absent |= {names.TORCH_COMPILED}
         return [name for name in self.peers if name not in absent]
@@ -226,8 +219,8 @@ GPU = Job(
     every=1,
     # Equinox's other mode fails in bf16, and moves as many bytes; nnx has linen's arithmetic.
     peers=(
-        *(names.OURS, names.OURS_XLA, *KERNELS),
-        *(names.EQUINOX_BATCH, names.EQUINOX, names.LINEN, *IN_TORCH),
+        *(names.OURS, names.OURS_PALLAS, names.EQUINOX_BATCH, names.EQUINOX),
+        *(names.LINEN, *IN_TORCH),
     ),
     passes=(FORWARD, BOTH),
     caches=("",),  # of as many instances none is in the cache
@@ -248,7 +241,7 @@ REHEARSAL = dataclasses.replace(
     shapes=SMALL.images,
     rows=SMALL.rows,
     dtypes=("bf16",),
-    peers=tuple(n for n in GPU.peers if n not in (*KERNELS, names.TORCH_COMPILED)),
+    peers=tuple(n for n in GPU.peers if n not in (names.OURS_PALLAS, names.TORCH_COMPILED)),
     rounds=2,
     least=0.0,
     most_instances=2,

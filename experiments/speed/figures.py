@@ -45,7 +45,7 @@ HOLLOW: dict[str, Any] = {"markerfacecolor": "white"}
 MARKERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     names.OURS: ((names.OURS,), {"marker": "o", "markersize": 6.5}),
     names.OURS_SEPARATE: ((names.OURS_SEPARATE,), {"marker": "o", "markersize": 6.5, **HOLLOW}),
-    names.OURS_XLA: ((names.OURS_XLA,), {"marker": "P"}),
+    names.OURS_PALLAS: ((names.OURS_PALLAS,), {"marker": "P"}),
     names.TORCH: ((names.TORCH,), {"marker": "s"}),
     names.TORCH_COMPILED: ((names.TORCH_COMPILED,), {"marker": "s", **HOLLOW}),
     "Flax": (FLAX, {"marker": "^"}),

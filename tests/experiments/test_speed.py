@@ -36,7 +36,7 @@ def test_quick_holds_what_does_not_depend_on_the_machine(tmp_path):
 @pytest.mark.long
 def test_a_rehearsal_measures_every_part(tmp_path):
     arguments = ["--device", "rehearsal", "--out", str(tmp_path), "--peers", names.OURS]
-    arguments += [names.OURS_XLA, names.EQUINOX_BATCH, names.EQUINOX]
+    arguments += [names.EQUINOX_BATCH, names.EQUINOX]
     # Every claim holds but those on speed.
     assert EXPERIMENT.main(arguments) == 0
     files = Files(tmp_path, "speed_rehearsal")
@@ -44,8 +44,7 @@ def test_a_rehearsal_measures_every_part(tmp_path):
     assert {row.part for row in measured} == {"copy", *cases.REHEARSAL.parts}
     timed = [row for row in measured if row.part in ("time", "layer_norm")]
     every = {("time", cases.FIRST), ("time", cases.LAST), ("layer_norm", cases.ROWS)}
-    for peer in (names.OURS, names.OURS_XLA):
-        assert {(row.part, row.layout) for row in timed if row.peer == peer} == every
+    assert {(row.part, row.layout) for row in timed if row.peer == names.OURS} == every
     assert not [row.note for row in measured if row.note]
     assert all(row.share > 0 and row.host > 0 and row.instances == 2 for row in timed)
     assert cases.NO_NORM in {row.peer for row in measured if row.part == "training"}
@@ -139,9 +138,9 @@ def test_what_raises_is_a_row_and_stops_no_other(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("peer", "error", "starts"),
     [
-        (names.OURS_TRITON, ValueError("implementation='pallas_triton' cannot"), NOT_SERVED),
+        (names.OURS_PALLAS, ValueError("implementation='pallas' cannot serve x"), NOT_SERVED),
         (names.OURS, ValueError("implementation='auto' cannot serve x"), FAILED),
-        (names.OURS_TRITON, RuntimeError("implementation=: illegal address"), FAILED),
+        (names.OURS_PALLAS, RuntimeError("implementation=: illegal address"), FAILED),
     ],
     ids=["refused", "auto", "crashed"],
 )

@@ -24,7 +24,6 @@ from experiments.speed.cases import (
     GPU,
     HOT,
     INFERENCE,
-    KERNELS,
     LAST,
     OWN,
     ROWS,
@@ -38,7 +37,7 @@ IMAGES, TABLE = (6, 5, 4, 3), (16, 5)
 OURS = Problem(IMAGES, "f32", OWN)
 
 
-@pytest.mark.parametrize("name", [names.OURS_INVARIANT, names.EQUINOX_BATCH])
+@pytest.mark.parametrize("name", [names.OURS, names.EQUINOX_BATCH])
 @pytest.mark.parametrize(("shape", "layout"), [(TABLE, OWN), (IMAGES, LAST)])
 def test_forward_gives_the_y_that_is_compared(name, shape, layout):
     problem = Problem(shape, "f32", layout)
@@ -222,15 +221,12 @@ def test_what_is_timed_on_a_cpu():
     assert (rounds[32, 96, 112, 112], rounds[256, 256]) == (job.fewest, job.rounds)
     in_bf16 = {p.shape for p in job.batch_norms(job.shapes) if p.dtype == "bf16"}
     assert in_bf16 < job.few
-    everywhere = Problem((256, 1024), "f32", OWN)
-    elsewhere = Problem((256, 256), "f32", OWN)
-    assert {*job.entered(everywhere)} - {*job.entered(elsewhere)} == {names.OURS_INVARIANT}
-    assert names.OURS_SEPARATE not in job.entered(everywhere, INFERENCE)
+    assert names.OURS_SEPARATE not in job.entered(Problem((256, 256), "f32", OWN), INFERENCE)
 
 
 def test_what_takes_long_to_compile_is_there_where_it_matters():
     small, large = (Problem(s, "f32", LAST) for s in ((32, 512, 7, 7), (256, 64, 112, 112)))
-    slow = {*KERNELS, names.TORCH_COMPILED}
+    slow = {names.OURS_PALLAS, names.TORCH_COMPILED}
     assert slow.isdisjoint(GPU.entered(large, FORWARD))
-    assert slow & set(GPU.entered(small)) == set(KERNELS)
+    assert slow & set(GPU.entered(small)) == {names.OURS_PALLAS}
     assert slow <= set(GPU.entered(large))

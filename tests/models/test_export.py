@@ -45,7 +45,7 @@ class Attention(eqx.Module):
 
     def __init__(self, size, key):
         *keys, last = jax.random.split(key, 4)
-        self.norms = [LayerNorm(size, implementation="plain") for _ in range(2)]
+        self.norms = [LayerNorm(size) for _ in range(2)]
         self.weights = [eqx.nn.Linear(size, size, key=k) for k in keys]
         self.perceptron = eqx.nn.MLP(size, size, 2 * size, 1, jax.nn.gelu, key=last)
 

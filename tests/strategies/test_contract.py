@@ -138,9 +138,8 @@ class Last(Told):
 
 
 @pytest.mark.parametrize("approach", [Last(), VarianceClip(Last(), start=1)], ids=repr)
-@pytest.mark.parametrize("implementation", ["auto"])
-def test_the_batch_itself_can_be_remembered(approach, implementation):
-    layer, state = make(C, "batch", approach=approach, implementation=implementation)
+def test_the_batch_itself_can_be_remembered(approach):
+    layer, state = make(C, "batch", approach=approach)
     for scale in (1, 2):
         y, state = call(layer, state, scale * X)
     assert type(state.get(layer.memory_index)) is Moments
@@ -188,7 +187,6 @@ WRONG_IN_INFERENCE = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["auto"])
 @pytest.mark.parametrize(
     ("approach", "inference", "words"),
     [
@@ -200,9 +198,8 @@ WRONG_IN_INFERENCE = {
     ],
     ids=str,
 )
-def test_a_wrong_answer(approach, inference, words, implementation):
-    how = {"approach": approach, "inference": inference, "implementation": implementation}
-    wrong, state = make(C, "batch", **how)
+def test_a_wrong_answer(approach, inference, words):
+    wrong, state = make(C, "batch", approach=approach, inference=inference)
     right, _ = make(C, "batch", approach="batch")
 
     def fail_then_succeed(x, state):

@@ -3,9 +3,7 @@
 OURS = "eqx-norm"
 OURS_SEPARATE = "eqx-norm, separate ReLU"  # what a changed import gives
 OURS_XLA = "eqx-norm, xla"
-OURS_TRITON = "eqx-norm, pallas_triton"
-OURS_MOSAIC = "eqx-norm, pallas_mosaic"
-OURS_INVARIANT = "eqx-norm, device-invariant"
+OURS_PALLAS = "eqx-norm, pallas"
 OURS_UNBIASED = "eqx-norm, unbiased"
 # Equinox's batch norm in its two modes, and its layer norm.
 EQUINOX_EMA, EQUINOX_BATCH, EQUINOX = "Equinox ema", "Equinox batch", "Equinox"

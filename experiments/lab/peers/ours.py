@@ -10,12 +10,7 @@ from eqx_norm import BatchNorm, LayerNorm
 from . import AXIS, Layer, names
 from .of_equinox import stateful, stateless
 
-_IMPLEMENTATIONS: dict[str, Any] = {
-    names.OURS_XLA: "xla",
-    names.OURS_TRITON: "pallas_triton",
-    names.OURS_MOSAIC: "pallas_mosaic",
-    names.OURS_INVARIANT: "device_invariant",
-}
+_IMPLEMENTATIONS: dict[str, Any] = {names.OURS_XLA: "xla", names.OURS_PALLAS: "pallas"}
 
 
 def batch_norm(name: str, channels: int, affine: bool, **keywords: Any) -> Layer:
