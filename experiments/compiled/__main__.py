@@ -9,16 +9,15 @@ between memory and processor. How much it moves can be read off the optimised pr
 XLA makes for a GPU from its description. The unit is the bytes of x. In training, the least is
 2 reads and 1 write forward, 4 reads and 1 write backward: 8 units.
 
-programs   how many units a norm and its activation move, state update included, by XLA and by
-           this package's kernels; Equinox's beside them. "forward + backward" is where y and
+programs   how many units a norm and its activation move, state update included, by XLA and with
+           this package's kernel; Equinox's beside them. "forward + backward" is where y and
            its cotangent are known at once: XLA then writes y in the pass that makes the sums of
            the backward pass, and saves a read of x. In training the cotangent comes later:
            "forward, then backward". And between two convolutions, which XLA gives another
            memory layout than the caller: how often an array of the size of x is copied or
            transposed, with a layer and without.
-kernels    what becomes of the kernels on an A100, an H200 and a B200: registers, spills, atomic
-           additions, loads of 16 bytes, copies ahead to shared memory, share of the least
-           traffic.
+kernels    what becomes of the kernel, and of the one that merges its results, on an H200 and a
+           B200: registers, spills, atomic additions, copies ahead to shared memory.
 devices    what a step sends between 8 GPUs, by `jit` and in `shard_map`, masked or not.
 memory     what a ResNet-50's step keeps for the backward pass, with `recompute_outputs` and
            without: by JAX, and what XLA makes of it; and the processor's time to lower and
@@ -26,8 +25,8 @@ memory     what a ResNet-50's step keeps for the backward pass, with `recompute_
 recipe     whether `eqx_norm.determinism.deterministic` has scatters sorted, which on a GPU add
            atomically otherwise, and leaves the programs of this package as they are.
 
-Kernels read columns: an x of convolutional shape in the caller's layout, with no convolution
-before it, XLA first writes out in theirs.
+The kernel reads columns: an x of convolutional shape in the caller's layout, with no
+convolution before it, XLA first writes out in its own.
 
 Nothing runs, so no program is timed.
 """
@@ -116,7 +115,7 @@ def report(files: Files) -> Report:
     return Report(
         "\n\n".join(tables),
         verdicts,
-        ours=_units(read.programs, names.OURS_TRITON),
+        ours=_units(read.programs, names.OURS_XLA),
         peers=_units(read.programs, names.EQUINOX_BATCH),
     )
 
@@ -132,7 +131,7 @@ def _units(programs: Iterable[Program], name: str) -> str:
 
 def _beside(programs: Iterable[Program]) -> str:
     """Returns the units of x with the backward pass, layer beside layer."""
-    shown = (NO_NORM, names.OURS_XLA, names.OURS_TRITON, names.EQUINOX_BATCH)
+    shown = (NO_NORM, names.OURS_XLA, names.OURS_PALLAS, names.EQUINOX_BATCH)
     units: dict[tuple[str, str], dict[str, str]] = {}
     for row in programs:
         if (row.device, row.direction) == ("H200", BOTH) and row.units is not None:
@@ -145,25 +144,17 @@ def _beside(programs: Iterable[Program]) -> str:
 
 
 def _kernels(kernels: Iterable[Kernel]) -> str:
-    """Returns the code of the kernels that read x, for an H200 and in half precision."""
-    header = ["kernel", "by", "x", "dtype", "tiles", "registers", "shared memory"]
+    """Returns the code of the kernels, for an H200 and in half precision."""
     return table(
-        [*header, "occupancy", "units of x", "least"],
+        ("kernel", "x", "dtype", "registers", "shared memory", "occupancy", "units of x"),
         [
             (
-                row.kernel,
-                row.implementation.rpartition("_")[2].capitalize(),
-                _by(row.shape),
-                row.dtype,
-                f"{row.chunk} x {_by(row.tile)}",
-                row.registers,
-                f"{row.shared_bytes} B",
-                f"{row.occupancy:.0%}",
-                f"{row.units:.3f}",
-                f"{row.least_share:.1%}",
+                *(row.kernel, _by(row.shape), row.dtype),
+                *(row.registers, f"{row.shared_bytes} B"),
+                *(f"{row.occupancy:.0%}", f"{row.units:.3f}"),
             )
             for row in kernels
-            if (row.device, row.dtype) == ("H200", "bfloat16") and row.least_share is not None
+            if (row.device, row.dtype) == ("H200", "bfloat16")
         ],
     )
 
@@ -200,7 +191,6 @@ SENT = {
     "dtype": "{dtype}",
     "mask": "{masked}",
     "collectives, and numbers that a device gets": "{collectives}",
-    "kernels": "{kernels}",
 }
 
 

@@ -33,7 +33,6 @@ class Sent(NamedTuple):
     collectives: str  # in the order of the program
     sends: int  # how many of them
     largest: int  # numbers that a device gets of one
-    kernels: int
 
 
 def compiled() -> list[Sent]:
@@ -93,8 +92,7 @@ def _sent(mesh: jax.sharding.Mesh, way: str, layer: str, masked: bool, dtype: An
     ]
     text = ", ".join(f"{name} {size}" for name, size in found)
     largest = max((size for _, size in found), default=0)
-    kernels = hlo.count('custom_call_target="__gpu$xla.gpu.triton"')
-    return Sent(way, layer, dtype.name, masked, text, len(found), largest, kernels)
+    return Sent(way, layer, dtype.name, masked, text, len(found), largest)
 
 
 def _sizes(result: str) -> list[int]:

@@ -15,13 +15,6 @@ from . import assembly, compiler, traffic
 from .assembly import PREFIX, Code
 from .cases import BETWEEN, Case, cases, program
 from .compiler import Compile
-from .tiles import cut
-
-LOAD = 16  # bytes
-# The times that each kernel has to move x, at least.
-LEAST = {"statistics": 1, "vjp_sums": 2, "rows": 2, "rows_vjp": 3}
-# The loads of vectors, in a kernel that has six arguments.
-VECTORS = 4
 
 
 class Program(NamedTuple):
@@ -45,20 +38,15 @@ class Kernel(NamedTuple):
     device: str
     shape: tuple[int, ...]
     dtype: str
-    implementation: str
     kernel: str
-    tile: tuple[int, ...]  # of a kernel that reads x
-    chunk: int | None  # of so many tiles
     warps: int
     registers: int
     spilled_bytes: int
     shared_bytes: int
     occupancy: float
-    loads: str
     copies: int
     atomics: int
     units: float
-    least_share: float | None
     problem: str
 
 
@@ -94,15 +82,15 @@ def measure(
         programs.append(Program(*case, units, len(found), changes))
         moved = _by_name(text, found)
         for code in codes if case.program != BETWEEN else []:
-            key = (case.shape, case.dtype, case.implementation, code.name)
+            key = (case.shape, case.dtype, code.name)
             kernels.setdefault(key, _kernel(case, code, moved[code.name] / x_bytes))
     return programs, list(kernels.values())
 
 
 def _by_name(text: str, found: Sequence[traffic.Launch]) -> dict[str, int]:
     """Returns the bytes that each of this package's kernels moves."""
-    # Triton's kernels have a name of their own, Mosaic's are named by where they come from.
-    named = rf'%([\w.-]+) = .*custom_call_target=.*(?: name = "|op_name="[^"]*/)({PREFIX}\w+)'
+    # They are named by where they come from.
+    named = rf'%([\w.-]+) = .*custom_call_target=.*op_name="[^"]*/({PREFIX}\w+)'
     names = dict(re.findall(named, text))
     moved = dict.fromkeys(names.values(), 0)
     for launch in found:
@@ -112,46 +100,30 @@ def _by_name(text: str, found: Sequence[traffic.Launch]) -> dict[str, int]:
 
 
 def _kernel(case: Case, code: Code, units: float) -> Kernel:
-    name = code.name.removeprefix(PREFIX)
-    least, read = LEAST.get(name), cut(case, name)
     return Kernel(
         case.device,
         case.shape,
         case.dtype,
-        case.implementation,
-        name,
-        read.tile if read else (),
-        read.chunk if read else None,
+        code.name.removeprefix(PREFIX),
         code.warps,
         code.registers,
         code.spilled_bytes,
         code.shared_bytes,
         code.occupancy(compiler.shared_memory(case.device)),
-        " ".join(f"{count}x{size}" for size, count in sorted(code.loads.items())),
         code.copies,
         code.atomics,
         units,
-        least / units if least else None,
-        ", ".join(_problems(case, name, code)),
+        ", ".join(_problems(code)),
     )
 
 
-def _problems(case: Case, name: str, code: Code) -> Iterator[str]:
+def _problems(code: Code) -> Iterator[str]:
     """Yields what does not hold of a kernel."""
     if code.spilled_bytes:
         yield "spills"
     if code.atomics:
         yield "atomics"
-    if case.implementation == names.OURS_MOSAIC:
-        if not code.copies:
-            yield "no copies ahead"
-        if code.unfenced:
-            yield "unfenced"
-    elif (read := cut(case, name)) and read.line % LOAD == 0:
-        wide = code.loads.get(LOAD, 0)
-        # Every thread loads each tile at once.
-        if wide < (2 if "vjp" in name else 1) * read.chunk:
-            yield "no 16-byte loads"
-        # Weight and bias of each tile are vectors, too.
-        if sum(code.loads.values()) - wide > VECTORS + 2 * read.chunk * name.endswith("rows"):
-            yield "narrow loads"
+    if not code.copies:
+        yield "no copies ahead"
+    if code.unfenced:
+        yield "unfenced"

@@ -20,7 +20,7 @@ from . import compiler
 from .cases import BATCH_NORM, Case, program
 
 ATOMIC, SORTED, NO_SCATTER = "adds atomically", "sorted first", "no scatter"
-OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernels": names.OURS_TRITON}
+OURS = {"BatchNorm, ReLU": names.OURS_XLA, "BatchNorm, ReLU, kernel": names.OURS_PALLAS}
 
 
 class Step(NamedTuple):

@@ -15,15 +15,21 @@ FORWARD, BOTH, INFERENCE = "forward", "forward + backward", "inference"
 NO_NORM = "no norm"
 
 
-def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = True) -> Layer:
-    """Returns a batch norm with ReLU, or without; its output has the dtype of x."""
+def batch_norm(
+    name: str,
+    channels: int,
+    *,
+    channel_axis: int = 1,
+    activation: Callable[[Array], Array] | None = jax.nn.relu,
+) -> Layer:
+    """Returns a batch norm with an activation, or none; its output has the dtype of x."""
     if name == NO_NORM:
         unchanged: Any = lambda affine, memory, x: (x, memory)  # noqa: E731
         made = Layer((), unchanged, unchanged)
     else:
-        # This layer has a ReLU of its own.
-        own = relu and names.package(name) == "eqx_norm" and name != names.OURS_SEPARATE
-        how: dict[str, Any] = {"activation": jax.nn.relu} if own else {}
+        # This layer has an activation of its own.
+        own = names.package(name) == "eqx_norm" and name != names.OURS_SEPARATE
+        how: dict[str, Any] = {"activation": activation} if own else {}
         made = peers.batch_norm(
             name, channels, momentum=MOMENTUM, eps=EPS, channel_axis=channel_axis, **how
         )
@@ -34,7 +40,7 @@ def batch_norm(name: str, channels: int, *, channel_axis: int = 1, relu: bool = 
         def applied(affine: Any, memory: Any, x: Array) -> tuple[Array, Any]:
             y, memory = apply(affine, memory, x)
             # Equinox's layer returns f32 for bf16: in a network it has to be cast.
-            return (jax.nn.relu(y) if relu else y).astype(x.dtype), memory
+            return (activation(y) if activation else y).astype(x.dtype), memory
 
         return applied
 

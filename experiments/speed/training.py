@@ -98,7 +98,10 @@ def program(name: str, sizes: Sizes, dtype: str) -> Program:
 
     It is compiled here, so that several may be at once.
     """
-    network = [(c, batch_norm(name, c.outputs, relu=c.relu)) for c in convolutions(sizes)]
+    network = [
+        (c, batch_norm(name, c.outputs, activation=jax.nn.relu if c.relu else None))
+        for c in convolutions(sizes)
+    ]
     keys = jax.random.split(jax.random.key(1))
     images = jax.random.normal(keys[0], problem(sizes, dtype).shape, DTYPES[dtype])
     labels = jax.random.randint(keys[1], (sizes.batch,), 0, sizes.classes)

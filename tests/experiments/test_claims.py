@@ -48,8 +48,8 @@ def moved(implementation, program="BatchNorm + ReLU", **where):
     return rows("_programs", implementation=implementation, program=program, **where)
 
 
-def kernel(implementation, problem):
-    return rows("_kernels", implementation=implementation)(problem=problem)
+def kernel(problem):
+    return rows("_kernels", device="B200")(problem=problem)
 
 
 ERRORS: dict[str, Any] = dict.fromkeys(
@@ -84,6 +84,7 @@ BASES = {
     ],
     "determinism": [Edit({}, {"median": 1}, "_overhead")],
     "compiled": [
+        Edit({}, {"units": 3}, "_programs"),
         Edit({"recomputes": "True"}, {"temporaries": 1}, "_memory"),
         Edit({}, {"seconds": 10}, "_memory"),
     ],
@@ -107,7 +108,8 @@ ON_ONE_CORE = rows(setting="the recipe", run="on one core")
 FAULT = rows(setting="the recipe, one bit flipped", run="before step 37")
 SAME_BITS = {"fingerprint": "aa", "final_loss": 0.5, "by_step": "0"}
 BETWEEN = "conv, BatchNorm + ReLU, conv"
-TRITON, MOSAIC = "eqx-norm, pallas_triton", "eqx-norm, pallas_mosaic"
+XLA, PALLAS = "eqx-norm, xla", "eqx-norm, pallas"
+COLUMNS, IMAGES = "65536x256", "64x64x32x32"
 RATIO = case("mean/std = 1e0")
 RAISED = dict.fromkeys(ERRORS, "")
 # Some edits each, and what becomes of the claims whose verdict they change.
@@ -177,25 +179,26 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (PROBED(median=1.06), {7: False}),
     ],
     "compiled": [
-        (moved("eqx-norm, xla", direction="forward + backward")(units=9.2), {1: False}),
-        (moved("eqx-norm, xla", BETWEEN)(layout_changes=9), {2: False}),
-        (moved(TRITON, direction="forward")(units=3.1), {3: False}),
-        (moved(TRITON, BETWEEN)(layout_changes=9), {4: False}),
-        (moved(MOSAIC, BETWEEN)(layout_changes=9), {4: False}),
-        (kernel(TRITON, "spills"), {5: False}),
-        (kernel(MOSAIC, "atomics"), {6: False}),
-        (kernel(TRITON, "narrow loads"), {7: False}),
-        (kernel(MOSAIC, "no copies ahead"), {8: False}),
-        (kernel(MOSAIC, "unfenced"), {9: False}),
-        (Edit({}, {"recipe": "adds atomically"}, "_recipe"), {10: False}),
-        (Edit({"program": "BatchNorm, ReLU"}, {"same": "False"}, "_recipe"), {11: False}),
-        (Edit({"way": "jit", "layer": "eqx-norm"}, {"largest": 2049}, "_devices"), {12: False}),
-        (Edit({"way": "jit", "masked": "True"}, {"sends": 6}, "_devices"), {13: False}),
-        (Edit({"way": "shard_map"}, {"sends": 3}, "_devices"), {13: False}),
-        (Edit({"recomputes": "True"}, {"kept": 10**10}, "_memory"), {14: False}),
-        (Edit({"recomputes": "True"}, {"temporaries": 10**10}, "_memory"), {15: False}),
-        (Edit({"recomputes": "True"}, {"moved": 10**11}, "_memory"), {16: False}),
-        (Edit({"layer": "eqx-norm"}, {"seconds": 12.1}, "_memory"), {17: False}),
+        (moved(XLA, "BatchNorm + GELU")(units=8.3), {1: False}),
+        (moved(XLA, BETWEEN)(layout_changes=9), {2: False}),
+        (moved(PALLAS, "BatchNorm + SiLU", shape=COLUMNS)(units=7.3), {3: False}),
+        (moved(PALLAS, "BatchNorm + SiLU", shape=IMAGES)(units=9.1), {}),
+        (moved(PALLAS, "BatchNorm + SiLU", shape=IMAGES)(units=9.3), {4: False}),
+        (moved(PALLAS, direction="forward", shape=COLUMNS)(units=3.1), {5: False}),
+        (moved(PALLAS, BETWEEN)(layout_changes=9), {6: False}),
+        (kernel("spills"), {7: False}),
+        (kernel("atomics"), {8: False}),
+        (kernel("no copies ahead"), {9: False}),
+        (kernel("unfenced"), {10: False}),
+        (Edit({}, {"recipe": "adds atomically"}, "_recipe"), {11: False}),
+        (Edit({"program": "BatchNorm, ReLU"}, {"same": "False"}, "_recipe"), {12: False}),
+        (Edit({"way": "jit", "layer": "eqx-norm"}, {"largest": 2049}, "_devices"), {13: False}),
+        (Edit({"way": "jit", "masked": "True"}, {"sends": 6}, "_devices"), {14: False}),
+        (Edit({"way": "shard_map"}, {"sends": 3}, "_devices"), {14: False}),
+        (Edit({"recomputes": "True"}, {"kept": 10**10}, "_memory"), {15: False}),
+        (Edit({"recomputes": "True"}, {"temporaries": 10**10}, "_memory"), {16: False}),
+        (Edit({"recomputes": "True"}, {"moved": 10**11}, "_memory"), {17: False}),
+        (Edit({"layer": "eqx-norm"}, {"seconds": 12.1}, "_memory"), {18: False}),
     ],
     "distributed": [
         (rows(run="several", process="1")(weights="z"), {1: False}),

@@ -87,9 +87,8 @@ ARROWS = {
         [f for f in files(PACKAGE, but="determinism") if f != PACKAGE / "__init__.py"],
         lambda name: not inside(name, "eqx_norm.determinism"),
     ),
-    # But the one that asks how a kernel cuts up its work.
     "experiments use the public interface": (
-        files(EXPERIMENTS, but="compiled/tiles.py"),
+        files(EXPERIMENTS),
         lambda name: not (inside(name, "eqx_norm") and "._" in name),
     ),
     **{
