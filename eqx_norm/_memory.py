@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Int
 
+from eqx_norm import _normalise
 from eqx_norm.strategies import AbstractStrategy
 
 
@@ -39,6 +40,32 @@ def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
             f"the layer with axis_name={(*names, *axes)!r}. To give each its own, stack one "
             f"state for each, pass them with in_specs=P({axes!r}), and take [0] of what comes."
         )
+
+
+def whole(tree: Any) -> Any:
+    """Returns what is remembered, not split over a mesh with explicit axes."""
+    return jax.tree.map(lambda array: _normalise.split(array, jax.P()), tree)
+
+
+def placed_as(held: Any, learnt: Any) -> Any:
+    """Returns what was learnt, split over a mesh as the state given.
+
+    **Raises:** `ValueError` where that is no argument of the program: inside of a mesh it has
+    another type then, and `eqx.nn.State` would say that "f32[4]" is not "f32[4]".
+    """
+    for before, after in zip(jax.tree.leaves(held), jax.tree.leaves(learnt), strict=True):
+        own, mesh = (jax.typeof(array).sharding.mesh for array in (before, after))
+        if own != mesh and (mesh.explicit_axes or mesh.manual_axes):
+            raise ValueError(
+                f"x is of the mesh {dict(mesh.shape)}, and the state given of "
+                f"{dict(own.shape) or 'none'}: the function that jax.shard_map or jax.jit "
+                "calls takes the state from around itself. Pass it as an argument, with "
+                "in_specs=jax.P() in jax.shard_map; or, where nothing is compiled, put it "
+                "there: jax.device_put(state, jax.NamedSharding(mesh, jax.P()))."
+            )
+    return jax.tree.map(
+        lambda a, b: _normalise.split(a, jax.typeof(b).sharding.spec), learnt, held
+    )
 
 
 def _varying(array: ArrayLike) -> frozenset[Any]:

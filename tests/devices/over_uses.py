@@ -4,6 +4,7 @@ Run by test_devices.py, in a process that has so many.
 """
 
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,59 @@ def test_a_scan_over_micro_batches_inside_shard_map():
     split = over(split, mesh_of(devices=DEVICES), (WHOLE, along), (WHOLE, along))
     right = jax.jit(functools.partial(scanned, one))(state, x)
     assert error(jax.jit(split)(state, x), right) < 1e-6
+
+
+@pytest.mark.parametrize("layer", ["BatchNorm", "BatchNorm, bfloat16, PReLU", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("along", "parameters"),
+    [
+        (P(("a", "c")), WHOLE),
+        *itertools.product([P("a", "c"), P(None, "c")], [WHOLE, P("c")]),
+    ],
+    ids=str,
+)
+def test_explicit_axes_along_channels_too(layer, along, parameters):
+    x, dy, _ = arguments(CASE)
+    if layer == "LayerNorm":
+        model, state = LayerNorm((C, L), activation=jax.nn.silu), None
+    else:
+        prelu = eqx.nn.PReLU(0.3) if "PReLU" in layer else None
+        model, state = make(C, "batch", approach="variance_clip", activation=prelu)
+        x, dy = (a.astype("bfloat16" if prelu else "float32") for a in (x, dy))
+    learnt, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(learnt: Any, state: Any, x: Any, dy: Any) -> Any:
+        def loss(learnt: Any, x: Any) -> Any:
+            model = eqx.combine(learnt, rest)
+            y, after = (jax.vmap(model)(x), None) if state is None else call(model, state, x)
+            return (y * dy).astype("float32").sum(), (y, after)
+
+        return jax.grad(loss, (0, 1), has_aux=True)(learnt, x)
+
+    kinds = (AxisType.Explicit, AxisType.Explicit)
+    mesh = jax.make_mesh((4, 2), ("a", "c"), axis_types=kinds)
+
+    def put(tree: Any, spec: P) -> Any:
+        def each(leaf: Any) -> Any:
+            return jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim else WHOLE))
+
+        return jax.tree.map(each, tree)
+
+    right = jax.jit(step)(learnt, state, x, dy)
+    with jax.set_mesh(mesh):
+        places = parameters, parameters, along, along
+        given = list(map(put, (learnt, state, x, dy), places))
+        found = jax.jit(step)(*given)
+    assert jax.typeof(found[0][1]).sharding.spec == jax.typeof(given[2]).sharding.spec
+    assert error(jax.device_get(found), right) < (1e-2 if x.dtype == "bfloat16" else 2e-6)
+
+
+def test_a_state_from_around_shard_map_is_an_error_that_says_so():
+    layer, state = make(C, ("batch", "devices"), approach=CASE.approach)
+    f = over(lambda x: call(layer, state, x), mesh_of(devices=DEVICES), SPLIT, (SPLIT, WHOLE))
+    said = r"x is of the mesh {'devices': 8}, and the state given of none.*as an argument"
+    with pytest.raises(ValueError, match=said):
+        f(arguments(CASE)[0])
 
 
 def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():

@@ -41,10 +41,13 @@ ARGUMENTS = [
     ({"input_size": 3.0}, "input_size=3.0: it is the number of channels, an int"),
     ({"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
     ({"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
-    *(({"eps": eps}, f"eps={eps}.*greater than 0") for eps in (0.0, -1e-5, float("nan"))),
+    *(
+        ({"eps": eps}, f"eps={eps}.*at least 1e-20")
+        for eps in (0.0, -1e-5, 9e-21, float("nan"))
+    ),
 ]
 OF_LAYER_NORM = [
-    ({"eps": 0.0}, "eps=0.0.*greater than 0"),
+    ({"eps": 0.0}, "eps=0.0.*at least 1e-20"),
     ({"dtype": jnp.int32}, "dtype=int32.*float"),
     ({"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
     ({"shape": 0}, "shape=0.*1 or more"),

@@ -168,3 +168,18 @@ def test_a_state_of_the_other_x64_setting(made_with):
         exec(str(error.value).splitlines()[-1].strip(), namespace)
         _, after = call(layer, namespace["state"], X)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(after)} == {makes, "int32"}
+
+
+@each_approach
+def test_the_least_eps_gives_finite_gradients(approach):
+    """Tests channels that are constant in each batch, where the running variance stays 0."""
+    layer, state = make(2, "batch", approach=approach, eps=1e-20)
+
+    def loss(x, state):
+        y, state = over_batch(layer)(x, state)
+        return 1e3 * jnp.sum(y * jnp.arange(6.0)[:, None, None]), state
+
+    for constant in (0.5, 1.5, -70.0):
+        x = jnp.full((6, 2, 3), constant) * jnp.array([[1.0], [100.0]])
+        dx, state = jax.jit(jax.grad(loss, has_aux=True))(x, state)
+        assert np.isfinite(dx).all()

@@ -124,13 +124,14 @@ def test_activations_of_eager_calls_are_not_kept(made):
         def __call__(self, u):
             return u * u
 
-    activation = Squared()
-    dead = weakref.ref(activation)
-    x = normal(0, SHAPE)
-    jax.grad(lambda x: made(activation)(x).sum())(x)
-    del activation
+    def called():
+        activation = Squared()
+        jax.grad(lambda x: made(activation)(x).sum())(normal(0, SHAPE))
+        return weakref.ref(activation)
+
+    activation = called()
     gc.collect()
-    assert dead() is None
+    assert activation() is None
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, functools.partial(jax.nn.elu, alpha=0.5)])

@@ -206,3 +206,31 @@ for names, approach in (("batch", "devices"), "batch"), (("devices", "batch"), "
 def test_unequal_counts_over_devices():
     """One device has a single value that counts, or none; then nothing counts on either."""
     on_devices(2, "-c", SHARDED, flags=XLA_FLAGS)
+
+
+@pytest.mark.parametrize("activation", [None, jax.nn.silu, eqx.nn.PReLU()])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("LayerNorm", "n, 4, 3, 6"),
+        ("inference", "n, 4, 3, 6"),
+        ("inference", "n, 4, h, w"),
+        ("inference", "n, 4, h, 2*h"),
+    ],
+)
+def test_exported_for_sizes_that_are_not_known_yet(kind, sizes, activation):
+    """Tests those axes that Equinox's layers allow, on platforms that are not here, too."""
+    if kind == "LayerNorm":
+        call = jax.vmap(LayerNorm((4, 3, 6), activation=activation))
+    else:
+        layer, state = make(4, "batch", approach="batch", activation=activation)
+        call = lambda x: over_batch(eqx.nn.inference_mode(layer))(x, copy(state))[0]  # noqa: E731
+
+    def both(x):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(call(x))))(x)
+
+    symbols = jax.ShapeDtypeStruct(jax.export.symbolic_shape(sizes), jnp.float32)
+    exported = jax.export.export(jax.jit(both), platforms=("cpu", "cuda", "tpu"))(symbols)
+    x = normal(0, (7, 4, 3, 6))
+    for found, right in zip(exported.call(x), both(x), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)

@@ -31,25 +31,21 @@ def exact(eps):
 
 def check(y, dx, eps):
     right_y, right_dx, _, rstd = exact(eps)
-    # Squares below the smallest normal number are 0, so that eps has to be larger than those.
-    held = (SCALES**2 > 1e-32) | (eps > 1e-30)
     for result, right, bound in (
         (y, right_y, np.maximum(1, np.abs(right_y))),
         (dx, right_dx, rstd * np.abs(COTANGENT).max(1, keepdims=True)),
     ):
         errors = np.max(np.abs(np.asarray(result) - right) / bound, axis=1)
-        errors = dict(zip([*SCALES[held], "constant"], errors[[*held, True]], strict=True))
+        errors = dict(zip([*SCALES, "constant"], errors, strict=True))
         assert not {scale: error for scale, error in errors.items() if not error <= 1e-6}
 
 
-every_eps = pytest.mark.parametrize("eps", [1e-5, 1e-26, 1e-37])
+every_eps = pytest.mark.parametrize("eps", [1e-5, 1e-20])
 
 
 @every_eps
-@pytest.mark.parametrize("implementation", ["auto"])
-def test_batch_norm(implementation, eps):
-    how = {"approach": "batch", "eps": eps, "implementation": implementation}
-    layer, state = make(len(CHANNELS), "batch", **how)
+def test_batch_norm(eps):
+    layer, state = make(len(CHANNELS), "batch", approach="batch", eps=eps)
     y, _, (gradient, dx) = call_and_grad(layer, state, f32(CHANNELS.T), f32(COTANGENT.T))
     check(y.T, dx.T, eps)
     right = exact(eps)[2]
