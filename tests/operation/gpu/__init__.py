@@ -1,0 +1,1 @@
+"""Tests the kernel for GPUs, on machines that have none."""

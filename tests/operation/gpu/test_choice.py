@@ -1,0 +1,149 @@
+"""Tests what is lowered for CUDA devices, on a machine that has none, and what is refused.
+
+What passes Pallas's interpreter may fail in Triton or Mosaic: that it does not is tested here
+as far as it can be without CUDA's compiler. The rest: experiments/compiled.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from eqx_norm import LayerNorm
+from eqx_norm._normalise.gpu import choice, tiling, triton
+from tests.helpers import copy, make, over_batch
+
+from .backends import BACKENDS, CORES, HAS_MOSAIC, kernels, mesh
+
+pytestmark = pytest.mark.x32
+each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+# With and without a remainder, in one chunk or many, merged or not.
+SHAPES = [(1, 65536, 256), (1, 1021, 33), (32, 3136, 64), (3, 77, 3), (8192, 768, 1), (5, 1, 7)]
+of = jax.ShapeDtypeStruct
+
+
+@pytest.mark.parametrize("kind", CORES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each_backend
+def test_lowered_for_each_gpu(backend, kind, dtype):
+    if backend is triton or "A100" not in kind:
+        assert kernels(backend.statistics, of(SHAPES[0], dtype), on=mesh(kind)) == 2
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 4097, 64)])
+def test_every_shape_with_64_bits_and_strict_dtypes(shape):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        for backend in BACKENDS.values():
+            if backend.refuses(x := of(shape, jnp.bfloat16)) is None:
+                assert kernels(backend.statistics, x) in (1, 2)
+
+
+@each_backend
+def test_a_merge_of_merges(backend, monkeypatch):
+    monkeypatch.setattr(tiling, "_CHUNKS", 1)
+    assert kernels(backend.statistics, of((1, 2**20, 32), "float32")) == 3
+
+
+# --- Through a layer.
+
+
+def norm(shape=(2048, 1024), axis_name: Any = "batch", implementation: Any = "pallas"):
+    def f(x):
+        how = {"approach": "batch", "implementation": implementation}
+        layer, state = make(shape[1], axis_name, **how)
+        return over_batch(layer)(x, copy(state))
+
+    return f, of(shape, "float32")
+
+
+def layer_norm(implementation: Any = "pallas"):
+    return jax.vmap(LayerNorm(768, implementation=implementation)), of((4096, 768), "bfloat16")
+
+
+def grad(f):
+    return jax.grad(lambda x: jnp.sum(jax.tree.leaves(f(x))[0] ** 2))
+
+
+PROGRAMS = {
+    "forward and backward": grad,
+    "ensemble": lambda f: lambda x: jax.vmap(grad(f))(jnp.stack([x] * 3)),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda x, _: (grad(f)(x), None), x, length=2),
+    "remat": lambda f: grad(jax.checkpoint(f)),
+    "second order": lambda f: grad(grad(f)),
+    "forward mode": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("shape", [(2048, 1024), (32, 64, 14, 14)], ids=str)
+def test_taken_where_it_is_asked_for(program, shape):
+    f, x = norm(shape)
+    assert kernels(program(f), x) > 0
+
+
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
+@pytest.mark.parametrize("layer", [norm, layer_norm])
+def test_not_taken_else(layer, implementation):
+    assert kernels(*layer(implementation=implementation)) == 0
+
+
+LINES = [(lambda: norm((8192, 100)), 32), (layer_norm, 64)]
+
+
+@pytest.mark.parametrize(("layer", "across"), LINES, ids=["columns", "rows"])
+def test_channels_that_fill_no_lines(layer, across):
+    if not HAS_MOSAIC:
+        assert kernels(*layer()) > 0
+    else:
+        with pytest.raises(ValueError, match=f"it reads tiles of {across} channels of"):
+            kernels(*layer())
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_operands_that_jit_has_sharded_are_not_gathered(check_vma):
+    on, (f, x) = mesh(size=2), norm()
+    sharded = of(x.shape, x.dtype, sharding=NamedSharding(on, P("x")))
+    with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
+        kernels(f, sharded, on=on)
+    f, x = norm(axis_name=("batch", "x"))
+    specs: Any = {"in_specs": P("x"), "out_specs": P("x"), "check_vma": check_vma}
+    assert kernels(jax.shard_map(lambda x: f(x)[0], mesh=on, **specs), x, on=on) > 0
+
+
+# --- Asked for what it cannot serve, or on another GPU.
+
+
+def chosen(shape=(64, 32, 1), dtype="float32", mask=None, platform="cuda") -> Any:
+    kept = (1, *shape[1:-1], 1)
+    return choice.of_statistics((platform,), False, of(shape, dtype), mask, shape=kept)
+
+
+REFUSED = [
+    ({"platform": "cpu"}, "it is for CUDA devices, and this program is for cpu"),
+    ({"dtype": "float64"}, "x is float64, and the kernel takes"),
+    ({"mask": of((64, 1, 1), bool)}, "it takes no mask"),
+    ({"shape": (0, 32, 1)}, "it is empty"),
+    ({"shape": (2**16, 32, 2**16)}, "more rows than a kernel can count"),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), REFUSED)
+def test_refused(asked, reason):
+    with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):
+        chosen(**asked)
+
+
+@pytest.mark.parametrize(("capability", "new"), [("8.0", False), ("9.0", True), ("12.0", True)])
+def test_the_backend_for_the_gpu_that_is_here(monkeypatch, capability, new):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda platform: [device])
+    expected = BACKENDS["mosaic" if new and HAS_MOSAIC else "triton"]
+    assert chosen().args == (expected.statistics,)
+    monkeypatch.setattr(triton, "triton", None)
+    if expected is triton:
+        with pytest.raises(ValueError, match="it takes an H100 or a later GPU with jax"):
+            chosen()
