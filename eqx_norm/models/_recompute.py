@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from eqx_norm._normalise.jaxprs import CALLS, ELEMENTWISE, equations
+from eqx_norm._normalise.jaxprs import CALLS, ELEMENTWISE, called, equations
 
 # What moves values, or makes them of nothing.
 _MOVES = """
 bitcast_convert_type broadcast_in_dim concatenate convert_element_type dynamic_slice expand_dims
-full iota pad pvary reshape rev select_n slice split squeeze transpose
+full iota pad platform_index pvary reshape rev select_n slice split squeeze transpose
 """
 _RANDOM = """
 random_bits random_fold_in random_split random_unwrap random_wrap shift_left
@@ -39,7 +39,6 @@ def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
     """
     del arrays
     if primitive.name in CALLS:  # of an activation, for example
-        inner = parameters.get("jaxpr", parameters.get("call_jaxpr"))
-        names = {e.primitive.name for e in equations(getattr(inner, "jaxpr", inner))}
+        names = {e.primitive.name for inner in called(parameters) for e in equations(inner)}
         return not names <= _RECOMPUTED
     return primitive.name not in _RECOMPUTED
