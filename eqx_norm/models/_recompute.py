@@ -13,9 +13,8 @@ _RANDOM = """
 random_bits random_fold_in random_split random_unwrap random_wrap shift_left
 shift_right_arithmetic shift_right_logical threefry2x32
 """
-# The pass of a norm that writes an array of the size of x; of the others come vectors.
-_PASSES = "eqx_norm_affine eqx_norm_recompute_barrier"
-_RECOMPUTED = ELEMENTWISE.union(_MOVES.split(), _RANDOM.split(), _PASSES.split())
+# Of a norm's passes this one writes an array of the size of x; of the others come vectors.
+_RECOMPUTED = ELEMENTWISE.union(_MOVES.split(), _RANDOM.split(), ["eqx_norm_affine"])
 
 
 def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
