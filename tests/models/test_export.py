@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.interpreters import batching
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import BatchNorm, LayerNorm, unswap
 from tests.helpers import normal, over_batch
 
 # What the two packages warn of when they are imported is theirs.
@@ -87,14 +87,18 @@ def test_a_resnet_s_inference(monkeypatch):
 
 
 def test_a_vit_s_inference(monkeypatch):
-    blocks = [Attention(16, k) for k in jax.random.split(jax.random.key(0))]
+    """Tests what `docs/models.md` says of `LayerNorm`, which has passes in inference, too."""
+    ours, state = eqx.nn.make_with_state(
+        lambda: [Attention(16, k) for k in jax.random.split(jax.random.key(0))]
+    )()
+    blocks, _ = unswap(ours, state)
 
-    def forward(x):
+    def forward(x, blocks=blocks):
         for block in blocks:
             x = jax.vmap(block)(x)
         return x
 
     x = normal(1, (2, 5, 16))
-    right = forward(x)
+    right = forward(x, ours)
     np.testing.assert_allclose(exported(forward, x, monkeypatch), right, atol=1e-5)
     assert jnp.isfinite(right).all()

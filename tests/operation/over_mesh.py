@@ -180,13 +180,3 @@ def test_derivatives_are_those_of_one_device_where_jax_checks_what_varies(case):
     for found in (over_mesh, on_each):
         for transform, ours, right in zip(TRANSFORMS, found, one, strict=False):
             assert error(ours, right) < 1e-4, transform.__name__
-
-
-def test_a_primitive_that_cannot_keep_track_raises():
-    def mixed(x, weight):
-        arrays = (weight, weight, x, x, weight, weight)
-        return primitives.AFFINE.bind(*arrays, static=Static(2, 2))[0]
-
-    split = jax.shard_map(mixed, mesh=mesh(1), in_specs=(SPLIT, WHOLE), out_specs=SPLIT)
-    with pytest.raises(TypeError, match="was given arrays that vary over diff"):
-        split(jnp.ones((1, 2, 3)), jnp.ones((1, 2, 1)))
