@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,7 +18,7 @@ from tests.helpers import copy, make, normal, over_batch
 SHAPE = (4, 3)
 
 
-def batch_norm(activation, approach="batch"):
+def batch_norm(activation, approach: Any = "batch"):
     layer, state = make(3, "batch", approach=approach, activation=activation)
     return lambda x: over_batch(layer)(x, copy(state))[0]
 

@@ -30,7 +30,7 @@ def mesh(kind="NVIDIA H200", size=1):
 
 def kernels(function, *arrays, on=None):
     """Returns how many there are in what XLA would be given for a CUDA device."""
-    with jax.sharding.use_abstract_mesh(on or mesh()), choice.quiet():
+    with jax.sharding.use_abstract_mesh(on or mesh()):
         text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     return text.count("__gpu$xla.gpu.triton") + text.count("mosaic_gpu_v2")
 
