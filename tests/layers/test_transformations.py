@@ -234,3 +234,17 @@ def test_exported_for_sizes_that_are_not_known_yet(kind, sizes, activation):
     x = normal(0, (7, 4, 3, 6))
     for found, right in zip(exported.call(x), both(x), strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm", "LayerNorm"])
+def test_nothing_is_sent_to_the_device_by_the_way(kind):
+    """Tests `jax_transfer_guard="disallow"`, traced anew and compiled before."""
+    layer, state = make(4, "batch", approach="batch", activation=jax.nn.relu)
+    row, x = LayerNorm((4, 5), activation=jax.nn.relu), normal(0, (3, 4, 5))
+    call = (
+        jax.vmap(row) if kind == "LayerNorm" else lambda x: over_batch(layer)(x, copy(state))[0]
+    )
+    for _ in range(2):
+        with jax.transfer_guard("disallow"):
+            y, pull_back = jax.vjp(call, x)
+            assert pull_back(y)[0].shape == x.shape
