@@ -190,3 +190,12 @@ def test_without_the_plugin_it_says_what_to_do(monkeypatch, capsys, tmp_path):
         EXPERIMENT.main(["--out", str(tmp_path)])
     assert exit_.value.code == 2
     assert "make gpu-compile-check" in capsys.readouterr().err
+
+
+def test_copies_before_all_have_read():
+    """Fails if what experiments/compiled reads off the code would miss a missing fence."""
+    read, fence = "ld.shared.v4.b32 {%r1, %r2}, [%rd1];\n", "fence.proxy.async.shared::cta;\n"
+    barrier, copy = "bar.sync %r5, 128;\n", "cp.async.bulk.tensor.4d.shared::cta [%r6];\n"
+    assert not assembly.unfenced((read + fence + barrier + copy) * 2)
+    for between in (fence, barrier, barrier + fence):
+        assert assembly.unfenced(read + between + copy)

@@ -11,7 +11,6 @@ import pytest
 
 from eqx_norm._normalise import reference
 from eqx_norm._normalise.gpu import choice, lanes, mosaic, tiling, triton
-from experiments.compiled.assembly import unfenced
 from tests.compiling import jit
 from tests.helpers import bits, f32, normal
 
@@ -167,12 +166,3 @@ def test_only_planted_races_are_found(cut, left_out, monkeypatch):
     with found if left_out else contextlib.nullcontext():
         statistics(mosaic, x, looking)
     interpreter.reset_gpu_interpret_mode_state()
-
-
-def test_copies_before_all_have_read():
-    """Fails if what experiments/compiled reads off the code would miss a missing fence."""
-    read, fence = "ld.shared.v4.b32 {%r1, %r2}, [%rd1];\n", "fence.proxy.async.shared::cta;\n"
-    barrier, copy = "bar.sync %r5, 128;\n", "cp.async.bulk.tensor.4d.shared::cta [%r6];\n"
-    assert not unfenced((read + fence + barrier + copy) * 2)
-    for between in (fence, barrier, barrier + fence):
-        assert unfenced(read + between + copy)
