@@ -72,7 +72,9 @@ def test_layer_norm_as_torch(dtype, shape, mean, affine, seed):
     x, dy = random.standard_normal((2, 3, *shape)).astype(jnp.dtype(dtype))
     x += np.asarray(mean, x.dtype)
     # A pair is at the mercy of eps and of the rounding of its mean: torch's, see
-    # experiments/results/layer_norm_pair.csv.
+    # experiments/results/layer_norm_pair.csv. In bfloat16 its gradient of a pair is 0.3, where
+    # the right one and ours are below 1e-3.
+    hypothesis.assume(dtype != "bfloat16" or x[0].size != 2)
     hypothesis.assume(np.min(x.astype(float).std(tuple(range(1, x.ndim)))) > 0.1)
     wide = np.result_type(x.dtype, np.float32)
     vectors = (random.uniform(0.5, 1.5, shape).astype(wide) if a else None for a in affine)
