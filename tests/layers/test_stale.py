@@ -136,7 +136,7 @@ def test_activations_of_eager_calls_are_not_kept(made):
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, functools.partial(jax.nn.elu, alpha=0.5)])
-def test_what_cannot_change_is_traced_once(activation, monkeypatch):
+def test_what_cannot_change_is_traced_once(activation):
     """Tests that it matters: what is not traced again is one function of a program."""
     layers = [BatchNorm(3, "batch", approach="batch", activation=activation) for _ in range(3)]
     states = [eqx.nn.State(layer) for layer in layers]
