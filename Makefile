@@ -16,13 +16,13 @@ GPU_COMPILE := .venv-gpu-compile
 GPU := .venv-gpu
 SOURCES := eqx_norm strategies experiments tests
 
-.PHONY: help setup stability accuracy benchmark experiments gpu-compile-check gpu figures \
+.PHONY: help setup stability accuracy benchmark experiments gpu-compile-check gpu \
 	test test-long test-peers test-newest lint format clean another-python
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo 'PYTHON=python3.12   with any of them: the Python to make environments with'
-	@echo 'COMMIT=--commit     with those that have gpu in their names: replace committed results'
+	@echo 'OUT=experiments     with those that have gpu in their names: replace committed results'
 
 setup: $(VENV)/ready ## make .venv with everything but the linters and the peers
 
@@ -32,45 +32,37 @@ stability: $(VENV)/ready ## the main job: Equinox issue #659 on MNIST, figures a
 accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in the hard cases
 	$(PEERS)/bin/python -m experiments.accuracy
 
-benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, targets
+benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, goals
 	$(PEERS)/bin/python -m experiments.speed
 
-experiments: $(PEERS)/ready ## replace every committed table and figure (50 minutes)
-	$(PEERS)/bin/python -m experiments.stability --commit
-	$(PEERS)/bin/python -m experiments.stability --commit --network large
-	$(PEERS)/bin/python -m experiments.accuracy --commit
-	$(PEERS)/bin/python -m experiments.layer_norm --commit
-	$(PEERS)/bin/python -m experiments.state_consistency --commit
-	$(PEERS)/bin/python -m experiments.variance_clipping --commit
-	$(PEERS)/bin/python -m experiments.determinism --commit
-	$(PEERS)/bin/python -m experiments.distributed --commit
-	$(PEERS)/bin/python -m experiments.speed --commit
-	$(MAKE) --no-print-directory gpu-compile-check COMMIT=--commit
-	$(PEERS)/bin/python -m experiments --write
+experiments: $(PEERS)/ready ## replace every committed table and figure (35 minutes)
+	for experiment in stability "stability --network large" variance_clipping \
+		state_consistency layer_norm accuracy determinism distributed speed; do \
+		$(PEERS)/bin/python -m experiments.$$experiment --out experiments || exit 1; \
+	done
+	$(MAKE) --no-print-directory gpu-compile-check OUT=experiments
+	$(PEERS)/bin/python -m experiments
 
 # Like the newest jax, jax's CUDA plugin needs a newer Python.
-gpu-compile-check: ## compile for GPUs, none needed: traffic and kernels' code (1.3 GB)
+gpu-compile-check: ## compile for GPUs, none needed: what programs move (1.3 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
-		$(GPU_COMPILE)/bin/python -m experiments.compiled $(COMMIT); \
+		$(GPU_COMPILE)/bin/python -m experiments.compiled $(if $(OUT),--out $(OUT)); \
 	else \
 		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
 	fi
 
 # Either exits with 1 where a claim does not hold: the other is to be measured all the same.
-gpu: ## measure on a CUDA GPU: bits, errors, time beside Flax and PyTorch (7 GB)
+gpu: ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)
 	@if python=$$(sh scripts/newer-python.sh 3.12); then \
 		$(MAKE) --no-print-directory $(GPU)/ready NEWER_PYTHON="$$python" || exit 1; \
 		failed=0; \
-		$(GPU)/bin/python -m experiments.accuracy $(COMMIT) || failed=1; \
-		$(GPU)/bin/python -m experiments.speed --device gpu $(COMMIT) || failed=1; \
+		$(GPU)/bin/python -m experiments.accuracy $(if $(OUT),--out $(OUT)) || failed=1; \
+		$(GPU)/bin/python -m experiments.speed --device gpu $(if $(OUT),--out $(OUT)) || failed=1; \
 		exit $$failed; \
 	else \
 		echo "gpu: no Python 3.12 or later was found here; nothing measured"; \
 	fi
-
-figures: $(VENV)/ready ## redraw the committed figures from the committed results
-	$(VENV)/bin/python -m experiments --redraw
 
 test: $(VENV)/ready ## all tests but those below; those of the layers again in 64 bits
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)

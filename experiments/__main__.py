@@ -1,102 +1,85 @@
-"""Shows what the experiments found, from the committed results; measures nothing.
+"""Writes experiments/README.md and the table in the README, from experiments/results/*.json."""
 
-    python -m experiments              tells of every experiment which claims hold
-    python -m experiments --write      writes experiments/README.md, and the README's table
-    python -m experiments --redraw     draws every committed figure anew
+import argparse
+import json
+from pathlib import Path
+from typing import Any
 
-To measure, run one of them: python -m experiments.NAME --help.
-"""
+from .common.report import table
 
-import importlib
-import sys
-from collections.abc import Iterator, Sequence
+FOLDER = Path(__file__).parent
+README = FOLDER.parent / "README.md"
+BEGIN, END = "<!-- experiments:begin -->\n", "<!-- experiments:end -->"
+# As a reader asks: first what a layer does to training, then how exact and how fast it is.
+ORDER = ["stability", "stability_large", "variance_clipping", "state_consistency"]
+ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed", "compiled"]
 
-from .lab import figures
-from .lab.experiment import COMMITTED, Experiment, Files, Report, parser
-from .lab.tables import table
-
-DOCUMENT, README = COMMITTED / "README.md", COMMITTED.parent / "README.md"
-BEGIN, END = "<!-- threads:begin -->\n", "<!-- threads:end -->"
 HEAD = """# What the experiments found
 
-Every table and verdict below is made of the files in [results/](results/) by
-`python -m experiments --write`. The `.json` beside them says with which processor, device and
-versions they were measured. `python -m experiments.NAME` measures one anew, below `build/`;
-`make experiments` measures all of them, and replaces what is here.
+Each is one script, run as `python -m experiments.NAME`; `--help` says what it does. It writes
+below `build/`. What is here was written by `make experiments`, and put together by
+`python -m experiments` from the `.json` and the figures; [results/](results/) has every number,
+and with which processor, device and versions it was measured.
+"""
+CLAIMS = """
+A claim is what this project says of itself; all of them hold, or `--quick` fails. What is aimed
+at, and not always reached, is the [last table](#aimed-at)."""
+GOALS = """
+## Aimed at
+
+These are goals, not claims: numbers that say how much better it could be, and what is in the
+way. Times depend on the machine; [docs/design.md](../docs/design.md) tells what was tried.
 """
 
 
-def experiments() -> Iterator[Experiment]:
-    """Yields every experiment, by name."""
-    for path in sorted(COMMITTED.glob("*/__main__.py")):
-        yield importlib.import_module(f".{path.parent.name}.__main__", __package__).EXPERIMENT
+def results() -> dict[str, Any]:
+    """Returns what each experiment has published, by name."""
+    paths = {path.stem: path for path in sorted((FOLDER / "results").glob("*.json"))}
+    names = [*filter(paths.__contains__, ORDER), *(name for name in paths if name not in ORDER)]
+    return {name: json.loads(paths[name].read_text(encoding="utf-8")) for name in names}
 
 
-def reports() -> Iterator[tuple[Experiment, Files, Report]]:
-    """Yields the report of each of the committed results."""
-    for experiment in experiments():
-        for stem in experiment.stems(COMMITTED):
-            files = Files(COMMITTED, stem)
-            yield experiment, files, experiment.report(files)
+def figures(name: str) -> list[Path]:
+    """Returns the figures of an experiment, and not those of one whose name begins alike."""
+    others = [other for other in results() if other.startswith(name) and other != name]
+    found = sorted((FOLDER / "figures").glob(f"{name}*.png"))
+    return [path for path in found if not path.stem.startswith(tuple(others))]
+
+
+def overview(folder: str) -> str:
+    """Returns the table of all experiments; `folder` is where it finds their files."""
+    lines = []
+    for name, result in results().items():
+        drawn = figures(name)
+        link = f"[figure]({folder}figures/{drawn[0].name})" if drawn else "-"
+        holding = sum(holds for _, _, holds in result["verdicts"])
+        claims = f"{holding} of {len(result['verdicts'])}"
+        where = f"[{name}]({folder and folder + 'README.md'}#{name})"
+        lines.append((where, result["asked"], result["answer"], claims, link))
+    return table(("experiment", "asked", "answer", "claims that hold", "figure"), lines)
 
 
 def document() -> str:
     """Returns the text of experiments/README.md."""
-    parts = [HEAD]
-    for experiment, files, report in reports():
-        title, *_ = (experiment.about or "").split("\n\n")
-        drawn = sorted((COMMITTED / "figures").glob(f"{files.stem}*.png"))
-        pictures = "".join(f"\n![{p.stem}](figures/{p.name})\n" for p in drawn)
-        tables = report.summary or report.text
-        parts.append(f"## {files.stem}\n\n{title}\n{pictures}\n{tables}\n")
-    return "\n".join(parts)
+    parts, goals = [HEAD, overview(""), CLAIMS], []
+    for name, result in results().items():
+        parts += [f"\n## {name}", f"\n{result['asked']} {result['answer']}."]
+        parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
+        parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
+        goals += [(name, *goal) for goal in result["goals"]]
+    if goals:
+        header = ("experiment", "aimed at", "measured", "what limits it")
+        parts += [GOALS, table(header, goals)]
+    return "\n".join(parts) + "\n"
 
 
-def verdicts(report: Report) -> tuple[str, str]:
-    """Returns how many claims hold of those that were judged, and which do not."""
-    judged = [verdict for verdict in report.verdicts if verdict.holds is not None]
-    fail = [verdict.claim for verdict in judged if not verdict.holds]
-    return f"{len(judged) - len(fail)} of {len(judged)}", "; ".join(fail) or "-"
-
-
-def threads() -> str:
-    """Returns the README's table: one row for each of the committed results."""
-    lines = ["| thread | claims that hold | this package | its peers | does not hold |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for experiment, files, report in reports():
-        hold, fail = verdicts(report)
-        # One experiment may have several results: the second's stem says how it differs.
-        which = files.stem.removeprefix(experiment.name).replace("_", ", ").replace("-", " ")
-        link = f"[{hold}](experiments/README.md#{files.stem})"
-        thread = experiment.thread + which
-        cells = (thread, link, report.ours or "-", report.peers or "-", fail)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def with_threads(readme: str) -> str:
-    """Returns the text of the README with the newest table."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + threads() + END + rest.split(END)[1]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    made = parser("", __doc__)
-    made.add_argument("--write", action="store_true", help="writes both documents' tables")
-    made.add_argument("--redraw", action="store_true", help="draws the committed figures")
-    options = made.parse_args(arguments)
-    if options.write:
-        DOCUMENT.write_text(document(), encoding="utf-8")
-        README.write_text(with_threads(README.read_text(encoding="utf-8")), encoding="utf-8")
-    if options.redraw:
-        with figures.style():
-            for experiment, files, _ in reports():
-                print(*experiment.draw(files), sep="\n")
-    if not (options.write or options.redraw):
-        rows = [(files.stem, *verdicts(report)) for _, files, report in reports()]
-        print(table(("results", "claims that hold", "does not hold"), rows))
-    return 0
+def main() -> None:
+    argparse.ArgumentParser("python -m experiments", description=__doc__).parse_args()
+    (FOLDER / "README.md").write_text(document(), encoding="utf-8")
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    text = before + BEGIN + overview("experiments/") + "\n" + END + rest.split(END)[1]
+    README.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,8 +8,7 @@ set -eu
 python=$1 folder=$2 constraints=$3
 
 command -v nvidia-smi >/dev/null || {
-    echo "make gpu measures a GPU, and there is none here (no nvidia-smi). To rehearse it:" >&2
-    echo "python -m experiments.speed --device rehearsal" >&2
+    echo "make gpu measures a GPU, and there is none here (no nvidia-smi); nothing measured" >&2
     exit 2
 }
 sh "$(dirname "$0")/environment.sh" "$python" "$folder" experiments "$constraints"

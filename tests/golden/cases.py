@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lab import peers
+from experiments.common import peers
 from tests.compiling import jit
 
 EPS = 1e-5
@@ -61,10 +61,6 @@ CASES = (
     Case("flax", "linen", (8, 5), 0.99, affine=False),
     Case("flax", "linen", (6, 5, 7), 0.99),
     Case("flax", "linen", (4, 3, 6, 5), 0.9),
-    Case("flax", "nnx", (8, 5), 0.9),
-    Case("flax", "nnx", (8, 5), 0.99, affine=False),
-    Case("flax", "nnx", (6, 5, 7), 0.99),
-    Case("flax", "nnx", (4, 3, 6, 5), 0.9),
 )
 
 

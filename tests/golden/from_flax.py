@@ -1,17 +1,14 @@
-"""Runs the cases in Flax, both APIs: `python -m tests.golden.from_flax` writes `flax.npz`."""
+"""Runs the cases in Flax: `python -m tests.golden.from_flax` writes `flax.npz`."""
 
 import flax  # pyright: ignore[reportMissingImports]  (only make test-peers installs it)
 
-from experiments.lab import peers
-from experiments.lab.peers import names
+from experiments.common import peers
 from tests.golden import cases
-
-APIS = {"linen": names.LINEN_TWO_PASS, "nnx": names.NNX_TWO_PASS}
 
 
 def run(case: cases.Case) -> cases.Arrays:
     settings = {"momentum": case.momentum, "eps": cases.EPS, "affine": case.affine}
-    layer = peers.batch_norm(APIS[case.layer], case.channels, **settings)
+    layer = peers.batch_norm(peers.FLAX_TWO_PASS, case.channels, **settings)
     return cases.run(case, layer, layer.memory)
 
 

@@ -91,15 +91,10 @@ ARROWS = {
         files(EXPERIMENTS),
         lambda name: not (inside(name, "eqx_norm") and "._" in name),
     ),
-    **{
-        f"experiments.{folder} shares only the laboratory": (
-            files(EXPERIMENTS / folder),
-            lambda name, own=f"experiments.{folder}": (
-                inside(name, own, "experiments.lab") or not inside(name, "experiments")
-            ),
-        )
-        for folder in sorted({path.parent.name for path in EXPERIMENTS.glob("*/*.py")})
-    },
+    "an experiment knows no other": (
+        files(EXPERIMENTS),
+        lambda name: inside(name, "experiments.common") or not inside(name, "experiments"),
+    ),
 }
 
 

@@ -1,8 +1,7 @@
 """Checks one training step of a layer against 64-bit sums, within bounds from the arithmetic.
 
 The bounds are a few roundings of the dtype that is calculated in, whatever the mean and the
-number of values: of float32, one is 6e-8. `experiments.lab.exact` has the units that they are
-in.
+number of values: of float32, one is 6e-8. `experiments.common.exact` has their units.
 """
 
 import functools
@@ -14,8 +13,8 @@ import jax
 import numpy as np
 
 from eqx_norm import LayerNorm
-from experiments.lab import exact
-from experiments.lab.exact import EPS, Answer, Batch
+from experiments.common import exact
+from experiments.common.exact import EPS, Answer, Batch
 from tests.helpers import make
 
 BOUNDS = {"y": 1e-6, "variance": 5e-7, "dx": 1e-6, "dweight": 1e-7, "dbias": 2e-7}
@@ -88,7 +87,6 @@ def check(batch, mask=None, *, layer="BatchNorm", scale=1.0, implementation="aut
     first = x.take([0], axis)
     right = definition(batch._replace(x=x - first))
     errors = exact.errors(batch, right, answer)._asdict()
-    assert errors.pop("nonfinite") == 0
     over = {name: error for name, error in errors.items() if error > scale * BOUNDS[name]}
     assert not over, over
     if layer == "BatchNorm":

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.lab import answers, peers
-from experiments.lab.exact import Batch
-from experiments.lab.peers.names import OURS, OURS_UNBIASED, TORCH
+from experiments.common import peers
+from experiments.common.exact import Batch
+from experiments.common.peers import OURS, OURS_UNBIASED, TORCH
 from tests.golden import cases
 
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)
@@ -79,7 +79,7 @@ def test_layer_norm_as_torch(dtype, shape, mean, affine, seed):
     wide = np.result_type(x.dtype, np.float32)
     vectors = (random.uniform(0.5, 1.5, shape).astype(wide) if a else None for a in affine)
     batch = Batch(x, dy, *vectors)
-    ours, torch = (answers.layer_norm(name, batch) for name in (OURS, TORCH))
+    ours, torch = (peers.answer_of_layer_norm(name, batch) for name in (OURS, TORCH))
     rtol = TOLERANCE[dtype]
     for name, found, right in zip(ours._fields, ours, torch, strict=True):
         assert (found is None) == (right is None), name

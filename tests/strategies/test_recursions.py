@@ -1,5 +1,7 @@
 """Tests that each strategy equals its recursion, and that roundings do not add up."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from eqx_norm import strategies
 from eqx_norm.strategies import Adam, Batch, Ema, Moments, SmoothStart, VarianceClip
-from experiments.accuracy import recursions
+from experiments.accuracy import reference
 from tests.helpers import at_step, f32
 
 pytestmark = pytest.mark.x32  # its averages are float32 whatever the default
@@ -18,22 +20,20 @@ each_momentum = pytest.mark.parametrize("momentum", MOMENTA)
 each_strategy = pytest.mark.parametrize("strategy", [Batch, Ema, Adam, SmoothStart])
 
 
-def clipping(strategy, recursion, ratio, start):
+def clipping(strategy, name, **clip):
     """Returns a strategy that clips, to be made with a momentum, and its recursion."""
-    return (
-        lambda momentum: VarianceClip(strategy(momentum), ratio=ratio, start=start),
-        recursions.variance_clip(recursion, ratio, start),
-    )
+    made = lambda momentum: VarianceClip(strategy(momentum), **clip)  # noqa: E731
+    return made, functools.partial(reference, name, **clip)
 
 
 CASES = {
-    "batch": (Batch, recursions.batch),
-    "ema": (Ema, recursions.ema),
-    "adam": (Adam, recursions.adam),
-    "smooth_start": (SmoothStart, recursions.smooth_start),
-    "clip(batch)": clipping(Batch, recursions.batch, 2.0, 4),
-    "clip(smooth_start)": clipping(SmoothStart, recursions.smooth_start, 4.0, 1),
-    "clip(ema)": clipping(Ema, recursions.ema, 4.0, 200),
+    "batch": (Batch, functools.partial(reference, "batch")),
+    "ema": (Ema, functools.partial(reference, "ema")),
+    "adam": (Adam, functools.partial(reference, "adam")),
+    "smooth_start": (SmoothStart, functools.partial(reference, "smooth_start")),
+    "clip(batch)": clipping(Batch, "batch", ratio=2.0, start=4),
+    "clip(smooth_start)": clipping(SmoothStart, "smooth_start", ratio=4.0, start=1),
+    "clip(ema)": clipping(Ema, "ema", ratio=4.0, start=200),
 }
 
 
@@ -117,9 +117,8 @@ def test_thousands_of_steps(momentum):
         return jax.lax.scan(step, empty, (mean, variance))[1]
 
     running, filled, weight = average(mean, variance)
-    golden = recursions.smooth_start(
-        zip(*map(np.float64, (mean, variance)), strict=True), momentum
-    )
+    pairs = zip(*map(np.float64, (mean, variance)), strict=True)
+    golden = reference("smooth_start", pairs, momentum)
     right_filled, right = np.swapaxes(list(golden), 0, 1)
     for (high, low, found), exact in ((running, right), (filled, right_filled)):
         # To twice the precision: in float32 alone, 1e4 is off by 5e-4.

@@ -1,1 +1,0 @@
-"""Measures how accurate batch normalisation is, where that is hard."""

@@ -1,0 +1,395 @@
+"""Makes the layers that are compared: this package's, Equinox's, Flax's and PyTorch's.
+
+Each is used as its users would use it, under one name wherever it appears. Those in JAX have
+one form, `Layer`: functions of plain arrays, so that calling any of them costs the same Python.
+PyTorch runs eagerly, and has functions of its own.
+
+    made = peers.batch_norm("Flax", channels=64, momentum=0.9, eps=1e-5)
+    y, memory = made.train((weight, bias), made.memory, x)
+
+Flax and PyTorch are imported where a layer of theirs is made.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from eqx_norm import BatchNorm, LayerNorm
+
+from . import report
+from .exact import EPS, Answer, Batch
+from .timer import EVICTING, Program
+
+OURS = "eqx-norm"
+OURS_SEPARATE = "eqx-norm, separate ReLU"  # what a changed import gives
+OURS_PALLAS, OURS_UNBIASED = "eqx-norm, pallas", "eqx-norm, unbiased"
+# Equinox's batch norm in its two modes, and its layer norm.
+EQUINOX_EMA, EQUINOX_BATCH, EQUINOX = "Equinox ema", "Equinox batch", "Equinox"
+# Flax's layers of linen; those of nnx call the same functions. Their default is the variance of
+# one pass, E[x^2] - E[x]^2: `use_fast_variance`.
+FLAX, FLAX_TWO_PASS = "Flax", "Flax, two-pass"
+TORCH = "PyTorch"
+
+COLOURS: dict[str, str] = {
+    OURS: report.BLUE,
+    OURS_SEPARATE: report.BLUE,
+    OURS_PALLAS: report.SKY,
+    EQUINOX: report.VERMILION,
+    EQUINOX_EMA: report.PURPLE,
+    EQUINOX_BATCH: report.VERMILION,
+    FLAX: report.GREEN,
+    FLAX_TWO_PASS: report.SKY,
+    TORCH: report.ORANGE,
+}
+
+AXIS = "batch"  # the mapped axis of layers that take one example
+Affine = tuple[Any, Any]  # weight and bias, or `None`
+# (weight and bias, memory, x) to y and the memory after it.
+Apply = Callable[[Affine, Any, Any], tuple[Array, Any]]
+
+
+class Layer(NamedTuple):
+    """Holds a layer as functions of plain arrays: parameters and memory go in and out.
+
+    Outputs have the dtype that the layer gives them: Equinox's batch norm gives float32 for
+    bfloat16.
+    """
+
+    memory: tuple[Array, ...]  # before the first batch
+    train: Apply
+    evaluate: Apply
+    # Memory to running mean, running variance, and whatever else is remembered.
+    statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
+
+
+def package(name: str) -> str:
+    """Returns the package that has to be installed for the peer of that name."""
+    words = {"eqx-norm": "eqx_norm", "Equinox": "equinox", "Flax": "flax", "PyTorch": "torch"}
+    return next(package for word, package in words.items() if name.startswith(word))
+
+
+def present(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of the peers that are installed here, and prints which are left out."""
+    installed = {name: importlib.util.find_spec(package(name)) is not None for name in names}
+    for name in (name for name, there in installed.items() if not there):
+        print(f"{name} is left out: {package(name)} is not installed (make experiments has it)")
+    return tuple(name for name, there in installed.items() if there)
+
+
+# --------------------------------------------------------------------------- layers in JAX
+
+
+def batch_norm(
+    name: str,
+    channels: int,
+    *,
+    momentum: float,
+    eps: float,
+    channel_axis: int = 1,
+    affine: bool = True,
+    activation: Callable[[Array], Array] | None = None,
+) -> Layer:
+    """Returns the batch norm of that name, whose `x` is `[N, channels, *spatial]`.
+
+    `momentum` is the share of the running statistics that a batch leaves. With
+    `channel_axis=-1`, which only Flax's have, `x` is `[N, *spatial, channels]`. The activation
+    is part of this package's layer; it follows `OURS_SEPARATE` and the others, whose output
+    then has the dtype of x.
+    """
+    how: Any = {"momentum": momentum, "eps": eps, "channelwise_affine": affine}
+    if package(name) == "eqx_norm":
+        if activation is not None and name != OURS_SEPARATE:
+            how["activation"], activation = activation, None
+        how |= {"approach": "batch", "unbiased": name == OURS_UNBIASED, **_implementation(name)}
+        made = _stateful(lambda: BatchNorm(channels, AXIS, **how), _of_ours)
+    elif package(name) == "equinox":
+        how["mode"] = "ema" if name == EQUINOX_EMA else "batch"
+        made = _stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **how), _of_equinox)
+    else:
+        made = _of_flax(name, channels, momentum, eps, channel_axis, affine)
+    return made if activation is None else _followed(made, activation)
+
+
+def _followed(made: Layer, activation: Callable[[Array], Array]) -> Layer:
+    def follow(apply: Apply) -> Apply:
+        def applied(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+            y, memory = apply(affine, memory, x)
+            return activation(y).astype(x.dtype), memory
+
+        return applied
+
+    return made._replace(train=follow(made.train), evaluate=follow(made.evaluate))
+
+
+def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
+    """Returns the layer norm of that name, whose `x` is `[N, *shape]`; it has no memory.
+
+    Its weight and bias may be `None`, and are of `shape` otherwise.
+    """
+
+    def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+        weight, bias = (parameter is not None for parameter in affine)
+        if package(name) == "equinox":
+            made: Any = eqx.nn.LayerNorm(shape, eps, weight, bias)
+        else:
+            made = LayerNorm(shape, eps, weight, bias, **_implementation(name))
+        return jax.vmap(_with_affine(made, affine))(x), memory
+
+    def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+        given = dict(zip(("scale", "bias"), affine, strict=True))
+        present = {key: value for key, value in given.items() if value is not None}
+        axes = tuple(range(1, 1 + len(shape)))
+        how = {"reduction_axes": axes, "feature_axes": axes, "use_fast_variance": name == FLAX}
+        how |= {"use_scale": "scale" in present, "use_bias": "bias" in present}
+        made = importlib.import_module("flax.linen").LayerNorm(
+            epsilon=eps, dtype=x.dtype, **how
+        )
+        return made.apply({"params": present}, x), memory
+
+    used = in_flax if package(name) == "flax" else apply
+    return Layer((), used, used)
+
+
+def _implementation(name: str) -> Any:
+    return {"implementation": "pallas" if name == OURS_PALLAS else "auto"}
+
+
+def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:
+    """Returns a layer that takes one example and a state, mapped over a batch."""
+    layer, state = eqx.nn.make_with_state(make)()
+    leaves, structure = jax.tree.flatten(state)
+
+    def mode(inference: bool) -> Apply:
+        def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+            model = eqx.nn.inference_mode(_with_affine(layer, affine), inference)
+            mapped = jax.vmap(model, axis_name=AXIS, in_axes=(0, None), out_axes=(0, None))
+            y, state = mapped(x, jax.tree.unflatten(structure, memory))
+            return y, tuple(jax.tree.leaves(state))
+
+        return apply
+
+    def read(memory: Any) -> tuple[Array, ...]:
+        return statistics(layer, jax.tree.unflatten(structure, memory))
+
+    return Layer(tuple(leaves), mode(False), mode(True), read)
+
+
+def _with_affine(layer: Any, affine: Affine) -> Any:
+    parameters: Any = lambda layer: (layer.weight, layer.bias)  # noqa: E731
+    return eqx.tree_at(parameters, layer, affine, is_leaf=lambda leaf: leaf is None)
+
+
+def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
+    running = state.get(layer.memory_index)
+    return running.mean, running.variance, running.weight, state.get(layer.rejected_index)
+
+
+def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
+    if layer.mode == "ema":
+        return (*state.get(layer.ema_state_index), state.get(layer.ema_first_time_index))
+    return (*state.get(layer.batch_state_index), state.get(layer.batch_counter))
+
+
+def _of_flax(
+    name: str, channels: int, momentum: float, eps: float, axis: int, affine: bool
+) -> Layer:
+    how = {"axis": axis, "momentum": momentum, "epsilon": eps, "use_scale": affine}
+    how |= {"use_bias": affine, "use_fast_variance": name == FLAX}
+
+    def mode(inference: bool) -> Apply:
+        def apply(given: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+            made = importlib.import_module("flax.linen").BatchNorm
+            parameters = {"scale": given[0], "bias": given[1]} if affine else {}
+            statistics = {"mean": memory[0], "var": memory[1]}
+            variables = {"params": parameters, "batch_stats": statistics}
+            layer = made(inference, dtype=x.dtype, **how)
+            y, after = layer.apply(variables, x, mutable=["batch_stats"])
+            return y, (after["batch_stats"]["mean"], after["batch_stats"]["var"])
+
+        return apply
+
+    memory = jnp.zeros(channels), jnp.ones(channels)
+    return Layer(memory, mode(False), mode(True), lambda memory: memory)
+
+
+def forward_and_backward(made: Layer, apart: bool = False) -> Callable[..., Any]:
+    """Returns a fresh function of (weight and bias, memory, x, dy): y, memory, gradients.
+
+    Fresh, so that `jax.jit` compiles it anew. `apart`: dy is not there before y, as in a
+    network.
+    """
+
+    def both(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
+        def train(affine: Any, x: Array) -> tuple[Array, Any]:
+            return made.train(affine, memory, x)
+
+        y, pull_back, after = jax.vjp(train, affine, x, has_aux=True)
+        if apart:
+            y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, after, pull_back(dy.astype(y.dtype))
+
+    return both
+
+
+# --------------------------------------------------------------------------------- PyTorch
+
+
+@functools.cache
+def torch() -> Any:
+    """Returns the package, using as many threads as XLA does."""
+    package = importlib.import_module("torch")
+    package.set_num_threads(report.cores())
+    return package
+
+
+def tensor(values: NDArray[Any]) -> Any:
+    """Returns a tensor of these values and their dtype, bfloat16 included."""
+    # By way of float64, since torch reads no bfloat16 from NumPy; the values stay.
+    copied = torch().from_numpy(np.array(values, np.float64, order="C"))
+    return copied.to(getattr(torch(), values.dtype.name))
+
+
+def array(values: Any) -> NDArray[Any]:
+    """Returns a tensor as an array of NumPy: float64 as it is, anything else as float32."""
+    values = values.detach().cpu()
+    return (values if values.dtype == torch().float64 else values.float()).numpy()
+
+
+# ---------------------------------------------------------------- functions, to be timed
+
+
+def function(
+    name: str, given: Batch, *, rows: bool, train: bool
+) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a layer as a function, and its arguments, with given numbers among them.
+
+    Of `rows`, [N, values], it is a layer norm, otherwise a batch norm and ReLU. In training it
+    gives y, memory and ((dweight, dbias), dx); or y in inference.
+    """
+    x, dy, *affine = given
+    if rows:
+        made = layer_norm(name, x.shape[1:], eps=EPS)
+    else:
+        axis = -1 if package(name) == "flax" else 1  # their default
+        how: Any = {"momentum": 0.99, "eps": EPS, "activation": jax.nn.relu}
+        made = batch_norm(name, x.shape[1], channel_axis=axis, **how)
+        x, dy = jnp.moveaxis(x, 1, axis), jnp.moveaxis(dy, 1, axis)
+    if train:
+        # On a GPU, as in a network, dy is not there before y.
+        both = forward_and_backward(made, apart=jax.default_backend() == "gpu")
+        return both, (tuple(affine), made.memory, x, dy)
+    # Its statistics are 1: those of no batch are 0/0 in some layers.
+    memory = jax.tree.map(jnp.ones_like, made.memory)
+    return lambda *given: made.evaluate(*given)[0], (tuple(affine), memory, x)
+
+
+def program_of_torch(given: Batch, *, rows: bool, train: bool) -> Program:
+    """Returns what does the same in PyTorch, eagerly, where JAX has the arrays."""
+    x, dy, weight, bias = (torch().from_dlpack(values).clone() for values in given)
+    memory = torch().zeros_like(bias), torch().ones_like(bias)
+    if rows:  # on a GPU it wants weights of the dtype of x
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    inputs = [values.requires_grad_() for values in (x, weight, bias)]
+    functional, how = torch().nn.functional, {"training": train, "momentum": 0.01, "eps": EPS}
+
+    def call() -> Any:
+        with torch().set_grad_enabled(train):
+            if rows:
+                y = functional.layer_norm(x, x.shape[1:], weight, bias, EPS)
+            else:
+                y = functional.batch_norm(x, *memory, weight, bias, **how)
+                y = functional.relu(y, inplace=True)  # the faster way, and a usual one
+        if not train:
+            return y
+        dx, *of_affine = torch().autograd.grad(y, inputs, dy)
+        return y, memory, (of_affine, dx)
+
+    if x.is_cuda:
+        return Program(call, lambda _: torch().cuda.synchronize())
+    # In a call that follows one of XLA's, torch's threads may wait for a core for 40 ms: so
+    # they fill the caches, too.
+    return Program(call, lambda result: result, torch().ones(EVICTING).neg_)
+
+
+# ------------------------------------------------------- answers, to be compared with `exact`
+
+
+def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
+    """Returns what the batch norm of that name gives in a step of training, in float64.
+
+    The momentum is such that its running variance is then the variance of the batch.
+    """
+    channels = batch.x.shape[1]
+    if package(name) == "torch":
+        apply = torch().nn.functional.batch_norm
+        how = {"training": True, "momentum": 1.0, "eps": EPS}
+        wide = np.result_type(batch.x.dtype, np.float32)
+        mean, variance = (tensor(np.full(channels, start, wide)) for start in (0, 1))
+        answer = _in_torch(lambda x, *affine: apply(x, mean, variance, *affine, **how), batch)
+        n = batch.x.size // channels  # torch remembers the unbiased variance
+        return answer._replace(variance=array(variance).astype(float) * (n - 1) / n)
+    # Flax's default is to have the channels last.
+    axis = -1 if package(name) == "flax" else 1
+    # This package takes no momentum of 0, and remembers a first batch as it is at any.
+    momentum = 0.5 if package(name) == "eqx_norm" else 0.0
+    how = {"momentum": momentum, "channel_axis": axis, "affine": batch.weight is not None}
+    x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
+    answer = _in_jax(batch._replace(x=x, dy=dy), batch_norm, name, channels, **how)
+    y, dx = (np.moveaxis(values, axis, 1) for values in (answer.y, answer.dx))
+    return answer._replace(y=y, dx=dx)
+
+
+def answer_of_layer_norm(name: str, batch: Batch) -> Answer:
+    """Returns what the layer norm of that name gives, in float64, without the variance."""
+    shape = batch.x.shape[1:]
+    if package(name) != "torch":
+        return _in_jax(batch, layer_norm, name, shape)
+
+    def apply(x: Any, weight: Any, bias: Any) -> Any:
+        if weight is None and bias is not None:
+            # torch 2.13 has no backward pass in bfloat16 for a bias in float32 alone.
+            weight = torch().ones(shape, dtype=bias.dtype)
+        return torch().nn.functional.layer_norm(x, shape, weight, bias, EPS)
+
+    return _in_torch(apply, batch)
+
+
+def _in_jax(batch: Batch, *layer: Any, **how: Any) -> Answer:
+    x, dy, *affine = batch
+    with jax.enable_x64(x.dtype == np.float64):
+        made, step = _step(x.dtype == np.float64, *layer, **how)
+        y, memory, (affine, dx) = step(tuple(affine), made.memory, x, dy)
+    _, variance, *_ = made.statistics(memory) or (None, None)
+    return _answer(y, variance, dx, *affine)
+
+
+# Cached, as a step is compiled once for each shape, however many batches there are of it.
+@functools.cache
+def _step(
+    double: bool, make: Callable[..., Layer], name: str, size: Any, **how: Any
+) -> tuple[Layer, Callable[..., Any]]:
+    """Returns the layer, made with or without 64 bits, and its forward and backward pass."""
+    made = make(name, size, eps=EPS, **how)
+    return made, jax.jit(forward_and_backward(made))
+
+
+def _in_torch(apply: Callable[..., Any], batch: Batch) -> Answer:
+    given = [batch.x, batch.weight, batch.bias]
+    leaves = [None if values is None else tensor(values).requires_grad_() for values in given]
+    y = apply(*leaves)
+    y.backward(tensor(batch.dy))
+    gradients = (None if leaf is None else array(leaf.grad) for leaf in leaves)
+    return _answer(array(y), None, *gradients)
+
+
+def _answer(*arrays: Any) -> Answer:
+    return Answer(*(None if a is None else np.asarray(a, np.float64) for a in arrays))

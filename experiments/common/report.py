@@ -1,0 +1,255 @@
+"""Prints tables and verdicts, draws in one style, and saves results: for every experiment.
+
+Nothing here knows what an experiment is about. A script calls what it needs.
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib import rcParams
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from numpy.typing import NDArray
+
+STARTED = time.perf_counter()
+Verdict = tuple[str, str, bool]  # what this project claims, what was measured, whether it holds
+Goal = tuple[str, str, str]  # what is aimed at, what was measured, what limits it
+
+
+# ---------------------------------------------------------------------------------- commands
+
+
+class UserError(Exception):
+    """Says in one sentence what was asked for that cannot be had, and what to do."""
+
+
+def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
+    """Returns a parser with `--quick` and `--out`; `quick` says how little that runs."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    of_quick = f"{quick}; under 30 seconds, and exits with 1 if a claim does not hold"
+    made.add_argument("--quick", action="store_true", help=of_quick)
+    out = Path("build") / name
+    of_out = f"writes DIR/results and DIR/figures (default: {out})"
+    made.add_argument("--out", type=Path, metavar="DIR", default=out, help=of_out)
+    return made
+
+
+@contextlib.contextmanager
+def trouble(name: str) -> Iterator[None]:
+    """Ends the command with one line and exit code 2 where it cannot be carried out."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell says of what Ctrl-C has ended
+
+
+@contextlib.contextmanager
+def unfinished(out: Path) -> Iterator[Path]:
+    """Yields a folder with `results` and `figures` to write to; at its end `out` gets them.
+
+    A run that fails or is stopped leaves `out` as it was, and nobody reads half a file. The
+    folder is in `out`, since files are replaced within one file system only.
+    """
+    for name in ("results", "figures"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".unfinished-") as temporary:
+        for name in ("results", "figures"):
+            (Path(temporary) / name).mkdir()
+        yield Path(temporary)
+        for file in sorted(Path(temporary).glob("*/*")):
+            os.replace(file, out / file.relative_to(temporary))
+    print(f"\nresults and figures are in {out}")
+
+
+# ----------------------------------------------------------------------- tables and results
+
+
+def table(header: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
+    """Returns a Markdown table with aligned columns, for the terminal and for documents."""
+    cells = [[_text(cell, digits=4) for cell in line] for line in (header, *lines)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    padded = [map(str.ljust, line, widths) for line in cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def save_csv(
+    path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]], digits: int = 6
+) -> None:
+    """Writes lines, floats to so many digits, so that equal numbers make equal files."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows([_text(cell, digits) for cell in line] for line in lines)
+
+
+def _text(value: Any, digits: int) -> str:
+    """Returns a cell's text: nothing for NaN and `None`, 64x3x3 for a shape."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float | np.floating):
+        return f"{value:.{digits}g}"
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def publish(
+    folder: Path,
+    name: str,
+    *,
+    asked: str,
+    answer: str,
+    tables: Sequence[str],
+    verdicts: Sequence[Verdict],
+    goals: Sequence[Goal] = (),
+    **about: Any,
+) -> int:
+    """Prints tables, verdicts and goals, writes results/NAME.json, and returns how many fail.
+
+    `asked` and `answer` are this experiment's row in experiments/README.md, and `tables` are
+    shown there. `about` is noted beside them: the settings.
+    """
+    words = {True: "holds", False: "DOES NOT HOLD"}
+    shown = [*tables]
+    if verdicts:
+        lines = [(claim, measured, words[holds]) for claim, measured, holds in verdicts]
+        shown.append(table(("claim", "measured", "verdict"), lines))
+    print("", *shown, sep="\n\n")
+    if goals:
+        print("", table(("aimed at", "measured", "what limits it"), goals), sep="\n")
+    result = {
+        "asked": asked,
+        "answer": answer,
+        "environment": about.pop("environment", None) or environment(),
+        **about,
+        "seconds": round(time.perf_counter() - STARTED, 1),
+        "verdicts": verdicts,
+        "goals": goals,
+        "shown": [text.splitlines() for text in shown],
+    }
+    path = folder / "results" / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return sum(not holds for _, _, holds in verdicts)
+
+
+# What decides in which order and how rounded compiled code sums and multiplies.
+_VECTORS = re.compile(r"sse4_2|avx.*|fma.*|f16c|amx.*|asimd.*|sve.*|sme(?!p).*|bf16|i8mm")
+
+
+def environment(*plugins: str) -> dict[str, Any]:
+    """Returns what the digits of results depend on; nothing in it identifies the machine.
+
+    `plugins` are packages to be named although nobody imports them.
+    """
+    device = jax.devices()[0]
+    cpuinfo = Path("/proc/cpuinfo")  # Linux's: lines of "name : value", a paragraph a core
+    said = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    about = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", said.partition("\n\n")[0], re.MULTILINE))
+    model = ", ".join(f"{key} {about[key]}" for key in ("cpu family", "model") if key in about)
+    flags = (about.get("flags") or about.get("Features") or "").split()
+    found = {
+        "device": f"{device.platform}: {device.device_kind}",
+        "processor": f"{about.get('model name') or platform.machine()} ({model})",
+        "instruction set": " ".join([platform.machine(), *filter(_VECTORS.fullmatch, flags)]),
+        "cores": cores(),
+        "python": platform.python_version(),
+    }
+    used = ("jax", "jaxlib", "equinox", "numpy", "optax", "flax", "torch")
+    for package in (*filter(sys.modules.__contains__, used), *plugins):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def device_name() -> str:
+    """Returns the device as files are named after it: "cpu", "nvidia-h100-80gb-hbm3"."""
+    device = jax.devices()[0]
+    kind = "cpu" if device.platform == "cpu" else device.device_kind
+    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+
+
+def cores() -> int:
+    """Returns how many cores this process may use, which is how many XLA uses."""
+    linux = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+
+
+# ----------------------------------------------------------------------------------- figures
+
+# Okabe and Ito's colours, told apart with any colour vision; line styles for print.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "savefig.dpi": 150,
+    "figure.constrained_layout.use": True,
+}
+
+
+def figure(width: float, height: float) -> Figure:
+    """Returns an empty figure in the style of all figures here, of that size in inches."""
+    rcParams.update(_STYLE)  # read when axes are made, too
+    return Figure(figsize=(width, height))
+
+
+def save_figure(folder: Path, name: str, drawn: Figure) -> None:
+    """Writes figures/NAME.png."""
+    # Without the version in its metadata, a file changes only when its content does.
+    drawn.savefig(folder / "figures" / f"{name}.png", metadata={"Software": None})
+
+
+def plot_seeds(axes: Axes, values: NDArray[np.floating], **line: Any) -> None:
+    """Draws curves [seeds, steps]: the median by step, and the range shaded."""
+    measured = ~np.isnan(values).any(axis=0)  # from every seed
+    steps, values = np.flatnonzero(measured) + 1, values[:, measured]
+    marker = "o" if len(steps) < 20 else None
+    axes.plot(steps, np.median(values, axis=0), marker=marker, markersize=3, **line)
+    low, high = values.min(axis=0), values.max(axis=0)
+    axes.fill_between(steps, low, high, color=line["color"], alpha=0.12, linewidth=0)
+
+
+def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:
+    """Makes the axis "x" or "y" logarithmic, with ticks at such multiples, in digits."""
+    axes.set(**{f"{name}scale": "log"})
+    axis = getattr(axes, f"{name}axis")
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(drawn: Figure, **about: Any) -> None:
+    """Writes one legend below all panels, with each label that is in any of them once."""
+    last_first = drawn.axes[::-1]  # of equal labels, the first panel's line is shown
+    lines = {str(line.get_label()): line for axes in last_first for line in axes.get_lines()}
+    named = {label: line for label, line in lines.items() if not label.startswith("_")}
+    drawn.legend(named.values(), named, loc="outside lower center", ncols=len(named), **about)

@@ -1,0 +1,366 @@
+"""What do the layers move on a GPU? Counted in programs compiled for an H200, with none there.
+
+    make gpu-compile-check                  all of it (6 minutes), in an environment of its own
+    python -m experiments.compiled          the same, where jax's CUDA plugin is installed
+    python -m experiments.compiled --quick  a few programs, under 30 seconds
+
+Normalisation's time on a GPU is the time to move its arrays between memory and processor. XLA
+compiles for a GPU from its description, and what a program moves can be read off it: in units
+of the bytes of x, at least 3 forward and 5 backward. Nothing runs; only compiling is timed.
+Where y and its cotangent are known at once ("forward + backward"), XLA saves a read of x, which
+in training it cannot ("forward, then backward"). "eqx-norm" is by XLA, "eqx-norm, pallas" has
+this package's kernel for the statistics. What follows for a GPU: docs/gpu.md.
+"""
+
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from tqdm import tqdm
+
+from eqx_norm import BatchNorm, recompute_outputs
+
+from .common import peers, report, training
+from .common.exact import EPS
+from .common.peers import EQUINOX, OURS, OURS_PALLAS, OURS_SEPARATE
+
+Row = dict[str, Any]
+FORWARD, BOTH, APART = "forward", "forward + backward", "forward, then backward"
+RELU, LAYER_NORM, BETWEEN = "BatchNorm + ReLU", "LayerNorm", "conv, BatchNorm + ReLU, conv"
+ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
+NO_NORM, LAYERS = "no norm", (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
+DTYPES, DENSE, IMAGES = ("bfloat16", "float32"), (65536, 256), (64, 64, 32, 32)
+# Of a ResNet-50, channels side by side as convolutions leave them on a GPU.
+COLUMNS = (DENSE, (802816, 64), (6272, 1024), (1568, 2048))
+CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination is compiled
+GRIDS = (
+    (ALONE, (DENSE, IMAGES), (BOTH,), (OURS, OURS_PALLAS), DTYPES),
+    ((RELU,), (DENSE, IMAGES), (FORWARD, BOTH, APART), LAYERS, DTYPES),
+    ((BETWEEN,), (IMAGES,), (BOTH,), (NO_NORM, *LAYERS), DTYPES),
+    ((LAYER_NORM,), (DENSE,), (FORWARD, BOTH, APART), (OURS, EQUINOX), DTYPES),
+    ((RELU,), COLUMNS, (FORWARD, APART), (OURS_PALLAS,), DTYPES),
+)
+UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
+JIT, SHARD_MAP, COUNT, CHANNELS = "jit", "shard_map", 8, 64  # of the step over 8 devices
+MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+
+
+def mesh_of(count: int) -> Mesh:
+    """Returns a mesh of so many H200s on one host, whose axis is "devices"."""
+    target = Path(__file__).with_name("data") / "h200.txtpb"
+    about = {"target_config": target.read_text(), "topology": f"{count}x1x1"}
+    described = topologies.get_topology_desc(platform="cuda", **about)
+    return Mesh(described.devices, ("devices",), axis_types=(AxisType.Auto,))
+
+
+def like(tree: Any, mesh: Mesh, *axes: str) -> Any:
+    """Returns shapes and dtypes in place of arrays, split along axes of a mesh."""
+    placed = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, jax.P(*axes)))
+    return jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), tree)
+
+
+def build(mesh: Mesh, f: Any, *given: Any) -> tuple[Any, float]:
+    """Returns a program, and the processor's seconds to lower and compile it."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced, start = jax.jit(f).trace(*given), time.process_time()
+        # Choosing among algorithms for a convolution means timing them on a GPU.
+        program = traced.lower().compile(compiler_options={"xla_gpu_autotune_level": "0"})
+        return program, time.process_time() - start
+
+
+# ---------------------------------------------------------------------- what a program moves
+#
+# On a GPU every operation of the entry computation that is not a mere view is a kernel: it
+# reads each operand from memory once (or slices of it), and writes its result there. Caches are
+# not seen, nor access patterns that waste bandwidth. JAX's `cost_analysis()` will not do
+# (0.12.0.1): there is none for a GPU that is not there, and the CPU's takes this package's
+# kernel for nothing, and an operand that is read in two places of an operation for two.
+
+_VIEWS = {"bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "tuple"}
+_SLICES = {"dynamic-slice", "gather", "slice"}
+_ONE_TO_ONE = {"bitcast", "convert", "copy", "reshape", "transpose"}
+_UNCOUNTED = re.compile("call|while|conditional|.*-(start|done|update)")
+_COLLECTIVE = re.compile(
+    "(all-(gather|reduce|to-all)|collective-permute|reduce-scatter)(-start)?"
+)
+# A tuple's type is in parentheses, an operand is "%name" or "type %name".
+_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")
+
+
+class Op(NamedTuple):
+    """Holds a line of optimised HLO: `%name = type opcode(%operands...), attributes`."""
+
+    opcode: str
+    operands: list[str]
+    attributes: str  # of a parameter: its position
+    bytes: int  # of the result
+    elements: int  # of the largest array in it
+
+
+def parse(text: str) -> dict[str, dict[str, Op]]:
+    """Returns all computations of a program by name, that of the whole as "ENTRY"."""
+    computations, current = {}, {}
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        # A computation starts in the first column: "ENTRY %main (x: f32[3]) -> f32[3] {".
+        if header := re.match(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$", line):
+            current = computations["ENTRY" if header[1] else header[2]] = {}
+        elif found := _LINE.match(line):
+            name, type_, opcode, inside, attributes = found.groups()
+            if opcode in ("parameter", "constant"):  # parameter(0): a position, no operand
+                inside, attributes = "", inside
+            types = re.findall(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", type_)
+            sizes = [math.prod(map(int, re.findall(r"\d+", shape))) for _, shape in types]
+            bits = sum(n * int(each or 8) for n, (each, _) in zip(sizes, types, strict=True))
+            operands, largest = re.findall(r"%([\w.-]+)", inside), max(sizes, default=0)
+            current[name] = Op(opcode, operands, attributes, bits // 8, largest)
+    return computations
+
+
+def launches(text: str) -> dict[str, int]:
+    """Returns the bytes that each operation moves which a program has the device run."""
+    computations, moved = parse(text), {}
+    for name, op in computations["ENTRY"].items():
+        if _UNCOUNTED.fullmatch(op.opcode):  # the text alone does not tell its traffic
+            raise NotImplementedError(f"%{name} = {op.opcode}(...) is not counted")
+        called = re.search(r"\bcalls=%?([\w.-]+)", op.attributes)
+        body = computations[called[1]] if called else {}
+        places = {o.attributes: inside for inside, o in body.items() if o.opcode == "parameter"}
+        read: dict[str, int] = {}
+        for position, operand in enumerate(op.operands):
+            while computations["ENTRY"][operand].opcode == "bitcast":  # the same memory
+                (operand,) = computations["ENTRY"][operand].operands
+            size = computations["ENTRY"][operand].bytes
+            if inside := places.get(str(position)):
+                size = min(size, size * _demanded(body, inside) // body[inside].elements)
+            read[operand] = max(size, read.get(operand, 0))
+        if op.opcode not in _VIEWS:
+            moved[name] = sum(read.values()) + op.bytes
+    return moved
+
+
+def _demanded(body: dict[str, Op], value: str) -> int:
+    """Returns how many elements of a value its users in a fusion ask for, and are computed."""
+    users = {name: op for name, op in body.items() if value in op.operands}
+    if not users or {op.opcode for op in users.values()} - _SLICES - _ONE_TO_ONE:
+        return body[value].elements
+    asked = {name: _demanded(body, name) for name in users}
+    asked |= {name: op.elements for name, op in users.items() if op.opcode in _SLICES}
+    return sum(asked.values())
+
+
+def count(mesh: Mesh, program: str, shape: Any, direction: str, name: str, dtype: str) -> Row:
+    """Compiles a norm and its activation, and returns what they move, in units of x."""
+    case = dict(zip(CASE, (program, shape, direction, name, dtype), strict=True))
+    channels, conv, key = shape[1], eqx.nn.Identity(), jax.random.key(0)
+    affine = (jnp.ones(channels), jnp.ones(channels))
+    if program == BETWEEN:
+        conv = eqx.nn.Conv2d(channels, channels, 3, padding=1, dtype=dtype, key=key)
+    if program == LAYER_NORM:
+        norm = peers.layer_norm(name, shape[1:], eps=EPS)
+    elif name == NO_NORM:
+        relu: Any = lambda affine, memory, x: (jax.nn.relu(x), memory)  # noqa: E731
+        norm = peers.Layer((), relu, relu)
+    else:
+        how: Any = {"momentum": 0.99, "eps": EPS, "activation": ALONE.get(program, jax.nn.relu)}
+        norm = peers.batch_norm(name, channels, **how)
+
+    def train(parameters: Any, memory: Any, x: Any) -> Any:
+        before, affine, after = parameters
+        y, memory = norm.train(affine, memory, jax.vmap(before)(x))
+        return jax.vmap(after)(y), memory
+
+    made, x = norm._replace(train=train), jax.ShapeDtypeStruct(shape, dtype)
+    f = train if direction == FORWARD else peers.forward_and_backward(made, direction == APART)
+    given = [(conv, affine, conv), norm.memory, *[x] * (1 if direction == FORWARD else 2)]
+    moved = launches(build(mesh, f, *like(given, mesh))[0].as_text())
+    units = sum(moved.values()) / (x.size * x.dtype.itemsize)
+    return {**case, "units": units, "launches": len(moved)}
+
+
+def with_norm(layer: str, dtype: str, **how: Any) -> Any:
+    """Returns a function of a number of channels that makes a batch norm."""
+    if layer == OURS:
+        return functools.partial(BatchNorm, approach="batch", **how)
+    return functools.partial(eqx.nn.BatchNorm, mode="batch", dtype=jnp.dtype(dtype), **how)
+
+
+def send(mesh: Mesh, dtype: str, way: str, layer: str) -> Row:
+    """Compiles a training step over several devices, and returns what it sends."""
+    axis, split = "batch" if way == JIT else ("batch", "devices"), jax.P("devices")
+    norm, state = eqx.nn.make_with_state(with_norm(layer, dtype, axis_name=axis))(CHANNELS)
+    weights, static = eqx.partition(norm, eqx.is_array)
+
+    def forward(weights: Any, state: Any, x: Any) -> Any:
+        return jax.vmap(eqx.combine(weights, static), **MAPPED)(x, state)
+
+    if way == SHARD_MAP:
+        specs: Any = {"in_specs": (jax.P(), jax.P(), split), "out_specs": (split, jax.P())}
+        forward = jax.shard_map(forward, mesh=mesh, **specs)
+
+    def step(weights: Any, state: Any, x: Any, dy: Any) -> Any:
+        y, back, state = jax.vjp(lambda w, x: forward(w, state, x), weights, x, has_aux=True)
+        return y, back(dy), state
+
+    x = like(jax.ShapeDtypeStruct((64 * COUNT, CHANNELS, 28, 28), dtype), mesh, "devices")
+    text = build(mesh, step, *like((weights, state), mesh), x, x)[0].as_text()
+    ops = [op for computation in parse(text).values() for op in computation.values()]
+    found = [op for op in ops if _COLLECTIVE.fullmatch(op.opcode)]
+    said = ", ".join(f"{op.opcode.removesuffix('-start')} {op.elements}" for op in found)
+    row = {"way": way, "layer": layer, "dtype": dtype, "collectives": said}
+    return {**row, "sends": len(found), "largest": max(op.elements for op in found)}
+
+
+def train(mesh: Mesh, dtype: str, layer: str, recomputes: bool) -> Row:
+    """Compiles a step of ResNet-50 on 32 images; returns the MB that JAX keeps, and XLA."""
+    make = eqx.nn.make_with_state(training.resnet_50)
+    model, state = make(with_norm(layer, dtype, axis_name="batch"), jnp.dtype(dtype))
+    weights, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(weights: Any, state: Any, x: Any, labels: Any) -> Any:
+        y, state = jax.vmap(eqx.combine(weights, static), **MAPPED)(x, state)
+        picked = jnp.take_along_axis(jax.nn.log_softmax(y), labels[:, None], axis=1)
+        return -picked.astype(jnp.float32).mean(), state
+
+    f = jax.checkpoint(loss, policy=recompute_outputs) if recomputes else loss
+
+    def step(weights: Any, *rest: Any) -> Any:
+        value, gradients = jax.value_and_grad(f, has_aux=True)(weights, *rest)
+        return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), weights, gradients), value
+
+    x = jax.ShapeDtypeStruct((32, 3, 224, 224), jnp.dtype(dtype))
+    given = weights, state, x, jax.ShapeDtypeStruct((32,), jnp.int32)
+    kept = jax.eval_shape(lambda w, *r: jax.vjp(lambda w: f(w, *r), w, has_aux=True)[1], *given)
+    program, seconds = build(mesh, step, *like(given, mesh))
+    row = {"layer": layer, "dtype": dtype, "recomputes": recomputes}
+    row["kept"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) / 1e6
+    row["temporaries"] = program.memory_analysis().temp_size_in_bytes / 1e6
+    row["moved"] = sum(launches(program.as_text()).values()) / 1e6
+    return {**row, "seconds": seconds}  # of the processor, to lower and compile
+
+
+# --------------------------------------------------------------------------------- verdicts
+
+# A fifth of a unit is for partial sums. The kernel reads x once for the statistics, XLA twice;
+# but columns only: an image is written out first. Convolutions alone move 25.1.
+MOST = (
+    ("1. units of x by XLA: 8.2 at most", ALONE, (DENSE, IMAGES), (BOTH,), (OURS,), 8.2),
+    ("2. by pallas 7.2, of columns", ALONE, (DENSE,), (BOTH,), (OURS_PALLAS,), 7.2),
+    ("3. by pallas 9.2, of images", ALONE, (IMAGES,), (BOTH,), (OURS_PALLAS,), 9.2),
+    ("4. forward 3.06, of columns", ALONE, COLUMNS, (FORWARD,), (OURS_PALLAS,), 3.06),
+    ("5. with 2 convolutions 30.3", (BETWEEN,), (IMAGES,), (BOTH,), LAYERS[:3], 30.3),
+    ("6. LayerNorm by XLA 8.3", (LAYER_NORM,), (DENSE,), (BOTH,), (OURS,), 8.3),
+)
+
+
+def moves_little(rows: list[Row]) -> list[report.Verdict]:
+    """Judges each of `MOST` of which there are programs."""
+    verdicts = []
+    for claim, *case, most in MOST:
+        where = dict(zip(CASE[:4], case, strict=True))
+        chosen = [row for row in rows if all(row[key] in where[key] for key in where)]
+        if found := [row["units"] for row in chosen]:
+            measured = f"{max(found):.2f}, of {len(found)} programs"
+            verdicts.append((claim, measured, max(found) <= most))
+    return verdicts
+
+
+def kernels_are_clean(folder: Path) -> report.Verdict:
+    """Judges what jaxlib wrote of this package's kernels: PTX, and what the assembler said."""
+    wrong = re.compile(r"\b[1-9]\d* bytes spill|\b(atom|red)\.")
+    ptx = {path: wrong.search(path.read_text()) for path in folder.glob("eqx_norm_*.ptx*")}
+    measured = f"{sum(map(bool, ptx.values()))} of {len(ptx) // 2} kernels"
+    return "8. no kernel spills registers or adds atomically", measured, not any(ptx.values())
+
+
+def sends_little(rows: list[Row]) -> report.Verdict:
+    most = {JIT: 4, SHARD_MAP: 2}  # Equinox's layer sends 4 times, too
+    ours = [row for row in rows if row["layer"] == OURS]
+    few = all(row["sends"] <= most[row["way"]] for row in ours)
+    largest = max(row["largest"] for row in ours)
+    claim = "7. a step sends vectors, at most twice in shard_map and 4 times by jit"
+    measured = f"{[row['sends'] for row in ours]}; {largest} numbers to a device"
+    return claim, measured, few and largest <= 4 * COUNT * CHANNELS
+
+
+def shares(rows: list[Row], field: str, recomputes: bool, of: str = OURS) -> list[float]:
+    """Returns what a step needs, of each dtype, by what one with the layer `of` needs."""
+    need = {(row["layer"], row["recomputes"], row["dtype"]): row[field] for row in rows}
+    return [need[OURS, recomputes, dtype] / need[of, False, dtype] for dtype in DTYPES]
+
+
+def recomputing_saves(rows: list[Row]) -> report.Verdict:
+    most = {"kept": 0.4, "temporaries": 0.75, "moved": 1.15}
+    found = {field: max(shares(rows, field, True)) for field in most}
+    claim = "9. recompute_outputs: kept 0.4, temporaries 0.75, moved 1.15 at most"
+    measured = ", ".join(f"{field} {value:.2f}" for field, value in found.items())
+    return claim, measured, all(found[field] <= most[field] for field in most)
+
+
+def main() -> int:
+    options = report.parser("compiled", __doc__, "few programs, no ResNet").parse_args()
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        raise report.UserError("jax's CUDA plugin is missing: make gpu-compile-check has it")
+    jax.config.update("jax_platforms", "cpu")  # or jax would look for a GPU, and fail
+    every = dict.fromkeys(case for grid in GRIDS for case in itertools.product(*grid))
+    ways = [*itertools.product(DTYPES, ((JIT, OURS), (SHARD_MAP, OURS), (JIT, EQUINOX)))]
+    nets = [*itertools.product(DTYPES, ((OURS, False), (OURS, True), (EQUINOX, False)))]
+    if options.quick:
+        every, nets = list(every)[:4], []
+    with report.unfinished(options.out) as folder, tempfile.TemporaryDirectory() as code:
+        # jaxlib writes what becomes of kernels, and complains that it has no disassembler.
+        os.environ["MOSAIC_GPU_DUMP_TO"] = code
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        one, several = mesh_of(1), mesh_of(COUNT)
+        programs = [count(one, *case) for case in tqdm(every, disable=None)]
+        sent = [send(several, dtype, *way) for dtype, way in tqdm(ways, disable=None)]
+        steps = [train(one, dtype, *net) for dtype, net in tqdm(nets, disable=None)]
+        verdicts, goals, tables = [*moves_little(programs), sends_little(sent)], [], []
+        if any(Path(code).glob("*.ptxas")):
+            verdicts.append(kernels_are_clean(Path(code)))
+        else:
+            print("this jaxlib does not tell what becomes of kernels: that claim is left out")
+        if steps:
+            verdicts.append(recomputing_saves(steps))
+            found = shares(steps, "temporaries", True), shares(steps, "seconds", False, EQUINOX)
+            kept, time_ = (f"{bfloat16:.2f}, {float32:.2f}" for bfloat16, float32 in found)
+            limits = "convolutions' outputs alone are 0.51", "more operations, larger fusions"
+            goals.append(("recompute_outputs: 0.6 of XLA's temporaries", kept, limits[0]))
+            goals.append(("ResNet-50: 1.2 of Equinox's time to compile", time_, limits[1]))
+        made = {"programs": programs, "devices": sent} | ({"memory": steps} if steps else {})
+        for name, rows in made.items():
+            hidden = {FORWARD, APART, "float32"} if rows is programs else set()
+            lines = [[*row.values()] for row in rows]
+            report.save_csv(folder / "results" / f"compiled_{name}.csv", list(rows[0]), lines)
+            shown = [line for line in lines if not hidden & {*line}]
+            tables.append(report.table([UNITS.get(name, name) for name in rows[0]], shown))
+        about = {**report.environment("jax-cuda12-plugin"), "device": "an H200, not there"}
+        fail = report.publish(
+            folder,
+            "compiled",
+            asked="What moves on a GPU that is not there?",
+            answer=f"forward and backward {programs[0]['units']:.1f} times the bytes of x",
+            tables=tables,
+            verdicts=verdicts,
+            goals=goals,
+            environment=about,
+        )
+    return int(options.quick and fail > 0)
+
+
+if __name__ == "__main__":
+    with report.trouble("compiled"):
+        sys.exit(main())

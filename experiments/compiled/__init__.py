@@ -1,1 +1,0 @@
-"""Compiles the layers for GPUs: what traffic, registers, spills and atomics they come to."""

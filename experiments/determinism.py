@@ -1,0 +1,347 @@
+"""Do two runs agree to the last bit, what does that take, and where do they part if not?
+
+    python -m experiments.determinism           about 4 minutes on 2 cores
+    python -m experiments.determinism --quick   under 30 seconds; fails if a claim fails
+
+The table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911), for JAX: the
+stability experiment's network is trained on MNIST again and again, each time in a new process,
+with probes of weights, layers and gradients: `eqx_norm.determinism.compare` names the first
+that differs. Varied are the seed of NumPy's generator, which shuffles the images; threads and
+cores; the recipe, `eqx_norm.determinism.deterministic`; a CPU's devices; one bit of a weight.
+Then: what probes cost. https://developer.nvidia.com/gtc/2019/video/s9911
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from eqx_norm import BatchNorm, determinism
+from eqx_norm.determinism import Ledger, monitor, monitor_module
+
+from .common import mnist, report, timer, training
+
+SEED, CPU_THREADS = 0, 2  # of the recipe
+AT_ONCE = 2  # processes: most of a run is one thread that compiles; bits do not depend on it
+NO_SEED, SEEDED, THREADS = "no seed", "a seed", "a seed, other threads"
+RECIPE, ON_TWO = "the recipe", "the recipe, 2 devices"
+DEVICES, FAULT = "the recipe, other devices", "the recipe, one bit flipped"
+
+
+class Run(NamedTuple):
+    steps: int
+    seeded: bool = True  # NumPy's global generator
+    recipe: bool = False
+    threads: int | None = None  # None: as many as cores
+    one_core: bool = False
+    devices: int = 1
+    flipped_at: int | None = None  # the step before which one bit is flipped
+
+
+def runs_of(quick: bool) -> dict[str, dict[str, Run]]:
+    """Returns named runs, which are to be compared with the first of their setting."""
+    steps, repeats, at = (4, 2, 2) if quick else (100, 5, 37)  # 5 as in the talk
+    seeded, recipe = Run(steps), Run(steps, recipe=True)
+    names = [f"run {i}" for i in range(1, repeats + 1)]
+    on_one_core = {"on one core": recipe._replace(one_core=True)}
+    runs = {
+        NO_SEED: dict.fromkeys(names, seeded._replace(seeded=False)),
+        SEEDED: dict.fromkeys(names, seeded),
+        THREADS: {
+            f"{n} thread{'s'[: n - 1]}": seeded._replace(threads=n) for n in (2, 1, 3, 4, 8)
+        },
+        RECIPE: dict.fromkeys(names[:-1], recipe) | on_one_core,
+        ON_TWO: dict.fromkeys(names, recipe._replace(devices=2)),
+        DEVICES: {
+            f"{n} device{'s'[: n - 1]}": recipe._replace(devices=n) for n in (1, 2, 4, 8)
+        },
+        FAULT: {"as it is": recipe, f"before step {at}": recipe._replace(flipped_at=at)},
+    }
+    return {name: runs[name] for name in ((NO_SEED, RECIPE, FAULT) if quick else runs)}
+
+
+# -------------------------------------------------------------- one run, in its own process
+
+
+def make(network: str, wrap: Any = lambda model: model) -> tuple[Any, eqx.nn.State, Any]:
+    """Returns a model, its state and the optimiser's memory."""
+    made = eqx.filter_jit(eqx.nn.make_with_state(training.NETWORKS[network]))
+    make_norm = eqx.Partial(BatchNorm, axis_name=training.AXIS, approach="batch")
+    model, state = made(make_norm, jax.random.key(SEED))
+    model = wrap(model)
+    return model, state, training.OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def train(run: Run, ledger: str) -> tuple[str, str, str]:
+    """Returns the sum of the weights, their fingerprint and the final loss of a new process."""
+    if run.one_core and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if run.recipe:
+        determinism.deterministic(SEED, cpu_threads=CPU_THREADS)
+    elif run.seeded:
+        np.random.seed(SEED)
+    data, size, loss = mnist.load().train, training.BATCH_SIZE, np.nan
+    order = np.random.permutation(len(data.labels))  # the global generator, as in many scripts
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
+    trained = eqx.filter_shard(make("small"), jax.NamedSharding(mesh, jax.P()))
+    step = eqx.filter_jit(determinism.recorded(probed_step))
+    with Ledger(ledger) as opened:
+        for i in range(run.steps):
+            if i == run.flipped_at:
+                bits = trained[0].linear2.weight.view(jnp.uint32)
+                weight = bits.at[0, 0].set(bits[0, 0] ^ 1).view(jnp.float32)
+                trained = eqx.tree_at(lambda of: of[0].linear2.weight, trained, weight)
+            chosen = order[i * size : (i + 1) * size]
+            batch = mnist.scaled(data.images[chosen]), data.labels[chosen].astype(np.int32)
+            batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("devices")))
+            (trained, loss), record = step(*trained, *batch)
+            opened.append(i, record)
+    weights = determinism.summarise(eqx.filter(trained[0], eqx.is_inexact_array), "weights")
+    return repr(weights.total), weights.fingerprint, repr(float(loss))
+
+
+def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -> Any:
+    """Returns model, state and the optimiser's memory after a step, and its loss."""
+    images = monitor(images, "images")
+
+    def loss_of(model: Any) -> Any:
+        weights, rest = eqx.partition(model, eqx.is_inexact_array)
+        monitored = monitor_module(eqx.combine(monitor(weights, "weights"), rest))
+        loss, (_, _, after) = training.loss_of(monitored, state, images, labels)
+        return monitor(loss, "loss"), after
+
+    (loss, state), gradient = eqx.filter_value_and_grad(loss_of, has_aux=True)(model)
+    updates, memory = training.OPTIMISER.update(gradient, memory)
+    return (eqx.apply_updates(model, updates), state, memory), loss
+
+
+# ----------------------------------------------------------------------- all runs, compared
+
+
+class Result(NamedTuple):
+    setting: str
+    run: str
+    sum_of_weights: str
+    fingerprint: str  # of the weights
+    final_loss: str
+    parts: str  # where from the first run of the setting; nothing where it does not
+    by_step: tuple[int, ...]  # the number of all bits that the probes saw, from `numbered`
+    by_probe: tuple[int, ...]  # of those that each saw in the first step in which a run parts
+
+
+def start(run: Run, ledger: Path) -> list[str]:
+    """Returns what `train` does, in a process that finds so many threads and devices."""
+    given, described = os.environ.get("XLA_FLAGS", ""), json.dumps(run._asdict())
+    flags = f"{given} --xla_force_host_platform_device_count={run.devices}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    if run.threads is not None:
+        env["PJRT_NPROC"] = str(run.threads)
+    command = [sys.executable, "-m", "experiments.determinism", "--run", described, str(ledger)]
+    return json.loads(subprocess.check_output(command, cwd=Path(__file__).parents[1], env=env))
+
+
+def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]]:
+    """Returns what the runs gave and where they part, and the probes in the program's order."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(runs))]
+        ended = pool.map(start, runs.values(), ledgers)
+        outcomes = list(tqdm(ended, setting, len(runs), unit="run", leave=False, disable=None))
+        rows = [determinism.read(ledger).rows for ledger in ledgers]
+        compared = [determinism.compare(ledgers[0], ledger) for ledger in ledgers]
+    steps = range(rows[0][-1].step + 1)  # seen: by run and step, the probes' fingerprints
+    seen = [[tuple(r.fingerprint for r in of if r.step == i) for i in steps] for of in rows]
+    step = min((found.step for found in compared if found.step is not None), default=0)
+    parts = ["" if found.same else found.text.splitlines()[0] for found in compared]
+    numbers = numbered(seen), numbered([of_run[step] for of_run in seen])
+    lines: Any = zip(runs, outcomes, parts, *numbers, strict=True)
+    results = [Result(setting, name, *outcome, *rest) for name, outcome, *rest in lines]
+    return results, [row.label.replace("`", "") for row in rows[0] if row.step == step]
+
+
+def numbered(runs: list[Any]) -> list[tuple[int, ...]]:
+    """Returns numbers in place of bits, place by place: in the order of first meeting them."""
+    numbers = [[list(dict.fromkeys(p)).index(x) for x in p] for p in zip(*runs, strict=True)]
+    return list(zip(*numbers, strict=True))
+
+
+# ------------------------------------------------------------------------- what probes cost
+
+OUTPUTS, APPENDED, CALLED_BACK = "outputs", "outputs, into a ledger", "callbacks, into a ledger"
+
+
+class Cost(NamedTuple):
+    network: str
+    transport: str  # how the fingerprints of a step leave it
+    probes: int
+    bytes: int  # that leave the device for all probes of a step
+    callbacks: int  # in the program
+    unchanged: bool  # whether the step gives the same bits as without probes
+    median: float  # of a step's time by that without probes, round by round; and percentiles
+    low: float
+    high: float
+
+
+def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 0.9 to 1.2
+    """Measures a training step with what every layer returns, and its cotangent, monitored."""
+    data, first, steps = mnist.load().train, slice(training.BATCH_SIZE), itertools.count()
+    batch = jnp.asarray(mnist.scaled(data.images[first])), jnp.asarray(data.labels[first], int)
+    plain, probed = (*make(network), *batch), (*make(network, monitor_module), *batch)
+    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder, "ledger")) as ledger:
+        step: Any = eqx.filter_jit(determinism.recorded(training.train_step))
+        into: Any = eqx.filter_jit(determinism.recorded_into(ledger, training.train_step))
+
+        def append() -> Any:
+            output, record = step(*probed)
+            ledger.append(next(steps), record)
+            return output, record
+
+        def call_back() -> Any:
+            output = jax.block_until_ready(into(jnp.asarray(next(steps)), *probed))
+            jax.effects_barrier()
+            return output, None
+
+        calls = {OUTPUTS: lambda: step(*probed), APPENDED: append, CALLED_BACK: call_back}
+        calls[""] = lambda: (training.train_step(*plain), None)
+        programs = {name: timer.Program(call) for name, call in calls.items()}
+        times = timer.interleave(programs, rounds, title=f"probes, {network} network")
+        arrays = {name: eqx.filter(call()[0], eqx.is_array) for name, call in calls.items()}
+    bits = {name: determinism.summarise(of, "").fingerprint for name, of in arrays.items()}
+    record, costs = step(*probed)[1], []
+    counts = len(record.fingerprints), sum(x.nbytes for x in jax.tree.leaves(record))
+    lowered = dict.fromkeys((OUTPUTS, APPENDED), step.lower(*probed))
+    for name, program in {**lowered, CALLED_BACK: into.lower(0, *probed)}.items():
+        callbacks, unchanged = program.as_text().count("_callback("), bits[name] == bits[""]
+        ratios = map(float, np.percentile(times[name] / times[""], (50, 10, 90)))
+        costs.append(Cost(network, name, *counts, callbacks, unchanged, *ratios))
+    return costs
+
+
+# --------------------------------------------------------------------------------- verdicts
+
+
+def sets_of_bits(runs: list[Result]) -> int:
+    """Returns how many there are at the end."""
+    return len({(row.fingerprint, row.final_loss, row.by_step[-1]) for row in runs})
+
+
+def gave(runs: list[Result]) -> str:
+    number = sets_of_bits(runs)
+    return f"{len(runs)} runs, {f'{number} sets of' if number > 1 else 'the same'} bits"
+
+
+def parting(runs: list[Result]) -> str:
+    return ", ".join(dict.fromkeys(row.parts for row in runs if row.parts))
+
+
+def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
+    number, step = sets_of_bits(runs), runs[-1].run.removeprefix("before ")
+    found = parting(runs) == f"{step}: `weights.linear2.weight` forward"
+    claim, holds = {
+        NO_SEED: ("1. without a seed every run is another", number == len(runs)),
+        SEEDED: ("2. with a seed, on one machine: the same bits", number == 1),
+        RECIPE: ("3. with the recipe, on all cores and on one: the same bits", number == 1),
+        ON_TWO: ("4. with the recipe, on 2 devices: the same bits", number == 1),
+        DEVICES: ("5. on other numbers of devices: other bits", number == len(runs)),
+        FAULT: ("6. one bit of linear2.weight flipped before a step: found in it", found),
+    }[setting]
+    return claim, "; ".join(filter(None, (gave(runs), parting(runs)))), holds
+
+
+def judge_probes(costs: list[Cost]) -> report.Verdict:
+    claim = "7. as outputs, probes add 8 bytes each to a step, no callback, and change no bit"
+    rows = [row for row in costs if row.transport == OUTPUTS]
+    counts = [f"{r.probes} probes, {r.bytes} bytes, {r.callbacks} callbacks" for r in rows]
+    holds = [(r.bytes, r.callbacks, r.unchanged) == (8 * r.probes, 0, True) for r in rows]
+    return claim, "; ".join(counts), all(holds)
+
+
+# ----------------------------------------------------------------------------------- figure
+
+
+def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
+    """Draws each run's bits by step and by probe."""
+    colors = [report.SKY, report.VERMILION, report.ORANGE, report.GREEN, report.PURPLE]
+    sizes = [len(runs) for runs in results.values()]
+    figure = report.figure(11, 0.19 * sum(sizes) + 0.5 * len(sizes) + 1.8)
+    panels = figure.subplots(len(sizes), 2, sharex="col", squeeze=False, height_ratios=sizes)
+    for (left, right), (setting, runs) in zip(panels, results.items(), strict=True):
+        for panel, column in (left, "by_step"), (right, "by_probe"):
+            bits = np.array([getattr(row, column) for row in runs])
+            panel.imshow(ListedColormap(colors)(bits), aspect="auto", interpolation="nearest")
+            panel.set_yticks(np.arange(len(runs) - 1) + 0.5, minor=True)
+            panel.grid(False)
+            panel.grid(which="minor", axis="y", color="white", linewidth=1.5, alpha=1)
+            panel.tick_params(which="both", length=0)
+            panel.spines[:].set_visible(False)
+        left.set_yticks(range(len(runs)), [row.run for row in runs], fontsize=7)
+        right.set_yticks([])
+        left.set_title(f"{setting}: {gave(runs)}", loc="left", fontsize=9)
+        right.set_title(parting(runs), loc="left", fontsize=8)
+    panels[-1, 0].set_xlabel("training step")
+    panels[-1, 1].set_xticks(range(len(probes)), probes, rotation=90, fontsize=5.5)
+    panels[-1, 1].set_xlabel("what the probes saw in the step in which they part, in order")
+    about = "Light blue: the bits of the first; other colours: other bits"
+    figure.suptitle(f"Runs on MNIST, one a row. {about}")
+    return figure
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def main() -> int:
+    parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
+    parser.add_argument("--run", nargs=2, metavar=("JSON", "LEDGER"), help="be one of the runs")
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(train(Run(**json.loads(options.run[0])), options.run[1])))
+        return 0
+
+    results, probes = {}, []
+    if options.quick:  # these steps take less time than to make them fast
+        fast = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = fast
+    with report.unfinished(options.out) as out:
+        for setting, runs in runs_of(options.quick).items():
+            results[setting], probes = compare(setting, runs)
+        costs = probe("small", rounds=1) if options.quick else probe("small") + probe("large")
+        report.save_figure(out, "determinism", draw(results, probes))
+        rows = itertools.chain(*results.values())
+        report.save_csv(out / "results/determinism.csv", Result._fields, rows)
+        report.save_csv(out / "results/determinism_probes.csv", ["probe"], zip(probes))
+        report.save_csv(out / "results/determinism_overhead.csv", Cost._fields, costs)
+        found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
+        ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
+        times = [(*cost[:5], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
+        cost_table = report.table((*Cost._fields[:5], "time of a step without"), times)
+        verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
+        aim = "a step with all probes takes at most 1.05 of the time without"
+        fail = report.publish(
+            out,
+            "determinism",
+            asked="Do two runs agree to the last bit? "
+            "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/s9911)",
+            answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
+            tables=[report.table(("MNIST", "gave", "parts from first at"), found), cost_table],
+            verdicts=[*verdicts, judge_probes(costs)],
+            goals=[(aim, ratios[0], "each fingerprint reads its value once more")],
+            steps=len(results[RECIPE][0].by_step),
+        )
+    return int(options.quick and fail > 0)
+
+
+if __name__ == "__main__":
+    with report.trouble("determinism"):
+        sys.exit(main())

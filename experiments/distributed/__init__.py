@@ -1,1 +1,0 @@
-"""Several processes: MNIST under `jax.distributed`, checkpoints, one process killed."""

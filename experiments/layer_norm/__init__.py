@@ -1,1 +1,0 @@
-"""Measures layer normalisation: OneFlow's issue with this layer and its peers."""

@@ -1,0 +1,460 @@
+"""How fast are these layers beside Equinox, Flax and PyTorch? On a CPU, or on a GPU.
+
+    python -m experiments.speed                about 12 minutes on 2 cores
+    python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
+    python -m experiments.speed --device gpu   on a machine that has one
+
+It times batch norm with its running statistics and a ReLU, forward and backward and in
+inference, on what the norms of a ResNet-50, a MobileNetV2 and perceptrons are given; layer
+norm; and training steps of whole networks. First it compares all of it with extended precision.
+This layer takes part with its ReLU inside (activation=) and after it, as a changed import
+gives. A time is hot where the program has just run, and cold where no cache holds its arrays.
+
+Compare the numbers of one run with each other, not with another's. Leave the machine alone:
+where something else takes a core, PyTorch's threads wait for each other for up to 90 ms, and
+nobody else's do. Flax and PyTorch take part where they are installed (`make benchmark`).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from eqx_norm import BatchNorm
+
+from .common import exact, peers, report, timer, training
+from .common.exact import Batch
+from .common.peers import EQUINOX, FLAX, OURS, TORCH
+from .common.peers import OURS_SEPARATE as SEPARATE
+from .common.report import Goal, UserError, Verdict
+from .common.timer import Program
+
+BATCH_NORM, LAYER_NORM, NETWORK = "batch norm + ReLU", "layer norm", "network"
+BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
+# What is measured.
+MS, GROWTH, DEVIATION = "ms", "ms in place", "deviation"
+COMPILING, TEMPORARIES = "s to compile", "MB of temporaries"
+OTHERS = (EQUINOX, FLAX, TORCH)  # of Equinox's two modes "batch", the faster one
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of the largest number
+
+# What the norms of each are given for images of 224, as published: channels x height x width.
+RESNET_50 = (
+    "64x112x112 64x56x56 256x56x56 128x28x28 512x28x28 256x14x14 1024x14x14 512x7x7 2048x7x7"
+)
+MOBILENET_V2 = (  # but what ResNet-50 has, too
+    "32x112x112 16x112x112 96x112x112 96x56x56 24x56x56 144x56x56 144x28x28 32x28x28 192x28x28 "
+    "192x14x14 64x14x14 384x14x14 96x14x14 576x14x14 576x7x7 160x7x7 960x7x7 320x7x7 1280x7x7"
+)
+IMAGES = [f"32x{image}" for image in f"{RESNET_50} {MOBILENET_V2}".split()]
+PERCEPTRONS = ["256x256", "256x1024", "1024x512", "2048x256", "2048x1024"]
+ODD = ["32x768x7x7", "48x96x20x20", "32x64x17x23"]  # the first is a ConvNeXt's
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
+    "ResNet-50": (training.resnet_50, (8, 3, 64, 64)),
+    "perceptron": (training.perceptron, (32, 64)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    shapes: tuple[str, ...] = (*IMAGES, *PERCEPTRONS, *ODD)  # of a batch norm: N x C x space
+    rows: tuple[str, ...] = ("64x512", "1024x256", "1024x1024", "8192x1024", "6304x384")
+    dtypes: tuple[str, ...] = ("float32",)
+    caches: tuple[str, ...] = (HOT, COLD)
+    rounds: int = 10  # fewer where x is large: as many as 150 MB have of it, or 5; compiled: 3
+    # N of N x 64 x 16 x 16. Arrays of a power of two in size, one after the other, get in each
+    # other's way, even in a plain addition: so there are powers of three, too.
+    growth: tuple[int, ...] = (*(2**i for i in range(12)), *(3**i for i in range(1, 7)))
+    networks: tuple[str, ...] = tuple(NETWORKS)
+
+
+# Arrays of a ResNet-50 that have 100 MB in bfloat16, too, and rows of as much: on a GPU the
+# time to launch a program does not count then, and no cache holds them.
+LARGE = ("256x64x112x112", "256x256x56x56", "256x512x28x28", "256x1024x14x14")
+LARGE_ROWS = ("65536x1024", "8192x8192")
+GPU = Settings(LARGE, LARGE_ROWS, tuple(TOLERANCE), caches=("",), growth=(), networks=())
+QUICK = Settings(("16x64x32x32",), (), rounds=1, growth=(), networks=("perceptron",))
+
+
+class Case(NamedTuple):
+    layer: str
+    shape: str  # of x: N x C x space, or of a layer norm N x values
+    dtype: str = "float32"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(map(int, self.shape.split("x")))
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.sizes) * jnp.dtype(self.dtype).itemsize
+
+
+class Row(NamedTuple):
+    """Holds one number of one peer, to compare with others' where all before it is equal."""
+
+    layer: str
+    shape: str
+    dtype: str
+    program: str
+    cache: str
+    unit: str
+    peer: str
+    value: float  # the median of all rounds
+    low: float = math.nan  # percentiles 10 and 90
+    high: float = math.nan
+
+
+# -------------------------------------------------------------------------------- programs
+
+
+def drawn(case: Case) -> Batch:
+    """Returns x, of mean 0.3, and dy; a weight near 1 and a bias near 0 in float32."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, dy = (jax.random.normal(key, case.sizes, case.dtype) for key in keys[:2])
+    weight, bias = 0.1 * jax.random.normal(keys[2], (2, case.sizes[1]))
+    arrays: Any = 0.3 + x, dy, 1 + weight, bias
+    return Batch(*arrays)
+
+
+def make(name: str, case: Case, program: str, given: Batch) -> Program:
+    """Returns what gives y, memory and ((dweight, dbias), dx), or in inference y."""
+    how = {"rows": case.layer == LAYER_NORM, "train": program == BOTH}
+    if name == TORCH:
+        return peers.program_of_torch(given, **how)
+    function, arguments = peers.function(name, given, **how)
+    jitted = jax.jit(function)
+    return Program(lambda: jitted(*arguments))
+
+
+# ----------------------------------------------------------------------------- measurement
+
+
+def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
+    """Yields how far y and gradients of each peer are from the same in extended precision."""
+    # Of every other channel the ReLU lets all values pass, of the others none.
+    sign = jnp.where(jnp.arange(case.sizes[1]) % 2, -1, 1)
+    given = drawn(case)._replace(bias=20.0 * sign) if case.layer == BATCH_NORM else drawn(case)
+    batch = Batch(*map(np.asarray, given))
+    if case.layer == LAYER_NORM:
+        right = exact.layer_norm(batch).answer
+    else:
+        on = np.asarray(sign > 0)
+        batch = batch._replace(dy=batch.dy * on[:, None, None])
+        right = exact.batch_norm(batch).answer
+        right = right._replace(y=right.y * on[:, None, None])
+    for name in entered:
+        y, _, ((dweight, dbias), dx) = make(name, case, BOTH, given).call()
+        off = []
+        for field, found in {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}.items():
+            values = peers.array(found) if name == TORCH else np.asarray(found, np.float64)
+            values = np.moveaxis(values, -1, 1) if name == FLAX and values.ndim > 2 else values
+            exactly = getattr(right, field)
+            off.append(float(np.abs(values - exactly).max() / np.abs(exactly).max()))
+        worst = float(np.nan_to_num(np.max(off), nan=math.inf))
+        yield Row(*case, BOTH, "", DEVIATION, name, worst)
+
+
+def race(
+    case: Case, program: str, entered: tuple[str, ...], settings: Settings
+) -> Iterator[Row]:
+    """Yields the times of all peers on one array."""
+    given = drawn(case)
+    made = {name: make(name, case, program, given) for name in entered}
+    rounds = min(settings.rounds, max(5, 150_000_000 // case.bytes))
+    for cache in settings.caches:
+        title = f"{case.shape} {cache}"
+        taken = timer.interleave(made, rounds, cold=cache == COLD, title=title)
+        yield from (timed(ms, *case, program, cache, MS, name) for name, ms in taken.items())
+
+
+def timed(milliseconds: Any, *where: str) -> Row:
+    low, median, high = np.percentile(milliseconds, (10, 50, 90)).tolist()
+    return Row(*where, value=median, low=low, high=high)
+
+
+def grow(settings: Settings) -> Iterator[Row]:
+    """Yields the time of this layer on ever larger arrays.
+
+    Results are written over those of the call before: large ones would be new pages of the
+    system, which take longer to get than to fill.
+    """
+
+    def in_place(case: Case) -> Program:
+        function, arguments = peers.function(OURS, drawn(case), rows=False, train=True)
+        over = jax.jit(lambda old, *new: function(*new), donate_argnums=0, keep_unused=True)
+        results = [jax.jit(function)(*arguments)]
+
+        def call() -> Any:
+            results.append(over(results.pop(), *arguments))
+            return results[-1]
+
+        return Program(call)
+
+    cases = [Case(BATCH_NORM, f"{n}x64x16x16") for n in settings.growth]
+    made = {case: in_place(case) for case in cases}
+    taken = timer.interleave(made, settings.rounds, title="growth")
+    yield from (timed(ms, *case, BOTH, HOT, GROWTH, OURS) for case, ms in taken.items())
+
+
+def run_network(network: str, settings: Settings) -> Iterator[Row]:
+    """Yields the time of a step without the optimiser, and what it takes to compile and run.
+
+    The norm is all that differs, as where an import is changed: each ReLU is a module.
+    """
+    make_network, shape = NETWORKS[network]
+    ours = functools.partial(BatchNorm, approach="batch")
+    norms = {SEPARATE: ours, EQUINOX: functools.partial(eqx.nn.BatchNorm, mode="batch")}
+    steps = {
+        name: training.gradient_step(make_network, norm, shape) for name, norm in norms.items()
+    }
+    found = timer.compile_in_turns(steps, min(3, settings.rounds))
+    made = {n: Program(functools.partial(f.call, *steps[n][1])) for n, f in found.items()}
+    taken = timer.interleave(made, settings.rounds, title=network)
+    where = NETWORK, "x".join(map(str, shape)), "float32", network
+    for name, each in found.items():
+        yield timed(taken[name], *where, HOT, MS, name)
+        yield Row(*where, "", COMPILING, name, each.seconds)
+        yield Row(*where, "", TEMPORARIES, name, each.temporaries / 1e6)
+
+
+# -------------------------------------------------------------------------------- verdicts
+
+WAYS = {
+    "separate ReLU": (BATCH_NORM, BOTH, SEPARATE),
+    "activation=": (BATCH_NORM, BOTH, OURS),
+    "inference": (BATCH_NORM, INFERENCE, OURS),
+    "LayerNorm": (LAYER_NORM, BOTH, OURS),
+}
+
+
+def chosen(rows: list[Row], **fields: Any) -> list[Row]:
+    return [row for row in rows if all(getattr(row, k) == v for k, v in fields.items())]
+
+
+def ratios(rows: list[Row], other: str, ours: str = OURS) -> list[tuple[float, str]]:
+    """Returns this layer's number over the other's, and where, array by array."""
+    theirs = {row[:6]: row.value for row in rows if row.peer == other}
+    return [
+        (row.value / theirs[row[:6]], f"{row.shape} {row.cache}".strip())
+        for row in rows
+        if row.peer == ours and row[:6] in theirs
+    ]
+
+
+def speed_ups(rows: list[Row], other: str, ways: int = len(WAYS)) -> dict[str, float]:
+    """Returns how many times as long the other takes, by way and cache: geometric means."""
+    found = {}
+    for cache, way in itertools.product((COLD, HOT, ""), list(WAYS)[:ways]):
+        layer, program, ours = WAYS[way]
+        where = {"layer": layer, "program": program, "cache": cache, "unit": MS}
+        if among := ratios(chosen(rows, dtype="float32", **where), other, ours):
+            mean = np.mean([math.log(ratio) for ratio, _ in among])
+            found[f"{way}, {cache}".strip(", ")] = math.exp(-mean)
+    return found
+
+
+def agree(rows: list[Row]) -> Verdict:
+    worst = {r.dtype: r for r in sorted(chosen(rows, unit=DEVIATION), key=lambda r: r.value)}
+    measured = (f"{r.dtype} to {r.value:.1e} ({r.peer})" for r in worst.values())
+    claim = "1. all that is timed computes the same: float32 to 1e-5, bfloat16 to 0.05"
+    return (
+        claim,
+        ", ".join(measured),
+        all(r.value <= TOLERANCE[r.dtype] for r in worst.values()),
+    )
+
+
+def needs_little(rows: list[Row]) -> Verdict:
+    shares = ratios(chosen(rows, unit=TEMPORARIES), EQUINOX, SEPARATE)
+    claim = "2. a network's step needs no more temporaries than with Equinox's norm"
+    measured = ", ".join(f"{share:.2f}" for share, _ in shares)
+    return claim, f"{measured} of its bytes", max(shares)[0] <= 1
+
+
+def is_faster(rows: list[Row], other: str) -> Verdict:
+    found = speed_ups(rows, other, 2)
+    number = 3 + OTHERS.index(other)
+    claim = f"{number}. {BATCH_NORM}, geometric mean over the shapes: {other} takes longer"
+    said = "; ".join(f"{way}: {value:.2f}" for way, value in found.items())
+    return claim, said, min(found.values(), default=0) > 1
+
+
+def grows_linearly(rows: list[Row]) -> Verdict:
+    exponent, _ = power_law(rows)
+    claim = "6. time grows linearly with the number of values: exponent 0.9 to 1.1"
+    return claim, f"{exponent:.3f}", 0.9 <= exponent <= 1.1
+
+
+def power_law(rows: list[Row]) -> tuple[float, float]:
+    """Returns exponent and factor; below 2^18 values a call is mostly dispatch."""
+    found = [(Case(*row[:3]).bytes / 4, row.value) for row in chosen(rows, unit=GROWTH)]
+    values, ms = np.log([point for point in found if point[0] > 2**18]).T
+    exponent, intercept = np.polyfit(values, ms, 1)
+    return float(exponent), math.exp(intercept)
+
+
+def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
+    """Returns the verdicts; of less than the whole job those that no timing decides."""
+    verdicts = [agree(rows)] + ([needs_little(rows)] if settings.networks else [])
+    if settings != Settings():
+        return verdicts
+    faster = [is_faster(rows, other) for other in OTHERS if speed_ups(rows, other)]
+    return [*verdicts, *faster, grows_linearly(rows)]
+
+
+# What is aimed at, and what limits it, as far as it is known: docs/design.md, "Limits".
+CALLS = "small arrays: a call of JAX is ten loops or so; [N, C]: not known"
+RAGGED = "rows of 7 or 14 values: XLA's loops follow the axes that a fusion returns"
+TWICE = "forward reads x twice, where theirs is one call that reads it once"
+LARGER = "more operations, and larger fusions: vectors are computed in each pass"
+FACTORS = {
+    EQUINOX: (2.5, "large arrays are new pages of memory in every call, for every layer"),
+    FLAX: (1.3, RAGGED),
+    TORCH: (1.2, CALLS),
+}
+LARGEST = (  # how many times as long this layer takes, over all arrays
+    (BATCH_NORM, BOTH, 1.1, TORCH, CALLS),
+    (BATCH_NORM, INFERENCE, 1.0, EQUINOX, "a call passes 10 arrays, not 5"),
+    (LAYER_NORM, INFERENCE, 1.0, EQUINOX, TWICE),
+    (LAYER_NORM, BOTH, 1.5, TORCH, TWICE),
+)
+
+
+def goals(rows: list[Row]) -> list[Goal]:
+    """Returns what is aimed at, what was measured, and what limits it."""
+    found = []
+    for other, (factor, limit) in FACTORS.items():
+        aim = f"{BATCH_NORM}: {factor} times as fast as {other}"
+        found.append((aim, is_faster(rows, other)[1], limit))
+    for layer, program, most, other, limit in LARGEST:
+        if mine := ratios(chosen(rows, layer=layer, program=program, unit=MS), other):
+            aim = f"{layer}, {program}, on any array: at most {most} of {other}'s time"
+            found.append((aim, "{:.2f} on {}".format(*max(mine)), limit))
+    compiling = ratios(chosen(rows, layer=NETWORK, unit=COMPILING), EQUINOX, SEPARATE)
+    said = ", ".join(f"{ratio:.2f}" for ratio, _ in compiling)
+    found.append(("networks: at most 1.1 of Equinox's time to compile", said, LARGER))
+    return [goal for goal in found if goal[1]]
+
+
+# ------------------------------------------------------------------------ tables and figure
+
+
+def a_dozen(rows: list[Row]) -> dict[str, list[Row]]:
+    """Returns what is shown of times: every third of 36 shapes by size, all of a few."""
+    where = {"layer": BATCH_NORM, "program": BOTH, "dtype": "float32", "unit": MS}
+    shown = [row for row in chosen(rows, **where) if row.cache != HOT]
+    shapes = sorted({row.shape for row in shown}, key=lambda s: Case(BATCH_NORM, s).bytes)
+    return {s: chosen(shown, shape=s) for s in shapes[:: math.ceil(len(shapes) / 12)]}
+
+
+def by_peer(title: str, lines: dict[str, list[Row]]) -> str:
+    """Returns a table of values with a column for each peer."""
+    names = [row.peer for row in next(iter(lines.values()))]
+    cells = ([line, *(f"{row.value:#.3g}" for row in rows)] for line, rows in lines.items())
+    return report.table((title, *names), cells)
+
+
+def tables(rows: list[Row]) -> list[str]:
+    means = {other: found for other in OTHERS if (found := speed_ups(rows, other))}
+    ways = next(iter(means.values()))
+    lines = [(other, *(f"{v:.2f}" for v in found.values())) for other, found in means.items()]
+    made = [report.table(("time / time of eqx-norm", *ways), lines)]
+    made += [by_peer(f"ms, {BATCH_NORM}, {BOTH}, cold", a_dozen(rows))]
+    of_networks: dict[str, list[Row]] = {}
+    for row in chosen(rows, layer=NETWORK):
+        of_networks.setdefault(f"{row.program}, {row.unit}", []).append(row)
+    return [*made, by_peer(f"networks, {BOTH}", of_networks)] if of_networks else made
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Draws the others' times over this layer's, by shape, and how its time grows."""
+    lines, grown = a_dozen(rows), chosen(rows, unit=GROWTH)
+    figure = report.figure(10, 1.6 + 0.28 * len(lines))
+    left, *right = figure.subplots(1, 2 if grown else 1, squeeze=False)[0]
+    for name, marker in zip((OURS, SEPARATE, *OTHERS), "ooD^s", strict=True):
+        color = peers.COLOURS[name]
+        look = {"color": color, "markerfacecolor": "white" if name == SEPARATE else color}
+        for place, shown in enumerate(lines.values()):
+            unit = chosen(shown, peer=OURS)[0].value
+            for row in chosen(shown, peer=name):
+                left.plot(row.value / unit, place, marker, label=name, **look)
+                left.hlines(place, row.low / unit, row.high / unit, color=color, linewidth=0.8)
+    left.set_yticks(range(len(lines)), list(lines))
+    report.log_scale(left, "x", (1, 2, 3, 5))
+    left.set(xlabel=f"time / time of {OURS} (activation=)", title=f"{BATCH_NORM}, {BOTH}, cold")
+    report.legend_below(figure)
+    for axes in right:
+        points = sorted((Case(*row[:3]).bytes / 4, row.value) for row in grown)
+        axes.plot(*zip(*points, strict=True), "o", color=report.BLUE)
+        exponent, factor = power_law(rows)
+        fitted = np.array([values for values, _ in points if values > 2**18])
+        axes.plot(fitted, factor * fitted**exponent, color=report.BLACK)
+        axes.set(title=f"time of {OURS} grows as values$^{{{exponent:.2f}}}$", ylabel="ms")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("values in x ([N, 64, 16, 16])")
+        report.log_scale(axes, "y", (1,))
+    return figure
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def main() -> int:
+    parser = report.parser("speed", __doc__, "1 array, 1 round")
+    about = "where to measure (default: cpu)"
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=about)
+    options = parser.parse_args()
+    settings = QUICK if options.quick else GPU if options.device == "gpu" else Settings()
+    jax.config.update("jax_enable_compilation_cache", False)  # compiling is timed
+    if options.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    elif jax.default_backend() != "gpu":
+        raise UserError("--device gpu: JAX finds none here; where there is one, run make gpu")
+
+    norms = {BATCH_NORM: peers.present((OURS, SEPARATE, *OTHERS))}
+    norms[LAYER_NORM] = tuple(name for name in norms[BATCH_NORM] if name != SEPARATE)
+    small = {BATCH_NORM: "8x64x14x14", LAYER_NORM: "256x768"}
+    shapes = {BATCH_NORM: settings.shapes, LAYER_NORM: settings.rows}
+    steps: list[Any] = []
+    for layer in norms:
+        steps += [(compare, Case(layer, small[layer], d), norms[layer]) for d in TOLERANCE]
+        where = itertools.product(settings.dtypes, shapes[layer], (BOTH, INFERENCE))
+        for dtype, shape, program in where:
+            steps.append((race, Case(layer, shape, dtype), program, norms[layer], settings))
+    steps += [(grow, settings)] if settings.growth else []
+    steps += [(run_network, network, settings) for network in settings.networks]
+    name = "speed" if options.device == "cpu" else f"speed_{report.device_name()}"
+    with report.unfinished(options.out) as folder:
+        rows = []
+        for measure, *given in tqdm(steps, unit="step", disable=None):
+            rows += measure(*given)
+        report.save_csv(folder / "results" / f"{name}.csv", Row._fields, rows)
+        report.save_figure(folder, name, draw(rows))
+        beside = {other: [*speed_ups(rows, other).values()] for other in norms[BATCH_NORM][2:]}
+        said = ", ".join(f"{other} {found[0]:.2f}" for other, found in beside.items())
+        fail = report.publish(
+            folder,
+            name,
+            asked="How fast is it beside Equinox, Flax and PyTorch?",
+            answer=f"batch norm + ReLU takes 1, as a mean over shapes, {said}",
+            tables=tables(rows),
+            verdicts=judge(rows, settings),
+            goals=goals(rows) if settings == Settings() else [],
+            settings=dataclasses.asdict(settings),
+        )
+    return int(options.quick and fail > 0)
+
+
+if __name__ == "__main__":
+    with report.trouble("speed"):
+        sys.exit(main())

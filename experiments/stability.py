@@ -1,0 +1,349 @@
+"""Which batch normalisation makes training unstable? Equinox issue #659, on MNIST.
+
+    python -m experiments.stability                  about 2 minutes on 2 cores
+    python -m experiments.stability --quick          under 30 seconds; fails if a claim fails
+    python -m experiments.stability --network large --steps 300
+
+Batch normalisation remembers a running mean and variance, for inference. `ema` normalises the
+batches of training by them, too. At momentum 0.99 they still are nearly the first batch's when
+the parameters have long moved on, and the issue sees gradients spike in the first steps.
+`batch` normalises by the batch alone; `adam` and `smooth_start` are what the issue proposes.
+One network is trained with each of them: from the same parameters, on the same images in the
+same order. https://github.com/patrick-kidger/equinox/issues/659
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from tqdm import tqdm
+
+from eqx_norm import BatchNorm
+
+from .common import mnist, report, training
+from .common.report import UserError, Verdict
+
+Setting = tuple[str, float]  # approach, momentum
+Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
+Runs = dict[Setting, Curves]
+
+MOMENTA = (0.5, 0.99, 0.9999)  # a column of figure 2 each; add a momentum here
+
+# Trained with these momenta, drawn as this line; add an approach here.
+APPROACHES: dict[str, tuple[tuple[float, ...], dict[str, str]]] = {
+    "batch": (MOMENTA, {"color": report.BLUE, "linestyle": "-"}),
+    "adam": (MOMENTA, {"color": report.ORANGE, "linestyle": "--"}),
+    "smooth_start": (MOMENTA, {"color": report.GREEN, "linestyle": "-."}),
+    "ema": (MOMENTA, {"color": report.VERMILION, "linestyle": "-"}),
+    # It clips from step 200 on, and is `batch` until then: one momentum is enough.
+    "variance_clip": ((0.99,), {"color": report.PURPLE, "linestyle": ":"}),
+}
+EVERY = [(approach, m) for approach, (momenta, _) in APPROACHES.items() for m in momenta]
+
+NO_NORM, BATCH, ADAM = ("none", 0.0), ("batch", 0.99), ("adam", 0.99)
+EMA, EMA_LOW = ("ema", 0.99), ("ema", 0.5)
+SMOOTH, SMOOTHER = ("smooth_start", 0.99), ("smooth_start", 0.9999)
+FIGURE_1 = (NO_NORM, EMA, BATCH, EMA_LOW)
+JUDGED = (BATCH, EMA, EMA_LOW, ADAM, SMOOTH, SMOOTHER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    network: str = "small"  # the issue's, with one norm layer; "large" has four
+    trained: tuple[Setting, ...] = tuple(dict.fromkeys((*FIGURE_1, *JUDGED, *EVERY)))
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # ema's peak is 3 to 12 times batch's, by seed
+    steps: int = 100  # the issue's, whose gradients spike in the first five
+    # Test accuracy after these steps and the last: early on, inference is where they differ.
+    evaluated: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+
+QUICK = Settings(trained=JUDGED, seeds=(0, 1), evaluated=())
+
+# --------------------------------------------------------------------------------- training
+
+
+def train(settings: Settings, setting: Setting, seed: int, data: mnist.Mnist) -> Curves:
+    """Trains one network; its first parameters and its batches depend on the seed alone.
+
+    Returns arrays [steps]: what `train_step` records, among it the norm of each parameter's
+    gradient as "gradient.conv.weight"; and "test_accuracy", NaN where it was not measured.
+    """
+    approach, momentum = setting
+
+    def make_norm(channels: int) -> eqx.Module:
+        if setting == NO_NORM:
+            return training.NoNorm()
+        return BatchNorm(channels, training.AXIS, momentum=momentum, approach=approach)
+
+    network = eqx.nn.make_with_state(training.NETWORKS[settings.network])
+    model, state = network(make_norm, jax.random.key(seed))
+    memory = training.OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+    images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
+    test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
+    recorded = []
+    batches = training.batches(len(images), settings.steps, seed)
+    for step, chosen in enumerate(batches, start=1):
+        batch = jnp.asarray(images[chosen]), jnp.asarray(labels[chosen])
+        model, state, memory, found = training.train_step(model, state, memory, *batch)
+        evaluated = step in settings.evaluated or step == settings.steps
+        accuracy = training.accuracy_of(model, state, *test) if evaluated else np.nan
+        recorded.append({**found, "test_accuracy": accuracy})
+    return stack(jax.device_get(recorded))
+
+
+def stack(found: list[Any]) -> Curves:
+    """Makes one dictionary of many: its arrays have one axis more than theirs, the first."""
+    return {name: np.array([each[name] for each in found], np.float64) for name in found[0]}
+
+
+def steps_of(runs: Runs, names: list[str], seeds: dict[int, int]) -> Iterator[list[Any]]:
+    """Yields a line of the CSV for each step; `seeds` gives seeds by their place in arrays."""
+    for setting, curves in runs.items():
+        for i, seed in seeds.items():
+            for step in range(curves["loss"].shape[1]):
+                values = (curves[name][i, step] if name in curves else None for name in names)
+                yield [*setting, seed, step + 1, *values]
+
+
+# ---------------------------------------------------------------------------------- figures
+
+
+def label(setting: Setting) -> str:
+    return "no norm" if setting == NO_NORM else f"{setting[0]} {setting[1]:g}"
+
+
+def draw_gradients(runs: Runs, i: int, seed: int) -> Figure:
+    """Draws the gradient norm of each parameter, and the loss, of one seed, the i-th."""
+    drawn = [setting for setting in FIGURE_1 if setting in runs]
+    figure = report.figure(2.6 * len(drawn) + 1.2, 4.6)
+    axes = figure.subplots(2, len(drawn), sharex=True, sharey="row", squeeze=False)
+    parameters = [name for name in runs[EMA] if name.startswith("gradient.")]
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
+    colors = [report.BLACK, report.BLUE, report.VERMILION, report.GREEN, report.ORANGE]
+    if len(modules) > len(colors):  # a scale then, from input to output
+        colors = list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, len(modules))))
+    color = dict(zip(modules, colors, strict=False))
+    for setting, (top, bottom) in zip(drawn, axes.T, strict=True):
+        curves = runs[setting]
+        steps = 1 + np.arange(len(curves["loss"][i]))
+        for name in filter(curves.__contains__, parameters):  # "no norm" has fewer
+            module, _, kind = name.rpartition(".")
+            text, style = name.removeprefix("gradient."), ":" if kind == "bias" else "-"
+            top.plot(steps, curves[name][i], style, color=color[module], label=text)
+        bottom.plot(steps, curves["loss"][i], color=report.BLACK)
+        top.set_title(label(setting))
+        bottom.set_xlabel("training step")
+    axes[0, 0].set_ylabel("gradient norm of each parameter")
+    axes[1, 0].set(ylabel="training loss", ylim=(0, None))
+    lines = axes[0, drawn.index(EMA)].get_lines()
+    figure.legend(handles=lines, loc="outside right center", fontsize=8, title=f"seed {seed}")
+    return figure
+
+
+def draw_momenta(runs: Runs) -> Figure:
+    """Draws, for each momentum, the largest gradient and what the norm layer returned."""
+    figure = report.figure(3 * len(MOMENTA), 7.5)
+    axes = figure.subplots(3, len(MOMENTA), sharex=True, sharey="row", squeeze=False)
+    for momentum, panels in zip(MOMENTA, axes.T, strict=True):
+        names = ("largest_gradient_norm", "output_mean", "output_std")
+        for approach, (_, line) in APPROACHES.items():
+            for panel, name in zip(panels, names, strict=True):
+                if (approach, momentum) in runs:
+                    curves = runs[approach, momentum]
+                    report.plot_seeds(panel, curves[name], label=approach, **line)
+        panels[0].set_title(f"momentum {momentum:g}")
+        panels[2].set_xlabel("training step")
+    gradient, mean, std = axes[:, 0]
+    report.log_scale(gradient, "y")
+    gradient.set_ylabel("largest gradient norm")
+    mean.set_yscale("symlog", linthresh=0.1)
+    mean.set_ylabel("mean of the norm layer's output")
+    report.log_scale(std, "y")
+    std.set_ylabel("std of the norm layer's output")
+    report.legend_below(figure)
+    return figure
+
+
+def draw_seeds(runs: Runs) -> Figure:
+    """Draws loss, largest gradient and test accuracy of each approach at momentum 0.99."""
+    figure = report.figure(10, 3.6)
+    loss, gradient, accuracy = figure.subplots(1, 3)
+    for approach, (_, line) in APPROACHES.items():
+        if (approach, 0.99) in runs:
+            curves, line = runs[approach, 0.99], {"label": f"{approach} 0.99", **line}
+            report.plot_seeds(loss, curves["loss"], **line)
+            report.plot_seeds(gradient, curves["largest_gradient_norm"], **line)
+            report.plot_seeds(accuracy, curves["test_accuracy"], **line)
+    for panel, logarithmic in ((loss, "y"), (gradient, "y"), (accuracy, "x")):
+        report.log_scale(panel, logarithmic)
+        panel.set_xlabel("training step")
+    loss.set_ylabel("training loss")
+    gradient.set_ylabel("largest gradient norm")
+    accuracy.set_ylabel("test accuracy, inference mode")
+    accuracy.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    report.legend_below(figure)
+    return figure
+
+
+# --------------------------------------------------------------------------------- verdicts
+
+FIRST_STEPS = 10  # the issue's gradients spike "2-3 iterations in"; this leaves room for seeds
+SPIKE = 2.0  # a spike is twice as large as any gradient that `batch` has in these steps
+AS_WELL = 1.05  # "as well as": a mean loss at most 5% higher; "higher": more than that
+SAME = 1.02  # "the same": within 2%, from every seed
+
+
+def peak(curves: Curves) -> np.ndarray:
+    """Returns the largest gradient norm of any parameter in the first steps: [seeds]."""
+    return curves["largest_gradient_norm"][:, :FIRST_STEPS].max(axis=1)
+
+
+def mean_loss(curves: Curves) -> np.ndarray:
+    """Returns the training loss, averaged over all steps: [seeds]."""
+    return curves["loss"].mean(axis=1)
+
+
+def ratios(runs: Runs, a: Setting, b: Setting) -> tuple[np.ndarray, np.ndarray]:
+    """Returns peak and mean loss of a by those of b, seed by seed: [seeds]."""
+    return peak(runs[a]) / peak(runs[b]), mean_loss(runs[a]) / mean_loss(runs[b])
+
+
+def spread(ratio: np.ndarray) -> str:
+    return f"{np.median(ratio):.2f} ({ratio.min():.2f} to {ratio.max():.2f})"
+
+
+def ema_spikes(runs: Runs) -> Verdict:
+    peaks, losses = ratios(runs, EMA, BATCH)
+    measured = f"peak ema/batch {spread(peaks)}, loss ema/batch {spread(losses)}"
+    holds = np.median(peaks) >= SPIKE and np.median(losses) > AS_WELL
+    return "1. ema at 0.99 spikes, and its loss is higher than batch's", measured, bool(holds)
+
+
+def low_ema_trains(runs: Runs, network: str = "small") -> Verdict:
+    _, losses = ratios(runs, EMA_LOW, BATCH)
+    as_well, measured = bool(np.median(losses) <= AS_WELL), f"loss ema/batch {spread(losses)}"
+    if network == "small":
+        return "2. ema at 0.5 trains as well as batch", measured, as_well
+    return (
+        "2. with four norm layers ema at 0.5 has a higher loss than batch",
+        measured,
+        not as_well,
+    )
+
+
+def adam_still_spikes(runs: Runs) -> Verdict:
+    (to_ema, _), (to_batch, _) = ratios(runs, ADAM, EMA), ratios(runs, ADAM, BATCH)
+    measured = f"peak adam/ema {spread(to_ema)}, adam/batch {spread(to_batch)}"
+    holds = np.median(to_ema) < 1 and np.median(to_batch) >= SPIKE
+    return "3. adam at 0.99 helps, and still spikes", measured, bool(holds)
+
+
+def smooth_is_better(runs: Runs) -> Verdict:
+    claim = "4. smooth_start at 0.99 is better than adam: lower peak, no higher loss"
+    peaks, losses = ratios(runs, SMOOTH, ADAM)
+    holds = np.median(peaks) < 1 and np.median(losses) <= 1
+    return claim, f"peak smooth_start/adam {spread(peaks)}, loss {spread(losses)}", bool(holds)
+
+
+def smooth_is_batch(runs: Runs) -> Verdict:
+    peaks, losses = ratios(runs, SMOOTHER, BATCH)
+    measured = f"peak smooth_start/batch {spread(peaks)}, loss {spread(losses)}"
+    both = np.concatenate([peaks, losses])
+    holds = both.max() <= SAME and both.min() >= 1 / SAME
+    return "5. smooth_start at 0.9999 is the same as batch", measured, bool(holds)
+
+
+def judge(runs: Runs, network: str) -> list[Verdict]:
+    """Returns the verdicts on the claims of the issue."""
+    others = adam_still_spikes, smooth_is_better, smooth_is_batch
+    return [ema_spikes(runs), low_ema_trains(runs, network), *(judge(runs) for judge in others)]
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def main() -> int:
+    parser = report.parser("stability", __doc__, "6 settings, 2 seeds")
+    add = parser.add_argument
+    add("--seeds", nargs="+", type=int, metavar="N", help="of each run (default: 0 1 2 3 4)")
+    add("--steps", type=int, metavar="N", help="of each run (default: 100)")
+    about = "small (default): the issue's; large: four norm layers, 3 times as long"
+    add("--network", choices=training.NETWORKS, help=about)
+    add("--data", type=Path, metavar="DIR", default=mnist.SUBSET, help=mnist.HELP)
+    options = parser.parse_args()
+    chosen = {name: getattr(options, name) for name in ("seeds", "steps", "network")}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    settings = dataclasses.replace(QUICK if options.quick else Settings(), **given)
+    if settings.steps < 1 or not all(0 <= seed < 2**31 for seed in settings.seeds):
+        raise UserError("--steps must be 1 or more, and --seeds from 0 to 2147483647")
+
+    data, runs = mnist.load(options.data), {}
+    name = "stability" if settings.network == "small" else f"stability_{settings.network}"
+    with report.unfinished(options.out) as folder:
+        count = len(settings.trained) * len(settings.seeds)
+        with tqdm(total=count, unit="run", disable=None) as progress:  # on a terminal
+            for setting in settings.trained:
+                progress.set_description(label(setting))
+                of_seeds = []
+                for seed in settings.seeds:
+                    of_seeds.append(train(settings, setting, seed, data))
+                    progress.update()
+                runs[setting] = stack(of_seeds)
+
+        # Figure 1 shows the seed of ema's median peak: neither the best nor the worst.
+        typical = int(np.argsort(peak(runs[EMA]))[len(settings.seeds) // 2])
+        report.save_figure(
+            folder,
+            f"{name}_1_gradients",
+            draw_gradients(runs, typical, settings.seeds[typical]),
+        )
+        report.save_figure(folder, f"{name}_2_momenta", draw_momenta(runs))
+        report.save_figure(folder, f"{name}_3_seeds", draw_seeds(runs))
+
+        setting_of, results = ["approach", "momentum", "seed", "step"], folder / "results"
+        gradients = [quantity for quantity in runs[EMA] if quantity.startswith("gradient.")]
+        curves = [quantity for quantity in runs[EMA] if quantity not in gradients]
+        every_seed = dict(enumerate(settings.seeds))
+        lines = steps_of(runs, curves, every_seed)
+        report.save_csv(results / f"{name}.csv", [*setting_of, *curves], lines)
+        of_figure_1 = {setting: runs[setting] for setting in FIGURE_1 if setting in runs}
+        lines = steps_of(of_figure_1, gradients, {typical: settings.seeds[typical]})
+        report.save_csv(results / f"{name}_gradients.csv", [*setting_of, *gradients], lines)
+
+        medians = [
+            (
+                label(setting),
+                f"{np.median(peak(curves)):.2f}",
+                f"{np.median(mean_loss(curves)):.3f}",
+                f"{np.median(curves['test_accuracy'][:, -1]):.1%}",
+            )
+            for setting, curves in runs.items()
+        ]
+        header = ("setting", f"peak gradient, steps 1-{FIRST_STEPS}", "mean loss", "accuracy")
+        of_batch, of_ema = (np.median(peak(runs[setting])) for setting in (BATCH, EMA))
+        fail = report.publish(
+            folder,
+            name,
+            asked="Which batch normalisation makes training unstable? "
+            "[Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)"
+            + (", on a network with four norm layers" if settings.network == "large" else ""),
+            answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
+            tables=[report.table(header, medians)],
+            verdicts=judge(runs, settings.network),
+            settings=dataclasses.asdict(settings),
+        )
+    return int(options.quick and fail > 0)
+
+
+if __name__ == "__main__":
+    with report.trouble("stability"):
+        sys.exit(main())

@@ -1,1 +1,0 @@
-"""Repeats the stability experiment of Equinox issue #659, on MNIST."""

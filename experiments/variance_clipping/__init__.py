@@ -1,1 +1,0 @@
-"""Measures what variance clipping, as in Caffe #3963, prevents on MNIST."""
