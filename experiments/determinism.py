@@ -8,7 +8,7 @@ stability experiment's network is trained on MNIST again and again, each time in
 with probes of weights, layers and gradients: `eqx_norm.determinism.compare` names the first
 that differs. Varied are the seed of NumPy's generator, which shuffles the images; threads and
 cores; the recipe, `eqx_norm.determinism.deterministic`; a CPU's devices; one bit of a weight.
-Then: what probes cost. https://developer.nvidia.com/gtc/2019/video/s9911
+Then: what probes cost. https://developer.nvidia.com/gtc/2019/video/S9911
 """
 
 import itertools
@@ -332,7 +332,7 @@ def main() -> int:
             out,
             "determinism",
             asked="Do two runs agree to the last bit? "
-            "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/s9911)",
+            "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
             answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
             tables=[report.table(("MNIST", "gave", "parts from first at"), found), cost_table],
             verdicts=[*verdicts, judge_probes(costs)],

@@ -111,7 +111,7 @@ def _text(value: Any, digits: int) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float | np.floating):
-        return f"{value:.{digits}g}"
+        return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

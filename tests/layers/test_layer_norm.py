@@ -12,7 +12,7 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
 from tests.compiling import filter_jit, jit
-from tests.helpers import bits, normal, over_batch
+from tests.helpers import bits, make, normal, over_batch
 
 
 def moved(layer):
@@ -170,3 +170,14 @@ def test_derivatives(transform, activation):
         )
     for a, b in zip(found, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (6, 3, 5), (8, 64), (3, 2, 3, 4)])
+def test_as_a_batch_norm_of_the_reshaped_input(shape):
+    """OneFlow made its layer norm so: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
+    x = normal(0, shape, 3.0, 2.0)
+    norm, state = make(len(x), "batch", approach="batch", channelwise_affine=False)
+    channels = x.reshape(1, len(x), -1)  # the examples, in a batch of one
+    right = jit(over_batch(norm))(channels, state)[0].reshape(shape)
+    layer = LayerNorm(shape[1:], use_weight=False, use_bias=False)
+    np.testing.assert_allclose(jit(jax.vmap(layer))(x), right, rtol=0, atol=1e-6)
