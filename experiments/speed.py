@@ -1,6 +1,6 @@
 """How fast are these layers beside Equinox, Flax and PyTorch? On a CPU, or on a GPU.
 
-    python -m experiments.speed                about 12 minutes on 2 cores
+    python -m experiments.speed                about 10 minutes on 2 cores
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
     python -m experiments.speed --device gpu   on a machine that has one
 
