@@ -16,10 +16,9 @@ ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed", "comp
 
 HEAD = """# What the experiments found
 
-Each is one script, run as `python -m experiments.NAME`; `--help` says what it does. It writes
-below `build/`. What is here was written by `make experiments`, and put together by
-`python -m experiments` from the `.json` and the figures; [results/](results/) has every number,
-and with which processor, device and versions it was measured.
+Each is one script, run as `python -m experiments.NAME`, which writes below `build/`; `--help`
+says what it does. `make experiments` writes what is here; [results/](results/) has all numbers,
+and with which processor, device and versions they were measured.
 """
 CLAIMS = """
 A claim is what this project says of itself; all of them hold, or `--quick` fails. What is aimed
@@ -27,8 +26,7 @@ at, and not always reached, is the [last table](#aimed-at)."""
 GOALS = """
 ## Aimed at
 
-These are goals, not claims: numbers that say how much better it could be, and what is in the
-way. Times depend on the machine; [docs/design.md](../docs/design.md) tells what was tried.
+These are goals, not claims, with what is in the way: [docs/design.md](../docs/design.md).
 """
 
 

@@ -327,7 +327,7 @@ def main() -> int:
         times = [(*cost[:5], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
         cost_table = report.table((*Cost._fields[:5], "time of a step without"), times)
         verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
-        aim = "a step with all probes takes at most 1.05 of the time without"
+        aim = "a step with all probes: at most 1.05 of the time without (small; large network)"
         fail = report.publish(
             out,
             "determinism",
@@ -336,7 +336,7 @@ def main() -> int:
             answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
             tables=[report.table(("MNIST", "gave", "parts from first at"), found), cost_table],
             verdicts=[*verdicts, judge_probes(costs)],
-            goals=[(aim, ratios[0], "each fingerprint reads its value once more")],
+            goals=[(aim, "; ".join(ratios[::3]), "each fingerprint reads its value once more")],
             steps=len(results[RECIPE][0].by_step),
         )
     return int(options.quick and fail > 0)

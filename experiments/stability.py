@@ -264,8 +264,8 @@ def smooth_is_batch(runs: Runs) -> Verdict:
 
 def judge(runs: Runs, network: str) -> list[Verdict]:
     """Returns the verdicts on the claims of the issue."""
-    others = adam_still_spikes, smooth_is_better, smooth_is_batch
-    return [ema_spikes(runs), low_ema_trains(runs, network), *(judge(runs) for judge in others)]
+    first = [ema_spikes(runs), low_ema_trains(runs, network), adam_still_spikes(runs)]
+    return [*first, smooth_is_better(runs), smooth_is_batch(runs)]
 
 
 # ------------------------------------------------------------------------------ the command

@@ -51,6 +51,7 @@ COLOURS: dict[str, str] = {
     TORCH: report.ORANGE,
 }
 
+IMPLEMENTATIONS: dict[str, Any] = {OURS_PALLAS: "pallas"}  # of the others "auto"
 AXIS = "batch"  # the mapped axis of layers that take one example
 Affine = tuple[Any, Any]  # weight and bias, or `None`
 # (weight and bias, memory, x) to y and the memory after it.
@@ -109,7 +110,8 @@ def batch_norm(
     if package(name) == "eqx_norm":
         if activation is not None and name != OURS_SEPARATE:
             how["activation"], activation = activation, None
-        how |= {"approach": "batch", "unbiased": name == OURS_UNBIASED, **_implementation(name)}
+        how |= {"approach": "batch", "unbiased": name == OURS_UNBIASED}
+        how["implementation"] = IMPLEMENTATIONS.get(name, "auto")
         made = _stateful(lambda: BatchNorm(channels, AXIS, **how), _of_ours)
     elif package(name) == "equinox":
         how["mode"] = "ema" if name == EQUINOX_EMA else "batch"
@@ -141,7 +143,8 @@ def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
         if package(name) == "equinox":
             made: Any = eqx.nn.LayerNorm(shape, eps, weight, bias)
         else:
-            made = LayerNorm(shape, eps, weight, bias, **_implementation(name))
+            how: Any = {"implementation": IMPLEMENTATIONS.get(name, "auto")}
+            made = LayerNorm(shape, eps, weight, bias, **how)
         return jax.vmap(_with_affine(made, affine))(x), memory
 
     def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
@@ -157,10 +160,6 @@ def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
 
     used = in_flax if package(name) == "flax" else apply
     return Layer((), used, used)
-
-
-def _implementation(name: str) -> Any:
-    return {"implementation": "pallas" if name == OURS_PALLAS else "auto"}
 
 
 def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:

@@ -184,10 +184,8 @@ def environment(*plugins: str) -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """Returns the device as files are named after it: "cpu", "nvidia-h100-80gb-hbm3"."""
-    device = jax.devices()[0]
-    kind = "cpu" if device.platform == "cpu" else device.device_kind
-    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+    """Returns the device as files are named after it: "nvidia-h100-80gb-hbm3"."""
+    return re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
 
 
 def cores() -> int:

@@ -42,7 +42,10 @@ def test_units(claim):
         assert compiled.moves_little([{**row, "units": most + extra}])[0][2] == holds
 
 
-@pytest.mark.parametrize("bad", [{}, {"sends": 3}, {"kept": 41}, {"ptx": "red.add"}])
+BAD = {"sends": 3}, {"kept": 41}, {"scatters": 1}, {"ptx": "8 bytes spill"}, {"ptx": "red.add"}
+
+
+@pytest.mark.parametrize("bad", [{}, *BAD])
 def test_the_other_verdicts(bad, tmp_path):
     (tmp_path / "eqx_norm_statistics_0.ptx").write_text(bad.get("ptx", "ld"))
     row = {"way": compiled.SHARD_MAP, "layer": compiled.OURS, "sends": 2, "largest": 2048}
@@ -50,5 +53,6 @@ def test_the_other_verdicts(bad, tmp_path):
     other = {"recomputes": True, "kept": 40, "temporaries": 75, "moved": 115, **bad}
     steps = [{**row, **step, "dtype": d} for d in compiled.DTYPES for step in (usual, other)]
     verdicts = compiled.kernels_are_clean(tmp_path), compiled.sends_little([{**row, **bad}])
-    found = [holds for *_, holds in (*verdicts, compiled.recomputing_saves(steps))]
+    scatters = compiled.scatters_nothing([{"scatters": 0, **bad}])
+    found = [h for *_, h in (*verdicts, scatters, compiled.recomputing_saves(steps))]
     assert found.count(False) == len(bad)
