@@ -87,6 +87,12 @@ def recall(
             "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass on "
             "the state that each call returns."
         ) from None
+    check(memory, approach, channels)
+    return memory
+
+
+def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
+    """Raises `ValueError` unless `approach` made the memory for so many channels."""
     is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
     dtype = statistics_dtype(complex if is_complex else float)
     expected = jax.eval_shape(lambda: approach.init(channels, dtype))
@@ -100,7 +106,6 @@ def recall(
     for held, made in zip(jax.tree.leaves(memory), jax.tree.leaves(expected), strict=True):
         if held.dtype != made.dtype:
             raise ValueError(_of_another_dtype(held.dtype, made.dtype))
-    return memory
 
 
 def _of_another_dtype(held: jnp.dtype, made: jnp.dtype) -> str:

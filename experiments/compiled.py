@@ -31,7 +31,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from tqdm import tqdm
 
-from eqx_norm import BatchNorm, recompute_outputs
+from eqx_norm import BatchNorm
+from eqx_norm.models import recompute_outputs
 
 from .common import peers, report, training
 from .common.exact import EPS

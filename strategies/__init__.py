@@ -9,7 +9,10 @@ from ._adam import Adam as Adam
 from ._average import Average as Average
 from ._base import AbstractStrategy as AbstractStrategy
 from ._batch import Batch as Batch
+from ._cumulative import Cumulative as Cumulative
+from ._cumulative import Seen as Seen
 from ._ema import Ema as Ema
+from ._frozen import Frozen as Frozen
 from ._moments import Moments as Moments
 from ._named import NAMED as NAMED
 from ._named import named as named

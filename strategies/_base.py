@@ -1,7 +1,7 @@
 """Defines `AbstractStrategy`, the contract that every strategy keeps."""
 
 import abc
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import equinox as eqx
 from jax.typing import DTypeLike
@@ -33,6 +33,9 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
       and variance 1. (Not called `inference`: `eqx.nn.inference_mode` looks for attributes
       of that name.)
 
+    `learns` is true. Where a class says otherwise, its layers are always in inference, and
+    their weights are constants.
+
     An example: normalise by the batch, and at inference by all the values ever seen.
 
     ```python
@@ -47,6 +50,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
             return memory
     ```
     """
+
+    learns: ClassVar[bool] = True
 
     @abc.abstractmethod
     def init(self, channels: int, dtype: DTypeLike) -> Memory:

@@ -25,8 +25,11 @@ class Ema(AbstractRunningStrategy):
     momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
-        memory = memory.push(batch, self.momentum)
-        # With weight 1 nothing is debiased: the first batch counts in full.
+        # With weight 1 nothing is debiased: the first batch counts in full, and what another
+        # strategy has remembered does, too.
         one = jnp.ones_like(memory.weight)
+        seen = (memory.weight > 0).astype(one.dtype)
+        memory = dataclasses.replace(memory, weight=seen, weight_rest=0 * one)
+        memory = memory.push(batch, self.momentum)
         memory = dataclasses.replace(memory, weight=one, weight_rest=0 * one)
         return memory.moments, memory

@@ -1,5 +1,6 @@
 """`compare` names the first row in which two ledgers differ, and says by how much."""
 
+import itertools
 import os
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ._ledger import RAN_BY, Contents, LedgerError, Row, printable, read
+from ._ledger import RAN_BY, Contents, LedgerError, Row, read
 
 
 class Verdict(NamedTuple):
@@ -29,11 +30,8 @@ class Verdict(NamedTuple):
 
 
 def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
-    """Returns the first row in which the ledgers of two runs of one program differ.
-
-    Rows are matched by step and name, and compared in the order of the program: step by step,
-    forward before backward. Where values were kept, the verdict says how many elements differ,
-    and by how much.
+    """Returns the first row in which the ledgers of two runs of one program differ, and by how
+    much where values were kept.
 
     **Arguments:**
 
@@ -48,51 +46,46 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
     first, second = read(a), read(b)
     if not first.rows and not second.rows:
         raise LedgerError(
-            f"{first.path} and {second.path} have no rows: nothing was recorded, so that there "
-            "is nothing to compare. Rows come from monitor(value, name) or "
-            "monitor_module(model) inside of the function that recorded(...) goes around, and "
-            "are written by ledger.append(step, record)."
+            f"{first.path} and {second.path} have no rows: nothing was recorded. Use "
+            "monitor(value, name) or monitor_module(model) inside of the function that "
+            "recorded(...) goes around, and ledger.append(step, record)."
         )
 
-    def verdict(same: bool, agreed: int, *lines: str, at: tuple[Any, ...] = ()) -> Verdict:
-        return Verdict(same, agreed, "\n  ".join([*lines, *_notes(first, second)]), *at)
-
-    for i, (row, other) in enumerate(zip(first.rows, second.rows, strict=False)):
+    pairs = zip(first.rows, second.rows, strict=False)  # all but what the values are called
+    agreed = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0][:-1] == pair[1][:-1], pairs)
+    )
+    row, other = (next(iter(of.rows[agreed:]), None) for of in (first, second))
+    is_cut = first.is_truncated or second.is_truncated
+    at: Any = ()
+    if row and other:
         if row[:5] != other[:5]:  # step, probe, kind, iteration, again
             raise LedgerError(
                 f"{first.path} and {second.path} are not of the same program: where the one "
                 f"has {row.place}, the other has {other.place}. Compare runs with the same "
                 "probes and the same steps."
             )
-        if row[:-1] != other[:-1]:  # all but where the values are
-            details = _details(first, row, second, other)
-            at = (row.step, row.probe, row.kind)
-            return verdict(False, i, row.place, *details, _before(first, i), at=at)
-    agreed = min(len(first.rows), len(second.rows))
-    if len(first.rows) != len(second.rows):
-        shorter, longer = sorted((first, second), key=lambda contents: len(contents.rows))
-        ends = f"{shorter.path} ends before {longer.rows[agreed].place}"
-        goes_on = f"{ends}, with which {longer.path} goes on"
-        return verdict(False, agreed, goes_on, _before(first, agreed))
-    steps = len({row.step for row in first.rows})
-    agree = f"{agreed} rows of {steps} steps agree, to the bit"
-    if first.is_truncated or second.is_truncated:
-        text = f"not known to be the same: {agree}, and what came next is not known"
-        return verdict(False, agreed, text)
-    return verdict(True, agreed, f"the same: {agree}")
-
-
-def _before(contents: Contents, agreed: int) -> str:
-    if not agreed:
-        return "nothing comes before it"
-    return f"before it, {agreed} rows agree; the last is {contents.rows[agreed - 1].place}"
+        at = row.step, row.probe, row.kind
+        lines = [row.place, *_details(first, row, second, other)]
+    elif next_row := row or other:
+        shorter, longer = (second.path, first.path) if row else (first.path, second.path)
+        lines = [f"{shorter} ends before {next_row.place}, with which {longer} goes on"]
+    else:
+        steps = len({row.step for row in first.rows})
+        agree = f"the same: {agreed} rows of {steps} steps agree, to the bit"
+        unknown = f"not known to be {agree}, and what came next is not known"
+        lines = [unknown if is_cut else agree]
+    if row or other:
+        last = first.rows[agreed - 1].place if agreed else ""
+        before = f"before it, {agreed} rows agree; the last is {last}"
+        lines.append(before if agreed else "nothing comes before it")
+    is_same = not (row or other or is_cut)
+    return Verdict(is_same, agreed, "\n  ".join([*lines, *_notes(first, second)]), *at)
 
 
 def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[str]:
-    for what in ("shape", "dtype"):
-        if getattr(row, what) != getattr(other, what):
-            pair = (printable(str(getattr(r, what))) for r in (row, other))
-            return [f"{what}: {' and '.join(pair)}"]
+    if (row.shape, row.dtype) != (other.shape, other.dtype):
+        return [f"shape and dtype: {row.shape} {row.dtype} and {other.shape} {other.dtype}"]
     if row.fingerprint is None or other.fingerprint is None:
         taken = first if other.fingerprint is None else second
         return [f"only {taken.path} has passed it: the other took another branch"]
@@ -107,55 +100,38 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
 
 
 def _notes(first: Contents, second: Contents) -> list[str]:
-    notes = [
-        f"{contents.path} is incomplete: the run was killed while it wrote its last line, or "
-        "is writing it; the line is left out"
-        for contents in (first, second)
-        if contents.is_truncated
-    ]
-    for what in RAN_BY:
-        if first.header[what] != second.header[what]:
-            pair = (printable(contents.header[what]) for contents in (first, second))
-            notes.append(f"they were written with different {what}: {' and '.join(pair)}")
-    return notes
+    killed = "the run was killed while it wrote its last line, or is writing it"
+    cut = [f"{of.path} is incomplete: {killed}" for of in (first, second) if of.is_truncated]
+    pairs = {what: (first.header[what], second.header[what]) for what in RAN_BY}
+    differ = {what: f"{a} and {b}" for what, (a, b) in pairs.items() if a != b}
+    return [*cut, *(f"they were written with different {k}: {v}" for k, v in differ.items())]
 
 
 def difference(a: Any, b: Any) -> list[str]:
     """Returns in words in how many elements two arrays of one dtype differ, where first, and
     the largest difference, for floats also in ulps."""
     if a.shape != b.shape:
-        return [f"shapes {a.shape} and {b.shape}"]
+        return [f"the values that were kept have the shapes {a.shape} and {b.shape}"]
     raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
     differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
+    if not differs.any():
+        return ["the values that were kept do not differ: they are not those of both runs"]
     first = tuple(map(int, np.argwhere(differs)[0]))
-    lines = [
+    x, y = (v[differs].view(v.real.dtype) for v in (a, b))  # both parts of complex numbers
+    with np.errstate(all="ignore"):  # it may be infinite, or not a number
+        apart = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+    ulps = f", {_ulps(x, y)} ulp" if jnp.issubdtype(x.dtype, jnp.floating) else ""
+    return [
         f"{differs.sum()} of {a.size} elements differ",
         f"the first is [{', '.join(map(str, first))}]: {a[first]!s} and {b[first]!s}",
+        f"max difference {apart:.6g}{ulps}",
     ]
-    x, y = a[differs], b[differs]
-    if np.iscomplexobj(x):
-        x, y = (np.stack([z.real, z.imag]) for z in (x, y))
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        finite = np.isfinite(x.astype(np.float64)) & np.isfinite(y.astype(np.float64))
-        if not finite.all():
-            lines.append(f"{int((~finite).sum())} of them are not finite in one or both")
-        x, y = x[finite], y[finite]
-        if x.size:
-            with np.errstate(over="ignore"):  # inf, for those at both ends of float64
-                apart = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
-            lines.append(f"max difference {apart:.6g}, {_ulps(x, y)} ulp")
-    elif x.dtype != bool:
-        apart = max(abs(int(p) - int(q)) for p, q in zip(x.flat, y.flat, strict=True))
-        lines.append(f"max difference {apart}")
-    return lines
 
 
 def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
     """Returns the largest difference, in steps from a number of the dtype to the next."""
     magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
-    steps = []  # from 0, as int64
-    for v in (x, y):
-        bits = np.ascontiguousarray(v).view(f"i{v.itemsize}").astype(np.int64) & magnitude
-        steps.append(np.where(v < 0, -bits, bits))
+    bits = [v.view(f"i{v.itemsize}").astype(np.int64) for v in (x, y)]
+    steps = [np.where(b < 0, -(b & magnitude), b) for b in bits]  # from 0
     # As uint64, which holds the difference of any two.
     return int((np.maximum(*steps) - np.minimum(*steps)).view(np.uint64).max())

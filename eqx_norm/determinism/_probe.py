@@ -1,46 +1,98 @@
-"""`monitor` and `monitor_module` mark values in a program, and change nothing else.
+"""`monitor` and `monitor_module` mark values in a program; `recorded` returns what they were.
 
-A mark is a primitive of JAX that returns its operand: an equation of the traced program, whose
-derivative is a mark on the tangent, and the transpose of that a mark on the cotangent.
-`recorded` looks for these equations; without it they vanish in compilation.
-
-This file and `_rules` use JAX's interface for primitives and for reading programs
-(`jax.extend.core`, `jax.interpreters`, the parameters of equations), which may change. Checked
-with jax 0.10.2 and 0.12.0.1, by tests/determinism/test_transformations.py.
+Without `recorded` the marks vanish in compilation. `recorded` evaluates the program that JAX is
+going to run, with all derivatives and maps. So rows have the order of the program, forward
+before backward; no transformation can miss a probe or pass it twice; no callback is needed.
 """
 
 import functools
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
-from jaxtyping import Array
+from jaxtyping import Array, Shaped, UInt32
 
-from ._fingerprint import is_array, is_numpy
-from ._record import Kind
+from ._fingerprint import is_array
+from ._program import PROBE, Context, Plan, stage
 
 Tree = TypeVar("Tree")
+
+
+class Record(eqx.Module):
+    """Holds what the probes of one step have seen: 8 bytes a row. For `Ledger.append`.
+
+    It is a tree of arrays, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
+    `jax.tree.map(lambda a: a[i], records)` takes out one member or step.
+    """
+
+    fingerprints: UInt32[Array | np.ndarray, "*mapped rows 2"]
+    values: tuple[Shaped[Array | np.ndarray, "..."], ...]
+    plan: Plan = eqx.field(static=True)
+
+
+def recorded(
+    function: Callable[..., Any], *, keep_values: bool = False
+) -> Callable[..., tuple[Any, Record]]:
+    """Returns `function`, changed to return what its probes have seen as well.
+
+    ```python
+    step = eqx.filter_jit(recorded(train_step))
+    with Ledger("a.jsonl") as ledger:
+        for i in range(100):
+            (model, loss), record = step(model, batch(i))
+            ledger.append(i, record)
+    ```
+
+    It goes around the whole step, including the part that takes the gradient, and inside of
+    `jit`, outside of which everything is compiled again at each call. Compare recorded runs
+    with recorded runs: XLA may not merge operations where a probe is between them.
+
+    **Arguments:**
+
+    - `function`: takes and returns any trees, and can be traced by `jax.jit`. Arguments that
+        are no arrays are static.
+    - `keep_values`: whether the record has the values of all probes, from which `compare` tells
+        by how much they differ. It takes much memory, and is meant for a few steps.
+
+    **Returns:** a function of the same arguments, which returns the pair of `function`'s result
+    and a `Record`.
+
+    **Raises:** on tracing, `NotImplementedError` for a probe in a `while_loop` or inside of an
+    operation that has programs of its own in it (a Pallas kernel for example); `ValueError`
+    where it stands inside a derivative.
+    """
+
+    @functools.wraps(function)
+    def with_record(*args: Any, **kwargs: Any) -> tuple[Any, Record]:
+        # Not `function` itself: Equinox warns of a layer behind `jax.vmap`.
+        traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
+        jaxpr, outputs, rest = traced(*args, **kwargs)
+        staged = stage(jaxpr, Context(keep_values))
+        # As one program, as the parts of a `jit` have no program of their own any more.
+        arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
+        results = jax.jit(staged.run)(*arrays)
+        output = jax.tree.unflatten(jax.tree.structure(outputs), results.outputs)
+        record = Record(jnp.asarray(results.rows), results.values, staged.plan)
+        return eqx.combine(output, rest), record
+
+    # Equinox follows it, finds such a layer, and warns.
+    del with_record.__wrapped__
+    return with_record
 
 
 def monitor(tree: Tree, name: str) -> Tree:
     """Returns `tree` as it is; where the program is `recorded`, its fingerprint is taken.
 
     ```python
-    def loss(model, x):
-        h = monitor(model.encoder(x), "encoder")
-        return jnp.mean(model.head(h) ** 2)
+    h = monitor(model.encoder(x), "encoder")
     ```
 
     Each array gets a row in the record: `encoder` for an array, `encoder.0` and `encoder.mean`
     for those of a tree. So do its tangent (forward mode) and its cotangent (reverse mode), as
-    rows of another kind. Without `recorded` or `recorded_into` the probes vanish when the
-    program is compiled, and may stay.
-
-    It may stand under `jit`, `grad`, `jvp`, custom derivative rules, and
+    rows of another kind. It may stand under `jit`, `grad`, `jvp`, custom derivative rules, and
 
     - `vmap`: the batch is one value, with one row;
     - `scan`: there is a row for each iteration;
@@ -59,23 +111,24 @@ def monitor(tree: Tree, name: str) -> Tree:
 
     **Returns:** `tree`, the same values. NumPy's arrays become JAX's.
 
-    **Raises:** `TypeError` for a name that is no str, `ValueError` for an empty one, and for a
-    NumPy array of 64 bits whose values JAX would round, as it does without `jax_enable_x64`.
+    **Raises:** `ValueError` without a name, and for a NumPy array of 64 bits whose values JAX
+    would round, as it does without `jax_enable_x64`.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"monitor(..., name={name!r}): the name is a str, as in 'encoder'.")
-    if not name:
-        raise ValueError("monitor(..., name=''): give the name that the record is to show.")
+    if not name or not isinstance(name, str):
+        raise ValueError(f"monitor(..., name={name!r}): give the name that the record shows.")
 
     def marked(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        inside = jax.tree_util.keystr(path, simple=True, separator=".")
-        inside = f"{name}.{inside}" if path else name
-        x = _unrounded(leaf, inside) if is_numpy(leaf) else leaf
+        inside = ".".join([name, *([_inside(path)] if path else [])])
+        x = leaf if isinstance(leaf, Array) else _unrounded(leaf, inside)
         return PROBE.bind(x, name=inside, kind="forward", order=tuple(range(x.ndim)))
 
     return jax.tree_util.tree_map_with_path(marked, tree)
+
+
+def _inside(path: jax.tree_util.KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _unrounded(x: Any, name: str) -> Array:
@@ -85,66 +138,11 @@ def _unrounded(x: Any, name: str) -> Array:
         back = x.astype(array.dtype).astype(x.dtype)
     if back.tobytes() != x.tobytes():
         raise ValueError(
-            f"monitor(...): {name!r} is a NumPy array of {x.dtype}, which JAX makes "
-            f"{array.dtype} of, as jax_enable_x64 is off, and its values change by that: the "
-            f"record would not be of what was given. Convert it before, x.astype({array.dtype}"
-            '), or run with jax.config.update("jax_enable_x64", True).'
+            f"monitor(...): {name!r} is a NumPy array of {x.dtype}, of which JAX makes "
+            f"{array.dtype}, and other values: the record would not be of what was given. "
+            f"Convert it before, x.astype({array.dtype}), or set jax_enable_x64."
         )
     return array
-
-
-# --- The primitive.
-
-PROBE = Primitive("eqx_norm_probe")
-
-
-def _jvp(primals: Any, tangents: Any, *, kind: Kind, **rest: Any) -> Any:
-    """Marks the tangent too. Transposed, that mark is one on the cotangent."""
-    (x,), (tangent,) = primals, tangents
-    if kind == "done":
-        raise ValueError(
-            "recorded(...) stands inside a derivative (jax.grad, jax.jvp, ...), where it would "
-            f"miss the cotangent of {rest['name']!r}. Put it around the whole step: "
-            "jax.jit(recorded(step)), where step takes the gradient."
-        )
-    y = PROBE.bind(x, kind=kind, **rest)
-    if isinstance(tangent, ad.Zero) or kind == "cotangent":
-        return y, tangent
-    kind = "recomputed" if kind == "recomputed" else "tangent"
-    return y, PROBE.bind(tangent, kind=kind, **rest)
-
-
-def _transpose(cotangent: Any, x: Any, *, kind: Kind, **rest: Any) -> list[Any]:
-    del x, kind
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent]
-    return [PROBE.bind(cotangent, kind="cotangent", **rest)]
-
-
-def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
-    """Marks the whole batch as one value, whose `order` has the batch axis in front."""
-    (x,), (batch,) = arrays, axes
-    order = (batch, *(axis + (axis >= batch) for axis in order))
-    return PROBE.bind(x, order=order, **rest), batch
-
-
-def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
-    """Returns the mark that `remat` has in the first pass, and in the second; whether the
-    result is unknown in the first, whether the second has it, and what is saved for that."""
-    del saveable  # a mark costs nothing, whatever the policy says
-    if unknown[0]:
-        return None, equation, [True], [True], []
-    again = equation.replace(params={**equation.params, "kind": "recomputed"})
-    return equation, again, [False], [True], [] if instantiated[0] else [*equation.invars]
-
-
-PROBE.def_impl(lambda x, **_: x)
-PROBE.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(PROBE, lambda context, x, **_: [x])
-ad.primitive_jvps[PROBE] = _jvp
-ad.primitive_transposes[PROBE] = _transpose
-batching.primitive_batchers[PROBE] = _batch
-partial_eval.partial_eval_jaxpr_custom_rules[PROBE] = _partial_eval
 
 
 # --- All layers of a model.
@@ -166,18 +164,13 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
 
     gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is any
     `eqx.Module` that can be called, wherever it is in the model. A block of layers has a row
-    after theirs, and so has the model if it is given a name. A model that is a single layer
-    goes by the name of its class if it is given none: `Linear`. An `eqx.nn.State` that a layer
-    returns is left out.
+    after theirs, and so has the model if it is given a name; a model that is a single layer
+    goes by the name of its class. Left out are an `eqx.nn.State` that a layer returns,
+    functions (but `jax.nn.relu` in an `eqx.nn.Lambda`), methods other than `__call__`, and the
+    inside of a `BatchNorm` or `LayerNorm`.
 
-    Each layer becomes an instance of a subclass, with its fields and its leaves. So
-    `isinstance`, attributes, `eqx.tree_at`, `eqx.filter`, `eqx.nn.inference_mode` and
-    serialisation work on the result as on the model (`type(layer) is eqx.nn.Linear` does not),
-    and a file written from one can be read into the other. Used inside the loss as above, it
-    does not change the model that is trained.
-
-    It does not see functions (but `jax.nn.relu` in an `eqx.nn.Lambda`), methods other than
-    `__call__`, and the inside of a `BatchNorm` or `LayerNorm`.
+    Each layer becomes an instance of a subclass, with its fields and its leaves: all but `type`
+    works on the result as on the model. The model that is trained does not change.
 
     **Arguments:**
 
@@ -208,10 +201,8 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
         return isinstance(node, eqx.Module) and node is not model
 
     def inner(path: jax.tree_util.KeyPath, node: Any) -> Any:
-        if not is_inner(node):
-            return node
-        inside = jax.tree_util.keystr(path, simple=True, separator=".")
-        return _monitor_layers(node, f"{name}.{inside}" if name else inside)
+        below = f"{name}.{_inside(path)}" if name else _inside(path)
+        return _monitor_layers(node, below) if is_inner(node) else node
 
     if not isinstance(model, _WHOLE):
         model = jax.tree_util.tree_map_with_path(inner, model, is_leaf=is_inner)
@@ -227,7 +218,8 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
 # One class for each, so that the trees of two models that are alike are alike.
 @functools.cache
 def _monitored(layer: type[eqx.Module]) -> type[eqx.Module]:
-    original, meta = cast(Any, layer).__call__, cast(Any, type(layer))
+    original: Any = layer.__call__
+    meta: Any = type(layer)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +227,6 @@ def _monitored(layer: type[eqx.Module]) -> type[eqx.Module]:
 
     fields = {
         "__module__": layer.__module__,
-        "__qualname__": f"Monitored{layer.__qualname__}",
         "__doc__": layer.__doc__,
         "__annotations__": {_NAME: str},
         _NAME: eqx.field(static=True, default=""),

@@ -1,15 +1,12 @@
 """Does to whole models what a new layer has not had done to it.
 
-Everything here takes a model and its `eqx.nn.State`, and gives new ones; nothing is changed in
-place. docs/models.md has an example of each.
+Everything here takes a model and, where it matters, its `eqx.nn.State`, and gives new ones;
+nothing is changed in place. docs/models.md has an example of each.
 """
 
-from ._accumulate import accumulate as accumulate
-from ._accumulate import update_once as update_once
 from ._fold import FoldedBatchNorm as FoldedBatchNorm
-from ._fold import FoldReport as FoldReport
 from ._fold import fold as fold
-from ._freeze import FrozenBatchNorm as FrozenBatchNorm
+from ._fold import fold_pairs as fold_pairs
 from ._freeze import freeze as freeze
 from ._freeze import trainable as trainable
 from ._freeze import unfreeze as unfreeze
@@ -17,8 +14,7 @@ from ._recalibrate import recalibrate as recalibrate
 from ._recompute import recompute_outputs as recompute_outputs
 from ._reconfigure import reconfigure as reconfigure
 from ._swap import swap as swap
-from ._swap import swapped as swapped
+from ._swap import unswap as unswap
 from ._torch import from_torch as from_torch
 from ._torch import to_torch as to_torch
-from ._torch_names import TorchReport as TorchReport
-from ._unswap import unswap as unswap
+from ._torch_match import TorchReport as TorchReport

@@ -1,77 +1,146 @@
-"""Finds layers in a model and puts others in their place, together with what they remember."""
+"""Finds layers in a model and puts others in their place, together with what they remember.
 
+Everything that is done to models is done by these functions. They alone know how a state names
+its entries, that an ensemble (`eqx.filter_vmap`) has more axes, and that layers may share a
+state.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-
-from eqx_norm._batch_norm import BatchNorm
+import jax.numpy as jnp
+import jax.tree_util as jtu
 
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]
-
-# What an existing layer was made with; its weight, bias and indices are arrays of their own.
-_SETTINGS = (
-    "input_size",
-    "axis_name",
-    "eps",
-    "channelwise_affine",
-    "inference",
-    "approach",
-    "activation",
-    "unbiased",
-    "implementation",
-)
-_ARRAYS = ("weight", "bias", "memory_index", "accepted_index", "rejected_index")
+Where = Callable[[str, Any], Any]
+# What a layer remembers, by those of its fields that are indices.
+Remembered = dict[str, Any]
+# Maps a function of one member's memory over the members of an ensemble.
+OverMembers = Callable[[Callable[..., Any]], Callable[..., Any]]
+Carry = Callable[[Any, Any, Remembered, OverMembers], Remembered]
 
 
 def found(model: Any, kind: Kind) -> dict[str, Any]:
     """Returns the layers of a kind by their paths, as `layers[1].norm`, however nested."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda n: isinstance(n, kind))
-    return {_name(path): leaf for path, leaf in leaves if isinstance(leaf, kind)}
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, kind))
+    return {name(path): leaf for path, leaf in leaves if isinstance(leaf, kind)}
+
+
+def chosen(
+    model: Any,
+    kind: Kind,
+    where: Where | None,
+    verb: str,
+    what: str,
+    only: Callable[[Any], bool] = lambda layer: True,
+) -> dict[str, Any]:
+    """Returns the layers of a kind for which `where(path, layer)` is true, by their paths.
+
+    **Raises:** `ValueError` if there are none: "nothing to `verb`: the model holds no `what`".
+    """
+    if where is not None and not callable(where):
+        raise ValueError(
+            f"where={where!r}: it is called with the path of each layer and the layer, and "
+            "says whether to choose it: where=lambda path, layer: path == 'layers[1]'."
+        )
+    layers = {path: layer for path, layer in found(model, kind).items() if only(layer)}
+    taken = {p: layer for p, layer in layers.items() if where is None or where(p, layer)}
+    if not taken:
+        paths = listed(path or "the model" for path in layers)
+        none = f"where= took none of {paths}." if layers else f"the model holds no {what}."
+        raise ValueError(f"There is nothing to {verb}: {none}")
+    return taken
 
 
 def each(model: Model, kind: Kind, function: Callable[[str, Any], Any]) -> Model:
     """Returns the model with `function(path, layer)` in place of each layer of a kind."""
 
-    def replaced(path: Any, node: Any) -> Any:
-        return function(_name(path), node) if isinstance(node, kind) else node
+    def new(path: Any, node: Any) -> Any:
+        return function(name(path), node) if isinstance(node, kind) else node
 
-    return jax.tree_util.tree_map_with_path(
-        replaced, model, is_leaf=lambda node: isinstance(node, kind)
-    )
+    return jtu.tree_map_with_path(new, model, is_leaf=lambda node: isinstance(node, kind))
 
 
-def rebuilt(layer: BatchNorm, cls: type[BatchNorm] = BatchNorm, **changed: Any) -> BatchNorm:
-    """Returns a layer made as `layer` was, but for what has `changed`.
-
-    Settings are checked as those of a new layer are. Weight, bias and the indices of the state
-    are those of `layer`, of whatever shape: an ensemble's have one axis more.
-    """
-    if "momentum" in changed:
-        approach = changed.get("approach", layer.approach)
-        if not isinstance(approach, str):
-            changed["approach"] = _with_momentum(approach, changed.pop("momentum"))
-    settings = {name: getattr(layer, name) for name in _SETTINGS} | changed
-    return eqx.tree_at(
-        lambda norm: [getattr(norm, name) for name in _ARRAYS],
-        cls(**settings),
-        [getattr(layer, name) for name in _ARRAYS],
-        is_leaf=lambda node: node is None or isinstance(node, eqx.nn.StateIndex),
-    )
-
-
-def copied(layer: Any, cls: type[Any] | None = None, **changed: Any) -> Any:
-    """Returns the layer with other values in some fields, static ones too, or of another class
-    with the same fields. Nothing is checked, so any part of a layer can be copied: what
-    `eqx.partition` makes of it, or what an optimiser remembers of it.
-    """
-    new = object.__new__(cls or type(layer))
+def copied(layer: Any, **changed: Any) -> Any:
+    """Returns the layer with other values in some fields, static ones too. Nothing is checked,
+    so that any part of a layer can be copied: what `eqx.partition` makes of it, or what an
+    optimiser remembers of it."""
+    new = object.__new__(type(layer))
     for field in dataclasses.fields(layer):
-        object.__setattr__(new, field.name, changed.get(field.name, getattr(layer, field.name)))
+        value = changed.get(field.name, getattr(layer, field.name))
+        object.__setattr__(new, field.name, value)
     return new
+
+
+def replaced(
+    model: Model,
+    state: eqx.nn.State,
+    kind: Kind,
+    make: Mapping[str, Callable[[Any], Any]],
+    carry: Carry,
+) -> tuple[Model, eqx.nn.State]:
+    """Returns the model with new layers in place of some, and the state with their memory.
+
+    **Arguments:**
+
+    - `make`: by the paths of the old layers, which are of this `kind`: what makes the new one.
+    - `carry(old, new, remembered, over)`: returns what the new layer remembers, given what the
+        old one does; called once for layers that share a state. `over(function)` is the
+        function mapped over the members of an ensemble.
+
+    **Raises:** `ValueError` for a state that is not the model's. All that is raised names the
+    layer.
+    """
+    held, made = entries(state), dict[Any, Any]()
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}  # the new markers, by the old ones
+
+    def one(path: str, old: Any) -> Any:
+        if path not in make:
+            return old
+        with located(path, old):
+            new = make[path](old)
+            before, after = _indices(old), _indices(new)
+            remembered, over = remembered_by(old, state)
+            key = tuple(index.marker for index in before.values())
+            if key not in known:
+                known[key] = _markers(before, after)
+                values = carry(old, new, remembered, over) if before else {}
+                made.update({known[key][field]: values[field] for field in after})
+        return copied(new, **{field: _index(known[key][field]) for field in after})
+
+    result = each(model, kind, one)
+    gone = {marker for key in known for marker in key}
+    gone -= {index.marker for index in found(result, eqx.nn.StateIndex).values()}
+    kept = {marker: value for marker, value in held.items() if marker not in gone}
+    return result, state_of(result, kept | made)
+
+
+def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Remembered, OverMembers]:
+    """Returns what a layer remembers, and what maps a function over an ensemble's members.
+
+    **Raises:** `ValueError` for a state of another model.
+    """
+    held, indices = entries(state), _indices(layer)
+    if lost := [i.marker for i in indices.values() if i.marker not in held]:
+        raise ValueError(
+            f"The state given holds nothing of this layer ({lost[0]!r}): it was made for "
+            "another model. Give the one that was made, or returned, with this model."
+        )
+    remembered = {field: held[index.marker] for field, index in indices.items()}
+    # Each layer counts its batches in a scalar.
+    axes = min((jnp.ndim(leaf) for leaf in jax.tree.leaves(remembered)), default=0)
+
+    def over(function: Callable[..., Any]) -> Callable[..., Any]:
+        for _ in range(axes):
+            function = jax.vmap(function)
+        return function
+
+    return remembered, over
 
 
 def entries(state: eqx.nn.State) -> dict[Any, Any]:
@@ -91,19 +160,52 @@ def state_of(model: Any, held: Mapping[Any, Any]) -> eqx.nn.State:
     return eqx.nn.State.tree_unflatten(tuple(order), tuple(held[m] for m in order))
 
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path).removeprefix(".")
+@contextlib.contextmanager
+def located(path: str, layer: Any) -> Iterator[None]:
+    """Puts the path of a layer in front of what is said about it."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path or type(layer).__name__}: {error}") from error
 
 
-def _with_momentum(approach: Any, momentum: float) -> Any:
-    """Returns the strategy with another momentum, which one that it wraps may have."""
-    fields = {field.name for field in dataclasses.fields(approach)}
-    if "momentum" in fields:
-        return dataclasses.replace(approach, momentum=momentum)
-    if "strategy" in fields:
-        inner = _with_momentum(approach.strategy, momentum)
-        return dataclasses.replace(approach, strategy=inner)
-    raise ValueError(
-        f"momentum={momentum!r}: the approach {approach} has none. Leave it out, or give an "
-        "approach that has one."
-    )
+def listed(items: Iterable[str], separator: str = ", ") -> str:
+    """Returns the first ten in words, and how many more there are."""
+    items = list(items)
+    more = [f"and {len(items) - 10} more"] if len(items) > 10 else []
+    return separator.join([*items[:10], *more])
+
+
+def name(path: Any) -> str:
+    """Returns a path of JAX's as users write it."""
+    return jtu.keystr(path).removeprefix(".")
+
+
+def _indices(layer: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    return {name: i for name, i in fields.items() if isinstance(i, eqx.nn.StateIndex)}
+
+
+def _markers(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the markers of new indices: the old ones, where a field of that name had one.
+
+    A marker that is a string ends in the name of its field, `Model.norm.batch_counter`; a new
+    one differs in that end only. So it is the one that `make_with_state` would have given.
+    """
+    old = [str(i.marker).removesuffix(field) for field, i in before.items()]
+    has_names = all(isinstance(index.marker, str) for index in before.values())
+    made = {field: old[0] + field if old and has_names else object() for field in after}
+    return made | {field: before[field].marker for field in after if field in before}
+
+
+def _index(marker: Any) -> eqx.nn.StateIndex[Any]:
+    """Returns an index with this marker, and without an initial value.
+
+    A marker is set as `make_with_state` sets it. That function itself cannot be called for a
+    model a second time: the first call has taken the initial values out of every other layer
+    (`eqx.nn.SpectralNorm`), too.
+    """
+    made = eqx.nn.delete_init_state(eqx.nn.StateIndex(0))
+    object.__setattr__(made, "marker", marker)
+    return made

@@ -1,21 +1,28 @@
 """Defines `reconfigure`: layers that exist get other settings, and a memory that fits."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
+from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._layer_norm import LayerNorm
+from eqx_norm.strategies import (
+    Accumulated,
+    Accumulation,
+    Frozen,
+    Running,
+    VarianceClip,
+)
 
-from ._carried import carried
-from ._layers import each, entries, found, rebuilt, state_of
+from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
 
 Model = TypeVar("Model")
-Layer = BatchNorm | LayerNorm
-Where = Callable[[str, Any], Any]
 
 _OF_ROWS = ("eps", "activation", "implementation")
 _OF_BATCHES = (*_OF_ROWS, "approach", "momentum", "unbiased", "axis_name")
@@ -31,12 +38,7 @@ def reconfigure(
 
     ```python
     model, state = reconfigure(model, state, approach="smooth_start", momentum=0.9)
-
-
-    def first(path, layer):
-        return path == "layers[1]"
-
-
+    first = lambda path, layer: path == "layers[1]"
     model, state = reconfigure(model, state, first, activation=jax.nn.relu)
     ```
 
@@ -45,48 +47,34 @@ def reconfigure(
     - `model`, `state`: as `eqx.nn.make_with_state` made them, or as training has left them; an
         ensemble, too. Both stay as they are, and valid.
     - `where`: called with the path of each layer of this package, as `layers[1].norm`, and the
-        layer; those for which it is true are changed. All of them unless given. Several
-        layers that share one state (`eqx.nn.State(model)`) change their approach together.
+        layer; those for which it is true are changed. All of them unless given. Layers that
+        share one state (`eqx.nn.State(model)`) are to change their approach together.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation` and
         `axis_name`, as `BatchNorm` takes them. A `LayerNorm` has `eps`, `activation` and
         `implementation`, and is left as it is by the others. An approach given by name keeps
-        the momentum that the layer has.
+        the momentum that the layer has. It may also be a function of the layer's strategy:
+        `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
     **Returns:** a new model and a new state, of the tree structure of those that are made with
     these settings. What is remembered is carried over: inference is as before, and what has
     not seen a batch is as new. Between the approaches that are known by name the memory stays
-    as it is to the bit, but that in `"ema"` its weight is 1; for any other it is made by
-    `load`. The running variance stays what it was under `unbiased=` until batches change it.
+    as it is to the bit; for a strategy that remembers something else it is made by `load`. The
+    running variance stays what it was under `unbiased=` until batches change it.
 
     **Raises:** `ValueError` where no layer is chosen, for a setting that none of those chosen
-    has, for a value that makes no sense, for a strategy without `load`, for a subclass with an
-    `__init__` or fields of its own, and for a state that is not the model's.
+    has, for a value that makes no sense, for a strategy without `load`, and for a state that is
+    not the model's.
     """
-    check(settings)
-    norms = found(model, (BatchNorm, LayerNorm))
-    chosen = {path for path, layer in norms.items() if where is None or where(path, layer)}
-    if not chosen:
-        raise ValueError(
-            "No layer was chosen. "
-            + (
-                f"`where` is false for all that there are: {', '.join(map(repr, norms))}."
-                if norms
-                else "The model has none of this package; eqx_norm.swap(model, state) turns "
-                "those of eqx.nn into some."
-            )
-        )
-    if not any(isinstance(norms[path], BatchNorm) for path in chosen):
-        for name in settings:
-            if name not in _OF_ROWS:
-                raise ValueError(
-                    f"{name}= is a setting of BatchNorm, but only LayerNorms were chosen: "
-                    f"{', '.join(map(repr, sorted(chosen)))}. Leave it out, or choose others."
-                )
-    return reset(model, state, lambda path, layer: settings if path in chosen else {})
+    what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
+    layers = chosen(model, (BatchNorm, LayerNorm), where, "reconfigure", what)
+    check(settings, layers)
+    make = dict.fromkeys(layers, lambda layer: _changed(layer, settings))
+    return replaced(model, state, (BatchNorm, LayerNorm), make, carry)
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what is not a setting that a layer can change."""
+def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what is not a setting that one of the layers can change."""
+    has_batches = any(isinstance(layer, eqx.nn.BatchNorm) for layer in layers.values())
     for name in settings:
         if name not in _OF_BATCHES:
             raise ValueError(
@@ -94,83 +82,112 @@ def check(settings: Mapping[str, Any]) -> None:
                 f"{', '.join(sorted(_OF_BATCHES))}. Weights are changed by eqx.tree_at, "
                 "training and inference by eqx.nn.inference_mode."
             )
-
-
-def reset(
-    model: Model, state: eqx.nn.State, settings: Callable[[str, Any], Mapping[str, Any]]
-) -> tuple[Model, eqx.nn.State]:
-    """Returns model and state with `settings(path, layer)` for each layer of this package."""
-    held = entries(state)
-    memories: dict[Any, tuple[str, Any]] = {}  # by marker; the path is that of an error
-    left: dict[Any, str] = {}
-
-    def changed(path: str, layer: Layer) -> Layer:
-        given = dict(settings(path, layer))
-        if isinstance(layer, LayerNorm):
-            given = {name: value for name, value in given.items() if name in _OF_ROWS}
-            with located(path, layer):
-                return _row(layer, given) if given else layer
-        marker = layer.memory_index.marker
-        keeps = not {"approach", "momentum"} & set(given)
-        if keeps:
-            left[marker] = path
-        if not given:
-            return layer
-        if isinstance(given.get("approach"), str) and layer.momentum is not None:
-            given = {"momentum": layer.momentum} | given
-        with located(path, layer):
-            _check_own(layer, BatchNorm)
-            new = rebuilt(layer, type(layer), **given)
-            if marker not in held:
-                raise ValueError(
-                    "the state given holds nothing of this layer: it was made for another "
-                    "model. Give the one that was made, or returned, with this model."
-                )
-            if not keeps and marker not in memories:
-                memory = carried(layer.approach, new.approach, layer.input_size, held[marker])
-                memories[marker] = path, memory
-        return new
-
-    new = each(model, (BatchNorm, LayerNorm), changed)
-    for marker, (path, _) in memories.items():
-        if marker in left:
+        if name not in _OF_ROWS and not has_batches:
             raise ValueError(
-                f"{path} and {left[marker]} share one state, and only the first is to change "
-                "its approach: they could not read the same memory. Choose both, or neither."
+                f"{name}= is a setting of BatchNorm, but only LayerNorms were chosen. Leave it "
+                "out, or choose others."
             )
-    return new, state_of(new, held | {m: memory for m, (_, memory) in memories.items()})
 
 
-@contextlib.contextmanager
-def located(path: str, layer: Any) -> Iterator[None]:
-    """Puts the path of a layer in front of what is said about it."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{path or type(layer).__name__}: {error}") from error
+def _changed(layer: Any, settings: Mapping[str, Any]) -> Any:
+    """Returns the layer with other settings, which are checked as those of a new one are."""
+    if isinstance(layer, LayerNorm):
+        given = {name: value for name, value in settings.items() if name in _OF_ROWS}
+        fresh: Any = LayerNorm(layer.shape, **given)
+        return copied(layer, **{name: getattr(fresh, name) for name in given})
+    given: dict[str, Any] = {
+        "axis_name": layer.axis_name,
+        "approach": layer.approach,
+        **settings,
+    }
+    approach = given["approach"]
+    if callable(approach) and not isinstance(approach, type):
+        approach = approach(layer.approach)
+    if isinstance(approach, str):
+        given = ({} if layer.momentum is None else {"momentum": layer.momentum}) | given
+    elif "momentum" in given:
+        approach = _with_momentum(approach, given.pop("momentum"))
+    given["approach"] = approach
+    fresh = BatchNorm(layer.input_size, **given)
+    return copied(layer, **{name: getattr(fresh, name) for name in (*given, "momentum")})
 
 
-def _row(layer: LayerNorm, changed: Mapping[str, Any]) -> LayerNorm:
-    _check_own(layer, LayerNorm)
-    names = ("shape", "eps", "use_weight", "use_bias", "activation", "implementation")
-    new = type(layer)(**{name: getattr(layer, name) for name in names} | dict(changed))
-    return eqx.tree_at(
-        lambda norm: [norm.weight, norm.bias],
-        new,
-        [layer.weight, layer.bias],
-        is_leaf=lambda node: node is None,
+def _with_momentum(approach: Any, momentum: float) -> Any:
+    """Returns the strategy with another momentum, which one that it wraps may have."""
+    fields = {field.name for field in dataclasses.fields(approach)}
+    if "momentum" in fields:
+        return dataclasses.replace(approach, momentum=momentum)
+    if "strategy" in fields:
+        inner = _with_momentum(approach.strategy, momentum)
+        return dataclasses.replace(approach, strategy=inner)
+    raise ValueError(
+        f"momentum={momentum!r}: the approach {approach} has none. Leave it out, or give an "
+        "approach that has one."
     )
 
 
-def _check_own(layer: Layer, base: type[Layer]) -> None:
-    """Raises unless the layer can be made as those of its `base` are."""
-    own = {field.name for field in dataclasses.fields(layer)}
-    own -= {field.name for field in dataclasses.fields(base)}
-    init = "__init__" if type(layer).__init__ is not base.__init__ else ""
-    if own or init:
-        raise ValueError(
-            f"{type(layer).__qualname__} is a subclass of {base.__name__} with "
-            f"{', '.join(filter(None, [init, *sorted(own)]))} of its own: how to make another "
-            "one is not known. Make it anew, or leave it out by `where`."
-        )
+def carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
+    """Returns what the new layer remembers: it infers as the old one does.
+
+    A `Running` means the same to all strategies that remember one, and is handed on as it is.
+    Others are loaded. What has seen no batch has seen none afterwards. Micro-batches that are
+    pending are not handed on, and those that were no update are not counted any more.
+    """
+    memory, accepted = remembered["memory_index"], batches_of(remembered)
+    fresh = over(lambda memory: is_new(old, memory))(memory)
+    if old.approach == new.approach:
+        return remembered
+    is_same = type(_innermost(old.approach)) is type(_innermost(new.approach))
+    try:
+        never = bool(fresh.all())
+    except jax.errors.ConcretizationTypeError:
+        never = False
+
+    def one(memory: Any, fresh: Bool[Array, ""]) -> Any:
+        start = new.approach.init(new.input_size, dtype_of(memory))
+        core, inner = _core(memory), _core(start)
+        alike = jax.tree.structure(core) == jax.tree.structure(inner)
+        if alike and (isinstance(core, Running) or is_same):
+            return dataclasses.replace(start, remembered=core) if inner is not start else core
+        if never:  # then a strategy without `load` serves, too
+            return start
+        used = old.approach.infer(memory)
+        # Where the count is the true one, an unbiased variance is made by it.
+        loaded = new.approach.load(dataclasses.replace(used, ddof=int(new.unbiased)))
+        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
+
+    return remembered | {"memory_index": over(one)(memory, fresh), "accepted_index": accepted}
+
+
+def batches_of(remembered: Remembered) -> Array:
+    """Returns how many batches a strategy has taken in: not micro-batches, of which there are
+    several to a batch."""
+    memory, accepted = remembered["memory_index"], remembered["accepted_index"]
+    return accepted - memory.skipped if isinstance(memory, Accumulation) else accepted
+
+
+def is_new(layer: BatchNorm, memory: Any) -> Bool[Array, ""]:
+    """Returns whether a memory, which has to be the layer's, has taken in no batch."""
+    _memory.check(memory, layer.approach, layer.input_size)
+    empty = _core(layer.approach.init(layer.input_size, dtype_of(memory)))
+    memory = _core(memory)
+    same = jax.tree.map(lambda a, b: jnp.all(a == b), memory, empty)
+    return jnp.all(jnp.asarray(jax.tree.leaves(same)))
+
+
+def _innermost(approach: Any) -> Any:
+    """Returns the strategy inside of those that wrap one."""
+    while isinstance(approach, Accumulated | Frozen | VarianceClip):
+        approach = approach.strategy
+    return approach
+
+
+def _core(memory: Any) -> Any:
+    """Returns the memory without micro-batches that are pending."""
+    return memory.remembered if isinstance(memory, Accumulation) else memory
+
+
+def dtype_of(memory: Any) -> jnp.dtype:
+    """Returns the dtype of the mean in a strategy's memory."""
+    is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
+    return _memory.statistics_dtype(complex if is_complex else float)

@@ -1,8 +1,7 @@
-"""Defines `swap`: Equinox's normalisation layers in a model become those of this package."""
+"""Defines `swap` and `unswap`: Equinox's layers in a model become this package's, and back."""
 
-import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax
@@ -13,17 +12,19 @@ from jaxtyping import Array
 from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._layer_norm import LayerNorm
-from eqx_norm.strategies import AbstractStrategy, Running, named
+from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
-from ._carried import each_member
-from ._indices import Renamed, index
-from ._layers import each, entries, found, state_of
-from ._reconfigure import check, located, reset
+from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
+from ._reconfigure import check, is_new, reconfigure
 
 Model = TypeVar("Model")
 
-_THEIRS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm)
-_OURS = (BatchNorm, LayerNorm)
+_THEIRS, _OURS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm), (BatchNorm, LayerNorm)
+# The count of Equinox's layer, or whether it is new, and the statistics.
+_FIELDS = {
+    "ema": ("ema_first_time_index", "ema_state_index"),
+    "batch": ("batch_counter", "batch_state_index"),
+}
 
 
 def swap(
@@ -31,8 +32,7 @@ def swap(
     state: eqx.nn.State,
     approach: str | AbstractStrategy[Any] | None = None,
     *,
-    keep_inference: bool = False,
-    subclasses: bool = False,
+    where: Where | None = None,
     **overrides: Any,
 ) -> tuple[Model, eqx.nn.State]:
     r"""Returns the model with the layers of this package in place of Equinox's, and its state.
@@ -48,197 +48,205 @@ def swap(
     model, state = swap(model, state)
     ```
 
-    **Statistics.** Those of `mode="ema"` are taken as they are. Equinox's `mode="batch"` starts
-    its running variance $h$ at 1 and divides it at inference as if it had started at 0. After
-    $t$ batches, with momentum $m$,
+    **Statistics.** Those of `mode="ema"`, and those without a count of batches (PyTorch's, put
+    there), are taken as they are. Equinox's `mode="batch"` starts its running variance $h$ at 1
+    and divides it at inference as if it had started at 0. After $t$ batches, with momentum $m$,
 
     $$h_t = m^t + (1 - m^t)\, r_t \quad\Rightarrow\quad
       r_t = \frac{h_t - m^t}{1 - m^t}, \qquad w_t = 1 - m^t,$$
 
     where $r_t$ is the average of the batches' variances, and $w_t$ the weight that further
     batches are averaged with. $r_t$ is had to about 1e-7 / (1 - m) of the larger of 1 and the
-    variance, from statistics in float32: that is what $h_t$ has kept of it. The mean has
-    started at 0, and is right. Where the count of batches is 0, and yet there are statistics
-    (PyTorch's, put there), they are taken as they are.
+    variance: that is what $h_t$, in float32, has kept of it. The mean has started at 0.
 
     **Arguments:**
 
     - `model`, `state`: as `eqx.nn.make_with_state` made them, or as training has left them; an
         ensemble, too. Both stay as they are, and valid.
     - `approach`: as `BatchNorm` takes it; that of the layer's `mode` unless given.
-    - `keep_inference`: takes the statistics by which Equinox's inference normalises, to the
-        bit, wrong as they are after few batches.
-    - `subclasses`: swaps layers of a subclass of `eqx.nn.BatchNorm` or `eqx.nn.LayerNorm` that
-        is not known here, too. What fields and methods they have of their own is lost.
+    - `where`: called with the path of each such layer, as `layers[1].norm`, and the layer;
+        those for which it is true are swapped. All of them unless given.
     - `overrides`: other settings, as `reconfigure` takes them.
 
     **Returns:** a new model and a new state, of the tree structure of those that are made with
-    the layers of this package: checkpoints of the two are the same. `swapped` lists what has
-    changed, `unswap` is the way back. Layers that are of this package already are left alone,
-    and layers that share a state still do.
+    the layers of this package: checkpoints of the two are the same. Layers that are of this
+    package already are left alone, and layers that share a state still do.
 
-    **Raises:** `ValueError` for a subclass, by name, unless `subclasses`; for a setting that
-    makes no sense here (`eps=0`); and for a state that is not the model's.
+    **Raises:** `ValueError` where there is no such layer; for a subclass, by name; for a
+    setting that makes no sense here (`eps=0`); and for a state that is not the model's.
     """
     if approach is not None:
         overrides["approach"] = approach
-    check(overrides)
-    held = entries(state)
-    names = Renamed(("memory_index", "accepted_index", "rejected_index"))
-    old: set[Any] = set()
-    new: dict[Any, Any] = {}
-
-    def ours(path: str, layer: Any) -> Any:
-        if isinstance(layer, _OURS):
-            return layer
-        if type(layer) not in _THEIRS and not subclasses:
-            raise ValueError(_of_subclass(path, layer))
-        with located(path, layer):
-            if isinstance(layer, eqx.nn.LayerNorm):
-                return _row(layer)
-            field, theirs = _indices(layer)
-            if missing := [i.marker for i in theirs if i.marker not in held]:
-                raise ValueError(
-                    f"the state given holds nothing at {missing[0]!r}: it was made for another "
-                    "model. Give the one that was made, or returned, with this model."
-                )
-            markers = names(theirs[1].marker, field)
-            made = _layer(layer, markers)
-            count, statistics = (held[i.marker] for i in theirs)
-            values = _values(layer, count, statistics, keep_inference)
-            old.update(i.marker for i in theirs)
-            new.update(zip(markers.values(), values, strict=True))
-            return made
-
-    already = set(found(model, _OURS))
-    model = each(model, _THEIRS, ours)
-    held = {marker: value for marker, value in held.items() if marker not in old}
-    state = state_of(model, held | new)
-    return reset(model, state, lambda path, layer: {} if path in already else overrides)
+    what = (
+        "eqx.nn.BatchNorm and no eqx.nn.LayerNorm. What others have written is none of "
+        "these: jaxonmodels 0.2, for example, has a BatchNorm of its own. Put "
+        "eqx_norm.BatchNorm where the model makes them"
+    )
+    layers = chosen(model, _THEIRS, where, "swap", what)
+    check(overrides, layers)
+    theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, _OURS)}
+    model, state = replaced(model, state, _THEIRS, dict.fromkeys(theirs, _ours), _carry)
+    if not (overrides and theirs):
+        return model, state
+    return reconfigure(model, state, lambda path, _: path in theirs, **overrides)
 
 
-def swapped(before: Any, after: Any) -> dict[str, str]:
-    """Returns what kind of normalisation layer has become which, by the paths of the layers.
+def unswap(
+    model: Model, state: eqx.nn.State, mode: str | None = None, *, where: Where | None = None
+) -> tuple[Model, eqx.nn.State]:
+    r"""Returns the model with Equinox's layers in place of this package's, and its state.
 
     ```python
-    for path, kinds in swapped(before, after).items():
-        print(path, kinds)
+    model, state = unswap(model, state)
+    eqx.tree_serialise_leaves(path, (model, state))     # for a program without this package
     ```
 
-    **Arguments:** `before`, `after`: a model before and after `swap`, `unswap` or
-    `reconfigure`.
+    **Statistics** are put so that Equinox's inference normalises by the same mean and variance.
+    For `mode="batch"`, which divides them by $1 - m^t$, its count $t$ of batches is set to one
+    at which that is 1, if it is not that large already: its own start is wrong
+    (`eqx_norm.models.swap`), and would be wrong again. So a layer that has
+    learnt from a few batches only (less than 17 / (1 - m) of them) forgets how few they were:
+    the next ones will count for less than they would have, in Equinox and after `swap`.
 
-    **Returns:** one entry for each layer that is not what it was, as `layers[1].norm`:
-    `eqx.nn.BatchNorm(mode='ema') -> eqx_norm.BatchNorm(approach=Ema(momentum=0.99))`.
+    **Arguments:**
+
+    - `model`, `state`: a model with layers of this package; an ensemble, too. Both stay as
+        they are, and valid.
+    - `mode`: of all layers. Unless given it is what each layer's approach is called there:
+        `"batch"` or `"ema"`. The momentum is the approach's, 0.99 where it has none.
+    - `where`: as for `swap`: which layers; all of this package unless given.
+
+    **Returns:** a new model and a new state, of the tree structure of those that are made with
+    Equinox's layers. What has seen no batch is as new. `unbiased`, `implementation` and the
+    counts of batches have no place there, and are lost; what Equinox's layer gets wrong
+    (README.md) is wrong again.
+
+    **Raises:** `ValueError` where there is no such layer; for an approach that Equinox does not
+    have, unless there is a `mode`; for an `activation`, which it does not have either; for a
+    subclass; and for a state that is not the model's.
     """
-    layers = found(before, _THEIRS), found(after, _THEIRS)
-    kinds = [{path: _kind(layer) for path, layer in part.items()} for part in layers]
-    return {
-        path: f"{kind} -> {kinds[1][path]}"
-        for path, kind in kinds[0].items()
-        if path in kinds[1] and kind != kinds[1][path]
-    }
+    if mode not in (None, "batch", "ema"):
+        raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
+    layers = chosen(model, _OURS, where, "unswap", "layer of eqx_norm")
+    make = dict.fromkeys(layers, lambda layer: _theirs(layer, mode))
+    return replaced(model, state, _OURS, make, _carry_back)
 
 
-def _kind(layer: Any) -> str:
-    name = type(layer).__qualname__
-    if isinstance(layer, BatchNorm):
-        return f"eqx_norm.{name}(approach={layer.approach})"
-    if isinstance(layer, LayerNorm):
-        return f"eqx_norm.{name}()"
-    name = f"eqx.nn.{name}" if type(layer) in _THEIRS else name
-    return f"{name}({f'mode={layer.mode!r}' if isinstance(layer, eqx.nn.BatchNorm) else ''})"
-
-
-def _of_subclass(path: str, layer: Any) -> str:
-    kind, base = type(layer), next(c for c in _THEIRS if isinstance(layer, c))
-    own = {field.name for field in dataclasses.fields(layer)}
-    own -= {field.name for field in dataclasses.fields(base)}
-    fields = f", with the fields {', '.join(sorted(own))}" if own else ""
-    return (
-        f"{path or kind.__name__}: {kind.__module__}.{kind.__qualname__} is a subclass of "
-        f"eqx.nn.{base.__name__}{fields}. What it does differently would be lost. To swap it "
-        "all the same, give subclasses=True; or derive it from "
-        f"eqx_norm.{base.__name__}, which is left alone."
-    )
-
-
-def _indices(layer: eqx.nn.BatchNorm) -> tuple[str, tuple[Any, Any]]:
-    """Returns the name of the index of the statistics, and those of count and statistics."""
-    field = "ema_state_index" if layer.mode == "ema" else "batch_state_index"
-    count = "ema_first_time_index" if layer.mode == "ema" else "batch_counter"
-    indices = getattr(layer, count), getattr(layer, field)
-    if not all(isinstance(i, eqx.nn.StateIndex) for i in indices):
+def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
+    kind = type(layer)
+    if kind not in kinds:
         raise ValueError(
-            f"its {field} is {indices[1]!r}, not an eqx.nn.StateIndex. eqx.nn.Shared can share "
-            "the whole layer, or its weight and bias: swap knows what becomes of these."
+            f"{kind.__module__}.{kind.__qualname__} is a subclass, and what it does "
+            "differently would be lost. Leave it as it is: where=lambda path, layer: "
+            f"type(layer).__name__ != {kind.__name__!r}."
         )
-    return field, indices
 
 
-def _layer(layer: eqx.nn.BatchNorm, markers: dict[str, Any]) -> BatchNorm:
-    new = BatchNorm(
-        layer.input_size,
-        layer.axis_name,
-        layer.eps,
-        layer.channelwise_affine,
-        approach=named(layer.mode, layer.momentum),
-    )
-    arrays = ("weight", "bias", "inference")
-    return eqx.tree_at(
-        lambda norm: [getattr(norm, name) for name in (*arrays, *markers)],
-        new,
-        [getattr(layer, name) for name in arrays] + [index(m) for m in markers.values()],
-        is_leaf=lambda node: node is None or isinstance(node, eqx.nn.StateIndex),
-    )
+def _ours(layer: Any) -> BatchNorm | LayerNorm:
+    _refuse_subclass(layer, _THEIRS)
+    if isinstance(layer, eqx.nn.LayerNorm):
+        new = LayerNorm(layer.shape, layer.eps, layer.use_weight, layer.use_bias)
+        return copied(new, weight=layer.weight, bias=layer.bias)
+    settings = layer.axis_name, layer.eps, layer.channelwise_affine
+    approach = named(layer.mode, layer.momentum)
+    new = BatchNorm(layer.input_size, *settings, approach=approach)
+    return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
-def _row(layer: eqx.nn.LayerNorm) -> LayerNorm:
-    return eqx.tree_at(
-        lambda norm: [norm.weight, norm.bias],
-        LayerNorm(layer.shape, layer.eps, layer.use_weight, layer.use_bias),
-        [layer.weight, layer.bias],
-        is_leaf=lambda node: node is None,
-    )
-
-
-def _values(
-    layer: eqx.nn.BatchNorm, count: Array, statistics: tuple[Array, Array], keep: bool
-) -> tuple[Running, Array, Array]:
+def _carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
     """Returns the memory, and how many batches were accepted and rejected."""
+    if not {*_FIELDS[old.mode]} <= {*remembered}:
+        raise ValueError(
+            "eqx.nn.Shared may share the whole layer or its weights, but no index."
+        )
+    count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
 
-    def one(count: Array, mean: Array, variance: Array) -> tuple[Running, Array, Array]:
+    def one(count: Array, mean: Array, variance: Array) -> Remembered:
         dtype = _memory.statistics_dtype(mean.dtype)
-        new = (mean == 0).all() & (variance == int(layer.mode == "batch")).all()
-        if layer.mode == "ema":
-            new, steps = new & count, jnp.zeros((), jnp.int32)
-            weight = jnp.ones((), jnp.finfo(dtype).dtype)
+        empty = new.approach.init(old.input_size, dtype)
+        is_new = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
+        if old.mode == "ema":
+            is_new, steps = is_new & count, jnp.zeros((), jnp.int32)
+            weight = jnp.ones_like(empty.weight)
         else:
-            new, steps = new & (count == 0), count.astype(jnp.int32)
-            mean, variance, weight = _debiased(layer.momentum, count, mean, variance, keep)
+            is_new, steps = is_new & (count == 0), count.astype(jnp.int32)
+            mean, variance, weight = _debiased(old.momentum, count, mean, variance)
         learnt = Running(mean.astype(dtype), variance.real.astype(weight.dtype), weight)
-        empty = Running.empty(mean.shape[0], dtype)
-        memory = jax.tree.map(lambda a, b: jnp.where(new, a, b), empty, learnt)
-        return memory, steps, jnp.zeros((), jnp.int32)
+        memory = jax.tree.map(lambda a, b: jnp.where(is_new, a, b), empty, learnt)
+        return {"memory_index": memory, "accepted_index": steps, "rejected_index": 0 * steps}
 
-    mean, variance = statistics
-    return each_member(one, mean.ndim - 1)(count, mean, variance)
+    return over(one)(count, mean, variance)
 
 
 def _debiased(
-    momentum: float, count: Array, mean: Array, variance: Array, keep: bool
+    momentum: float, count: Array, mean: Array, variance: Array
 ) -> tuple[Array, Array, Array]:
     """Returns mean, variance and weight of the statistics that `mode="batch"` has kept."""
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)
     weight = jnp.where(count == 0, 1, -jnp.expm1(steps * math.log(momentum)))
+    # What is left of the 1: its decay is the momentum in the dtype of the statistics.
+    decay = max(float(np.asarray(momentum, variance.real.dtype)), math.ulp(0))
     with jax.numpy_dtype_promotion("standard"):
-        if keep:
-            scale = jnp.where(count == 0, 1, 1 - momentum**count)  # Equinox's own formula
-            return mean / scale, variance / scale, weight
-        # What is left of the 1: its decay is the momentum in the dtype of the statistics.
-        decay = max(float(np.asarray(momentum, variance.real.dtype)), math.ulp(0))
         started = jnp.where(count == 0, 0, jnp.exp(steps * math.log(decay)))
         variance = (variance.real.astype(dtype) - started) / weight
         mean = mean.astype(_memory.statistics_dtype(mean.dtype)) / weight
     return mean, jnp.maximum(variance, 0), weight
+
+
+def _theirs(layer: Any, mode: str | None) -> eqx.nn.BatchNorm | eqx.nn.LayerNorm:
+    _refuse_subclass(layer, _OURS)
+    if layer.activation is not None:
+        raise ValueError(
+            f"activation={layer.activation} has no place in Equinox's layer. Take it out, "
+            "model, state = eqx_norm.models.reconfigure(model, state, activation=None), and "
+            "apply it to what the layer returns."
+        )
+    if isinstance(layer, LayerNorm):
+        new = eqx.nn.LayerNorm(layer.shape, layer.eps, layer.use_weight, layer.use_bias)
+        return copied(new, weight=layer.weight, bias=layer.bias)
+    new = eqx.nn.BatchNorm(
+        layer.input_size,
+        layer.axis_name,
+        layer.eps,
+        layer.channelwise_affine,
+        0.99 if layer.momentum is None else layer.momentum,
+        mode=cast(Any, _mode(layer) if mode is None else mode),
+    )
+    return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
+
+
+def _mode(layer: BatchNorm) -> str:
+    approach: Any = layer.approach
+    kind = type(approach.strategy if type(approach) is Accumulated else approach)
+    if kind in (Batch, Ema):
+        return "ema" if kind is Ema else "batch"
+    raise ValueError(
+        f"approach={layer.approach} is not in eqx.nn.BatchNorm. Say as what it is to train "
+        "there, unswap(..., mode='batch') or mode='ema'; inference is the same."
+    )
+
+
+def _carry_back(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
+    """Returns the two entries of Equinox's state: the count, or whether it is new, and the
+    statistics."""
+
+    def one(memory: Any, accepted: Array) -> Remembered:
+        fresh = is_new(old, memory)
+        used = old.approach.infer(memory)
+        mean, variance = used.mean + used.mean_rest, used.variance
+        if new.mode == "ema":
+            statistics = mean, jnp.where(fresh, 0, variance).astype(mean.dtype)
+            return dict(zip(_FIELDS["ema"], (fresh, statistics), strict=True))
+        count = jnp.where(fresh, 0, jnp.maximum(accepted, _many(new)))
+        count = count.astype(jnp.result_type(int))
+        statistics = mean, variance.astype(mean.dtype)
+        return dict(zip(_FIELDS["batch"], (count, statistics), strict=True))
+
+    return over(one)(remembered["memory_index"], remembered["accepted_index"])
+
+
+def _many(layer: eqx.nn.BatchNorm) -> int:
+    """Returns after how many batches 1 - m^t is 1 in the dtype of the statistics."""
+    bits = jnp.finfo(float).nmant + 3
+    return min(math.ceil(-bits * math.log(2) / math.log(layer.momentum)), 2**31 - 1)

@@ -1,169 +1,126 @@
-"""Says of each kind of layer what PyTorch calls its arrays, and how they are laid out there."""
+"""Says what PyTorch calls the arrays of a model, and how they are laid out there."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
-import jax
+import jax.tree_util as jtu
 import numpy as np
 
+from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
-from ._layers import each, found
+from ._layers import located, name, remembered_by
+from ._reconfigure import batches_of
 
-Convert = Callable[[np.ndarray], np.ndarray]
-
-# What is found in a model: an entry here is a layer whose arrays are not looked for further,
-# or an array outside of all these layers.
+_CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
-_OTHERS = (eqx.nn.Linear, eqx.nn.Embedding, eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.PReLU)
-LAYERS = (*_NORMS, *_OTHERS)
-_FOUND = (*LAYERS, eqx.nn.StateIndex, jax.Array, np.ndarray)
-
-STATISTICS = ("running_mean", "running_var")
-COUNT = "num_batches_tracked"
-NAMES = ("weight", "bias", *STATISTICS, COUNT)
-
-# By the order of layers, those are compared that a `state_dict` cannot tell apart.
-FAMILIES = {
-    "batch norms": BatchNorm,
-    "other norms and PReLU": (*_NORMS[1:], eqx.nn.PReLU),
-    "linear layers and embeddings": (eqx.nn.Linear, eqx.nn.Embedding),
-    "convolutions": (eqx.nn.Conv, eqx.nn.ConvTranspose),
-}
+_KNOWN = (*_CONVS, *_NORMS, eqx.nn.PReLU, eqx.nn.Linear, eqx.nn.Embedding)
+# PyTorch's names of the fields of these, and of what a batch norm remembers.
+_FIELDS = {"weight": "weight", "bias": "bias", "negative_slope": "weight"}
+MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
+_ENSEMBLE = "it is an ensemble's: translate the members one by one, and stack them."
 
 
-class Entry(NamedTuple):
-    """Describes an array of a layer: its field here (`None`: it is in the state), its shape in
-    PyTorch, and how to come from there to here and back."""
+class Slot(NamedTuple):
+    """Describes an array: where it is in the model, the array, and how to come from PyTorch's
+    to it and back."""
 
-    field: str | None
-    shape: tuple[int, ...]
-    here: Convert
-    there: Convert
+    path: str
+    array: Any
+    here: Callable[[np.ndarray], np.ndarray] = np.asarray
+    there: Callable[[np.ndarray], np.ndarray] = np.asarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape that PyTorch has it in."""
+        return self.there(np.empty(self.array.shape, bool)).shape
 
 
-def items(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and layer, or path and array, of all that PyTorch may have a name for.
+# By the path of a layer, and then by PyTorch's names; an array of no layer has the name "".
+Layers = dict[str, dict[str, Slot]]
 
-    A norm's activation, which may have a weight, is a layer of its own there.
+
+def layers_of(model: Any, state: eqx.nn.State | None) -> Layers:
+    """Returns what PyTorch may have a name for: arrays of layers, and of none.
+
+    **Raises:** `ValueError` for a batch norm that cannot be translated.
     """
-    for path, node in found(tree, _FOUND).items():
-        path = joined(above, path)
-        if isinstance(node, LAYERS) or eqx.is_inexact_array(node):
-            yield path, node
-        activation: Any = getattr(node, "activation", None)
-        if activation is not None:
-            yield from items(activation, f"{path}.activation")
+    layers = Layers()
+    for path, leaf in jtu.tree_leaves_with_path(model):
+        depth, node = _innermost(model, path)
+        owner, field = name(path[:depth]), name(path[depth:])
+        if isinstance(node, eqx.nn.BatchNorm) and owner not in layers:
+            with located(owner, node):
+                layers[owner] = _statistics(owner, node, state)
+        if not eqx.is_inexact_array(leaf):
+            continue
+        if node is None or field not in _FIELDS:
+            layers[name(path)] = {"": Slot(name(path), leaf)}
+        else:
+            with located(owner, node):
+                slot = Slot(name(path), leaf, *_layouts(node, field, leaf.shape))
+            layers.setdefault(owner, {})[_FIELDS[field]] = slot
+    return layers
 
 
-def entries(node: Any) -> dict[str, Entry]:
-    """Returns the arrays of a layer by PyTorch's names; an array itself has the name ""."""
-    if isinstance(node, jax.Array | np.ndarray):
-        return {"": _entry("", node)}
-    if isinstance(node, eqx.nn.PReLU):
-        slope = node.negative_slope
-        return {"weight": _entry("negative_slope", slope, (slope.size,))}
-    of = {name: _entry(name, array) for name, array in _affine(node).items()}
-    if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose) and "bias" in of:
-        of["bias"] = _entry("bias", node.bias, (node.out_channels,))
-    if isinstance(node, eqx.nn.ConvTranspose) and "weight" in of:
-        of["weight"] = _transposed(node)
-    if isinstance(node, BatchNorm):
-        of |= {name: Entry(None, (node.input_size,), _as_is, _as_is) for name in STATISTICS}
-    return of
+def place(norm: str, what: str) -> str:
+    """Returns where a statistic of a norm is: no path of the model, but of its state."""
+    return f"{norm} {what}"
 
 
-def optional(node: Any) -> set[str]:
-    """Returns what PyTorch may have of a layer, beside `entries`: the count of batches, and
-    what `eqx.nn.Shared` keeps in another place here."""
-    tied = {name for name in ("weight", "bias") if getattr(node, name, None) is not None}
-    count = {COUNT} if isinstance(node, BatchNorm) else set[str]()
-    return (tied - set(entries(node))) | count
+def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
+    if not isinstance(norm, BatchNorm):
+        raise ValueError("it is eqx.nn's: swap it first, eqx_norm.models.swap(model, state).")
+    if state is None:
+        raise ValueError("its statistics are in the model's state: give that, too.")
+    remembered, _ = remembered_by(norm, state)
+    memory, batches = remembered["memory_index"], batches_of(remembered)
+    if batches.ndim:
+        raise ValueError(_ENSEMBLE)
+    _memory.check(memory, norm.approach, norm.input_size)
+    used = norm.approach.infer(memory)
+    arrays = {MEAN: used.mean, VARIANCE: used.variance, COUNT: np.array(batches, np.int64)}
+    return {what: Slot(place(path, what), array) for what, array in arrays.items()}
 
 
-def put(tree: Any, arrays: dict[str, dict[str, Any]], above: str = "") -> Any:
-    """Returns the tree with new arrays: by path, then by field (`""` for an array itself)."""
-
-    def replaced(path: str, node: Any) -> Any:
-        path = joined(above, path)
-        new = dict(arrays.get(path, {}))
-        if "" in new:
-            return new[""]
-        activation: Any = getattr(node, "activation", None)
-        if activation is not None:
-            new["activation"] = put(activation, arrays, f"{path}.activation")
-        fields = list(new)
-        return eqx.tree_at(lambda n: [getattr(n, f) for f in fields], node, list(new.values()))
-
-    return each(tree, _FOUND, replaced)
-
-
-def stacked(node: Any) -> bool:
-    """Returns whether a layer is several at once, as `eqx.filter_vmap` makes them."""
-    of = _affine(node)
-    if isinstance(node, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
-        return any(array.shape != tuple(node.shape) for array in of.values())
-    rank = 1 if isinstance(node, eqx.nn.GroupNorm | BatchNorm) else 2
-    if isinstance(node, eqx.nn.Conv | eqx.nn.ConvTranspose):
-        rank = node.num_spatial_dims + 2
-    return isinstance(node, LAYERS) and "weight" in of and of["weight"].ndim != rank
+def _innermost(node: Any, path: Any) -> tuple[int, Any]:
+    """Returns how many keys lead to the innermost layer around a leaf, and the layer."""
+    innermost = 0, None
+    for depth, key in enumerate(path):
+        if isinstance(node, _KNOWN):
+            innermost = depth, node
+        match key:
+            case jtu.GetAttrKey(name=attribute):
+                node = getattr(node, attribute)
+            case jtu.SequenceKey(idx=index) | jtu.DictKey(key=index):
+                node = cast(Any, node)[index]
+            case _:  # of a class that is not known
+                break
+    return innermost
 
 
-def family(node: Any) -> str | None:
-    """Returns in which of `FAMILIES` a layer is; `None` for an array."""
-    return next((name for name, kinds in FAMILIES.items() if isinstance(node, kinds)), None)
+def _layouts(layer: Any, field: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Returns how an array of a layer comes from PyTorch's form to its own, and back."""
+    rank = layer.num_spatial_dims + 2 if isinstance(layer, _CONVS) else 2
+    if isinstance(layer, _NORMS):
+        rank = len(getattr(layer, "shape", (None,)))
+    if field == "weight" and len(shape) != rank:
+        raise ValueError(_ENSEMBLE)
+    if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
+        turned = functools.partial(_turned, layer.groups)
+        return turned, turned
+    # The bias of a convolution has the axes of space, too; PReLU's slope may be of any shape.
+    is_flat = isinstance(layer, eqx.nn.PReLU) or (isinstance(layer, _CONVS) and field == "bias")
+    return (lambda a: a.reshape(shape)), (lambda a: a.reshape(-1) if is_flat else a)
 
 
-def family_there(group: Mapping[str, np.ndarray]) -> str | None:
-    """Returns in which of `FAMILIES` a layer is that has these arrays in PyTorch."""
-    if set(group) - set(NAMES):
-        return None
-    batch_norms, norms, linear, convolutions = FAMILIES
-    if "running_mean" in group:
-        return batch_norms
-    if "weight" not in group:
-        return None
-    rank, bias = group["weight"].ndim, group.get("bias")
-    if rank == 1 or (bias is not None and bias.ndim == rank):
-        return norms
-    return {2: linear}.get(rank, convolutions if rank > 2 else None)
-
-
-def joined(above: str, path: str) -> str:
-    return above + path if path.startswith("[") or not (above and path) else f"{above}.{path}"
-
-
-def dotted(path: str) -> str:
-    """Returns `layers[1].norm` as PyTorch writes it, `layers.1.norm`."""
-    return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", path).removeprefix(".")
-
-
-def _affine(node: Any) -> dict[str, Any]:
-    of = {name: getattr(node, name, None) for name in ("weight", "bias")}
-    return {name: a for name, a in of.items() if isinstance(a, jax.Array | np.ndarray)}
-
-
-def _as_is(array: np.ndarray) -> np.ndarray:
-    return array
-
-
-def _entry(field: str | None, here: Any, there: tuple[int, ...] | None = None) -> Entry:
-    """Returns the entry of an array that PyTorch has in the same order, in another shape."""
-    shape = here.shape if there is None else there
-    return Entry(field, shape, lambda a: a.reshape(here.shape), lambda a: a.reshape(shape))
-
-
-def _transposed(layer: eqx.nn.ConvTranspose) -> Entry:
-    """Returns the weight's entry: here it is that of the convolution which is computed, from
-    in to out channels; there that of the convolution whose transpose is computed."""
-
-    def turned(weight: np.ndarray) -> np.ndarray:
-        first, second, *kernel = weight.shape
-        weight = np.flip(weight, tuple(range(2, weight.ndim)))
-        weight = weight.reshape(layer.groups, first // layer.groups, second, *kernel)
-        return weight.swapaxes(1, 2).reshape(second * layer.groups, -1, *kernel)
-
-    shape = (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel_size)
-    return Entry("weight", shape, turned, turned)
+def _turned(groups: int, weight: np.ndarray) -> np.ndarray:
+    """Returns the weight of a transposed convolution, from there to here or back: here it is
+    that of the convolution which is computed, from in to out channels; there that of the
+    convolution whose transpose is computed."""
+    first, second, *kernel = weight.shape
+    weight = np.flip(weight, tuple(range(2, weight.ndim)))
+    weight = weight.reshape(groups, first // groups, second, *kernel)
+    return weight.swapaxes(1, 2).reshape(second * groups, -1, *kernel)

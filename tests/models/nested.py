@@ -1,16 +1,23 @@
 """Makes nested models, of Equinox's layers or of this package's, and calls them."""
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
+import jaxtyping
 from hypothesis import strategies as st
 
+import eqx_norm
 from tests.compiling import filter_jit
 
-C = 3
+C, KEY = 3, jax.random.key(0)
+THEIRS: Any = eqx.nn
+# Makes this package's layers of the arguments of Equinox's.
+OURS: Any = SimpleNamespace(BatchNorm=eqx_norm.BatchNorm, LayerNorm=eqx_norm.LayerNorm)
+NORMS = eqx.nn.BatchNorm, eqx.nn.LayerNorm
 
 
 class Counter(eqx.nn.StatefulLayer):
@@ -31,14 +38,9 @@ class Two(eqx.Module):
     second: Any
 
 
-class Tied(eqx.Module):
-    """Holds one norm that is used twice."""
-
-    shared: eqx.nn.Shared
-
-    def __init__(self, norm):
-        pair = Two(norm, norm)
-        self.shared = eqx.nn.Shared(pair, lambda two: two.second, lambda two: two.first)
+def tied(norm: Any) -> eqx.nn.Shared:
+    """Returns one norm that is used twice."""
+    return eqx.nn.Shared(Two(norm, norm), lambda two: two.second, lambda two: two.first)
 
 
 booleans = st.booleans()
@@ -51,17 +53,12 @@ batch_norms = st.fixed_dictionaries(
         "inference": booleans,
     }
 ).map(lambda settings: ("BatchNorm", settings))
-layer_norms = st.fixed_dictionaries({"use_weight": booleans, "use_bias": booleans}).map(
-    lambda settings: ("LayerNorm", settings)
-)
+layer_norms = st.fixed_dictionaries({"use_weight": booleans, "use_bias": booleans})
 others = st.sampled_from(["Linear", "SpectralNorm", "Counter", "relu"]).map(lambda n: (n, {}))
-layers = st.one_of(batch_norms, batch_norms, layer_norms, others)
+some = st.one_of(batch_norms, batch_norms, layer_norms.map(lambda s: ("LayerNorm", s)), others)
+sequences = st.lists(some, min_size=1, max_size=3).map(lambda s: ("Sequential", s))
 descriptions = st.recursive(
-    st.one_of(
-        layers,
-        batch_norms.map(lambda norm: ("Tied", norm)),
-        st.lists(layers, min_size=1, max_size=3).map(lambda some: ("Sequential", some)),
-    ),
+    st.one_of(some, batch_norms.map(lambda norm: ("tied", norm)), sequences),
     lambda parts: st.one_of(
         st.lists(parts, min_size=1, max_size=3),
         st.dictionaries(st.sampled_from("abc"), parts, min_size=1),
@@ -74,16 +71,14 @@ descriptions = st.recursive(
 def build(description: Any, nn: Any, key: Any) -> Any:
     """Returns the model that is described, with the norms of `nn`."""
     if isinstance(description, list):
-        return [
-            build(part, nn, jax.random.fold_in(key, i)) for i, part in enumerate(description)
-        ]
+        keys = jax.random.split(key, len(description))
+        return [build(part, nn, k) for part, k in zip(description, keys, strict=True)]
     if isinstance(description, dict):
         return {name: build(part, nn, key) for name, part in description.items()}
     kind, what = description
     match kind:
         case "BatchNorm":
-            norm = nn.BatchNorm(C, "batch", **what)
-            return _with_weights(norm, key)
+            return _with_weights(nn.BatchNorm(C, "batch", **what), key)
         case "LayerNorm":
             return _with_weights(nn.LayerNorm(C, **what), key)
         case "Linear":
@@ -94,48 +89,44 @@ def build(description: Any, nn: Any, key: Any) -> Any:
             return Counter()
         case "relu":
             return eqx.nn.Lambda(jax.nn.relu)
-        case "Tied":
-            return Tied(build(what, nn, key))
-        case "Sequential":
-            return eqx.nn.Sequential(build(what, nn, key))
-        case _:
+        case "Two":
             return Two(*build(list(what), nn, key))
+        case _:
+            return (tied if kind == "tied" else eqx.nn.Sequential)(build(what, nn, key))
 
 
-def _with_weights(norm, key):
+def _with_weights(norm: Any, key: Any) -> Any:
     """Returns the norm with a weight and a bias that are not those of every new layer."""
-    values = [
-        None if old is None else 1 + 0.5 * jax.random.normal(jax.random.fold_in(key, i), (C,))
-        for i, old in enumerate((norm.weight, norm.bias))
-    ]
+    draw = 0.5 * jax.random.normal(key, (C,))
+    new = [old if old is None else 1 + draw for old in (norm.weight, norm.bias)]
     return eqx.tree_at(
-        lambda n: (n.weight, n.bias), norm, values, is_leaf=lambda node: node is None
+        lambda n: (n.weight, n.bias), norm, new, is_leaf=lambda node: node is None
     )
 
 
-def made(description: Any, nn: Any, members: int = 0) -> Any:
+def made(description: Any, nn: Any, members: int = 0) -> tuple[Any, Any]:
     """Returns model and state; with `members`, those of an ensemble."""
 
     def make(key):
         return eqx.nn.make_with_state(build)(description, nn, key)
 
-    key = jax.random.key(0)
-    return eqx.filter_vmap(make)(jax.random.split(key, members)) if members else make(key)
+    return eqx.filter_vmap(make)(jax.random.split(KEY, members)) if members else make(KEY)
 
 
 def apply(model: Any, x: Any, state: Any) -> Any:
     """Returns what the model makes of one example, its parts called one after another."""
-    if isinstance(model, list | dict):
-        for part in model.values() if isinstance(model, dict) else model:
-            x, state = apply(part, x, state)
-        return x, state
-    if isinstance(model, Tied):
-        model = model.shared()
-    if isinstance(model, Two):
-        return apply(model.second, *apply(model.first, x, state))
-    if isinstance(model, eqx.nn.StatefulLayer):
-        return model(x, state)  # type: ignore
-    return model(x), state
+    match model:
+        case eqx.nn.Shared():
+            return apply(model(), x, state)
+        case list() | dict() | Two():
+            values = vars(model) if isinstance(model, Two) else model
+            for part in values.values() if isinstance(values, dict) else values:
+                x, state = apply(part, x, state)
+            return x, state
+        case eqx.nn.StatefulLayer():
+            return model(x, state)  # type: ignore
+        case _:
+            return model(x), state
 
 
 @filter_jit
@@ -146,9 +137,7 @@ def call(model: Any, state: Any, x: Any) -> Any:
         mapped = jax.vmap(apply, (None, 0, None), (0, None), axis_name="batch")
         return mapped(model, x, state)
 
-    if x.ndim == 3:
-        return eqx.filter_vmap(of_one)(model, state, x)
-    return of_one(model, state, x)
+    return (eqx.filter_vmap(of_one) if x.ndim == 3 else of_one)(model, state, x)
 
 
 def shapes(tree: Any) -> Any:
@@ -162,5 +151,22 @@ def shapes(tree: Any) -> Any:
     return jax.tree.structure(tree), list(map(described, jax.tree.leaves(tree)))
 
 
-def floats64(a: Any) -> np.ndarray:
-    return np.asarray(a, np.float64)
+def inferred(norm: Any, state: Any) -> Any:
+    """Returns the mean and the variance of inference, of an ensemble, too."""
+
+    def infer(memory, count):
+        used = norm.approach.infer(memory)
+        return used.mean, used.variance
+
+    count = state.get(norm.accepted_index)
+    return (jax.vmap(infer) if count.ndim else infer)(state.get(norm.memory_index), count)
+
+
+@contextlib.contextmanager
+def unchecked():
+    """Lets annotations go unchecked, as they are for users."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.interpreters import batching
 
-from eqx_norm import BatchNorm, LayerNorm, unswap
+from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm.models import unswap
 from tests.helpers import normal, over_batch
 
 # What the two packages warn of when they are imported is theirs.

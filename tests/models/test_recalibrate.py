@@ -1,5 +1,9 @@
 """Tests that recalibrated statistics are those of all data, and nothing else changes."""
 
+import importlib
+import inspect
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,70 +11,93 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.models import _pooled, _recalibrate, freeze, recalibrate
+from eqx_norm.models import _recalibrate, freeze, recalibrate, reconfigure
 from eqx_norm.models._layers import entries
-from eqx_norm.strategies import Moments
-from tests.helpers import (
-    each_approach,
-    example,
-    f32,
-    make,
-    quick_call,
-    remembered,
-    same,
-)
-from tests.models.pooling import SIZES, STEP, convolved, cut, data, network, of_all
+from eqx_norm.strategies import Accumulated, Average, VarianceClip
+from tests.compiling import filter_jit
+from tests.helpers import Cumulative as Unloaded
+from tests.helpers import example, make, member, over_batch, quick_call, remembered, same
+from tests.models.nested import KEY, Counter, unchecked
+
+SIZES = (16, 8, 16)  # a compilation for each
+APPROACHES = [
+    "batch",
+    "ema",
+    "smooth_start",
+    VarianceClip(Average()),
+    Accumulated(Average(), 2),
+]
+# Compiled without optimisation, for what is no test of accuracy.
+QUICK = filter_jit(inspect.unwrap(_recalibrate._step))
 
 
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
     if "exact" not in request.node.name:
-        monkeypatch.setattr(_recalibrate, "_step", STEP)
+        monkeypatch.setattr(_recalibrate, "_step", QUICK)
+
+
+def data(*shape, mean=100.0, std=3.0, n=40):
+    """Returns examples whose mean and spread differ along the batch and between channels."""
+    x = mean + std * np.random.RandomState(0).standard_normal((n, *shape))
+    drift = np.linspace(0, 5, n).reshape(-1, *(1 for _ in shape))
+    channel = np.arange(1, shape[0] + 1).reshape(1, -1, *(1 for _ in shape[1:]))
+    return np.asarray(channel * (x + drift), jnp.result_type(float))
+
+
+def cut(x, sizes=SIZES):
+    return np.split(x, np.cumsum(sizes)[:-1])
+
+
+def check(layer, state, x, unbiased=False, rtol=1e-6):
+    """Compares what a layer remembers with mean and variance of all values, in float64."""
+    x = np.moveaxis(np.asarray(x, np.float64), 1, 0).reshape(x.shape[1], -1)
+    mean, variance = remembered(layer, state)
+    np.testing.assert_allclose(mean, x.mean(1), rtol=rtol, atol=rtol * x.std())
+    np.testing.assert_allclose(variance, x.var(1, ddof=int(unbiased)), rtol=rtol)
+
+
+def network(key, *norms):
+    """Returns two convolutions of one value each, with their norms."""
+    first, second = norms or [BatchNorm(3, "batch", approach="batch") for _ in range(2)]
+    convs = [eqx.nn.Conv1d(3, 3, 1, key=k) for k in jax.random.split(key)]
+    return eqx.nn.Sequential([convs[0], first, convs[1], second])
 
 
 @pytest.fixture(scope="module")
 def deep():
-    return eqx.nn.make_with_state(network)(jax.random.key(0))
+    return eqx.nn.make_with_state(network)(KEY)
 
 
-@each_approach
+def convolved(conv, x):
+    weight, bias = np.asarray(conv.weight, float)[..., 0], np.asarray(conv.bias, float)
+    return np.einsum("oi,nix->nox", weight, x) + bias
+
+
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_one_layer_remembers_exactly_all_values_together(approach, unbiased):
+@pytest.mark.parametrize("approach", APPROACHES, ids=str)
+def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
     layer, state = make(3, "batch", approach=approach, unbiased=unbiased)
     x = data(3, 4)
+    for _ in range(2):  # what was learnt before is forgotten
+        _, state = quick_call(layer, state, 7 * x - 30)
     kept = entries(state)
     after = recalibrate(layer, state, cut(x))
-    n, mean, m2 = of_all(x)
-    ours, variance = remembered(layer, after)
-    np.testing.assert_allclose(ours, mean, rtol=1e-6)
-    np.testing.assert_allclose(variance, m2 / (n - unbiased), rtol=1e-6)
-    assert after.get(layer.memory_index).weight == 1
-    # The mean is held to twice the precision.
-    memory = after.get(layer.memory_index)
-    both = np.asarray(memory.mean, float) + np.asarray(memory.mean_rest, float)
-    np.testing.assert_allclose(both, mean, rtol=1e-8)
-    assert after.get(layer.accepted_index) == len(SIZES)
+    check(layer, after, x, unbiased)
+    used = layer.approach.infer(after.get(layer.memory_index))
+    both = np.asarray(used.mean, float) + np.asarray(used.mean_rest, float)
+    right = np.asarray(x, float).mean((0, 2))
+    np.testing.assert_allclose(both, right, rtol=1e-8)  # to twice the precision
+    before = 1 if isinstance(approach, Accumulated) else 2  # of two micro-batches
+    assert after.get(layer.accepted_index) == before + len(SIZES)
     assert after.get(layer.rejected_index) == 0
     assert same(entries(state), kept)  # the state given stays valid, and as it was
 
 
-def test_many_batches_are_as_exact_as_one():
-    layer, state = make(2, "batch", approach="batch")
-    x = data(2, 4, n=210)
-    after = recalibrate(layer, state, cut(x, [4, 3] * 30) * 3)
-    n, mean, m2 = of_all(x)
-    np.testing.assert_allclose(remembered(layer, after)[0], mean, rtol=2e-7)
-    np.testing.assert_allclose(remembered(layer, after)[1], m2 / n, rtol=1e-6)
-
-
-def test_moments_are_added_up_in_float64():
-    """In float32 2^24 + 1 is 2^24, and the batches after that would not count."""
-    many = Moments(f32(2.0**24), f32([0]), f32([2.0**24]))
-    one = Moments(f32(1), f32([0]), f32([1]))
-    pooled = _pooled.wide([many])
-    for _ in range(40):
-        pooled = _pooled.merged(pooled, [one])
-    assert np.asarray(pooled[0].count) == np.asarray(pooled[0].m2)[0] == 2**24 + 40
+def test_batches_of_one_value_have_an_unbiased_variance_together():
+    layer, state = make(3, "batch", approach="batch", unbiased=True)
+    x = data(3, n=12)
+    check(layer, recalibrate(layer, state, list(x[:, None])), x, unbiased=True)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -82,53 +109,35 @@ def test_a_deep_network_normalises_by_each_batch(deep, inference):
     for x in map(np.float64, batches):
         y = convolved(model.layers[0], x)
         seen[0].append(y)
-        _, mean, m2 = of_all(y)
-        variance = m2 / (y.size / 3)
-        y = (y - mean[:, None]) / np.sqrt(variance + 1e-5)[:, None]
+        y = (y - y.mean((0, 2), keepdims=True)) / np.sqrt(y.var((0, 2), keepdims=True) + 1e-5)
         seen[1].append(convolved(model.layers[2], y))
     after = recalibrate(eqx.nn.inference_mode(model, inference), state, batches)
     for layer, values in zip(model.layers[1::2], seen, strict=True):
-        n, mean, m2 = of_all(np.concatenate(values))
-        ours, variance = remembered(layer, after)
-        np.testing.assert_allclose(variance, m2 / n, rtol=1e-5)
-        np.testing.assert_allclose(ours, mean, atol=1e-5 * np.sqrt(m2 / n).max())
+        check(layer, after, np.concatenate(values), rtol=1e-5)
 
 
-def test_a_state_that_has_learnt_forgets_it(deep):
-    model, state = deep
-    x = jnp.asarray(data(3, 4))
-    _, learnt = quick_call(model, state, 7 * x - 30)
-    once, again = recalibrate(model, state, [x]), recalibrate(model, learnt, [x])
-    for i in (1, 3):
-        index = model.layers[i].memory_index
-        assert same(once.get(index), again.get(index))
-        assert again.get(model.layers[i].accepted_index) == 2
+def test_after_it_the_average_goes_on_from_the_batches_that_it_has_seen():
+    """The micro-batches of before count as the batches that they were."""
+    x, ends = jnp.asarray(data(3, 4, n=8)), []
+    for approach, parts in ((Average(), 2), (Accumulated(Average(), every=2), 4)):
+        norm, state = make(3, "batch", approach=approach)
+        for batch in jnp.split(x, parts):
+            _, state = quick_call(norm, state, batch)
+        state = recalibrate(norm, state, [x])
+        for batch in jnp.split(3 * x, parts):
+            _, state = quick_call(norm, state, batch)
+        ends.append(remembered(norm, state)[0])
+    np.testing.assert_allclose(*ends, rtol=1e-5)
 
 
-def test_frozen_norms_other_state_and_parameters_stay(deep):
-    class Counter(eqx.nn.StatefulLayer):
-        index: eqx.nn.StateIndex
-
-        def __init__(self):
-            self.index = eqx.nn.StateIndex(jnp.zeros((), int))
-
-        def __call__(self, x, state, *, key=None):
-            return x, state.set(self.index, state.get(self.index) + 1)
-
-    def build(key):
-        inner = network(key)
-        return eqx.nn.Sequential([Counter(), *inner.layers])
-
-    model, state = eqx.nn.make_with_state(build)(jax.random.key(0))
+def test_frozen_norms_other_state_and_weights_stay(deep):
+    layers = [Counter(), *network(KEY).layers]
+    model, state = eqx.nn.make_with_state(lambda: eqx.nn.Sequential(layers))()
     frozen = freeze(model, lambda path, layer: path == "layers[2]")
     after = recalibrate(frozen, state, cut(data(3, 4)))
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    changed = {
-        marker
-        for marker, held in entries(state).items()
-        if not same(held, entries(after)[marker])
-    }
-    norm = model.layers[4]
+    held, now, norm = entries(state), entries(after), model.layers[4]
+    changed = {marker for marker in held if not same(held[marker], now[marker])}
     assert changed == {norm.memory_index.marker, norm.accepted_index.marker}
 
 
@@ -138,85 +147,130 @@ def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
     bad = np.where(np.arange(12).reshape(3, 4) == 5, np.nan, batches[1])
     with pytest.warns(UserWarning, match=r"Of 4 batches: layers\[1\] left out 1.*\[3\] left"):
         after = recalibrate(model, state, [*batches, bad])
-    expected = recalibrate(model, state, batches)
-    for i in (1, 3):
-        layer = model.layers[i]
-        assert same(after.get(layer.memory_index), expected.get(layer.memory_index))
+    right = recalibrate(model, state, batches)
+    for layer in model.layers[1::2]:
+        assert same(*(s.get(layer.memory_index) for s in (after, right)))
         assert after.get(layer.rejected_index) == 1
-    with pytest.raises(ValueError, match=r"Nothing was learnt of 1 batches: layers\[1\] was"):
+    with pytest.raises(ValueError, match=r"Nothing was learnt.*batches: layers\[1\] "):
         recalibrate(model, state, [bad])
 
 
-def test_norms_that_share_a_memory_pool_into_one(deep):
+def test_a_norm_that_is_not_called_keeps_its_memory(deep):
     model, state = deep
-    shared = ("memory_index", "accepted_index", "rejected_index")
-    indices = [getattr(model.layers[1], name) for name in shared]
-    model = eqx.tree_at(lambda m: [getattr(m.layers[3], n) for n in shared], model, indices)
-    x = data(3, 4, mean=1, std=1)
-    after = recalibrate(model, state, [x])
-    y = convolved(model.layers[0], x)
-    n, mean, m2 = of_all(y)
-    z = (y - mean[:, None]) / np.sqrt(m2 / n + 1e-5)[:, None]
-    _, mean, m2 = of_all(np.concatenate([y, convolved(model.layers[2], z)]))
-    np.testing.assert_allclose(remembered(model.layers[1], after)[0], mean, rtol=1e-5)
-    np.testing.assert_allclose(remembered(model.layers[1], after)[1], m2 / (2 * n), rtol=1e-5)
+
+    def first_only(model, state, batch):
+        return over_batch(model.layers[1])(batch["image"], state)
+
+    words = r"layers\[3\] was .* keeps what it remembered"
+    with pytest.warns(UserWarning, match=words):
+        after = recalibrate(model, state, [{"image": b} for b in cut(data(3, 4))], first_only)
+    check(model.layers[1], after, data(3, 4))
+    index = model.layers[3].memory_index
+    assert same(after.get(index), state.get(index))
 
 
-@pytest.mark.x32  # a dtype of its own
-def test_complex_values():
-    layer, state = make(2, "batch", approach="batch", dtype=jnp.complex64)
-    x = data(2, 4) + 1j * data(2, 4)[::-1]
-    after = recalibrate(layer, state, cut(x.astype(np.complex64)))
-    wide = np.moveaxis(x.astype(np.complex128), 1, 0).reshape(2, -1)
-    np.testing.assert_allclose(remembered(layer, after)[0], wide.mean(1), rtol=1e-6)
-    np.testing.assert_allclose(remembered(layer, after)[1], wide.var(1), rtol=1e-6)
-    assert after.get(layer.memory_index).mean.dtype == np.complex64
+def test_a_forward_of_one_s_own_with_masks_over_two_axes():
+    layer, state = make(3, ("batch", "views"), approach="batch")
+    x = data(3, 4).reshape(10, 4, 3, 4)
+    length = np.arange(40).reshape(10, 4) % 5
+
+    def forward(model, state, batch):
+        def call(x, length, state):
+            return model(x, state, mask=jnp.arange(4) < length)
+
+        views: Any = jax.vmap(call, (0, 0, None), (0, None), axis_name="views")
+        examples = jax.vmap(views, (0, 0, None), (0, None), axis_name="batch")
+        return examples(*batch, state)[1]  # the state alone
+
+    batches = [(x[:6], length[:6]), (x[6:], length[6:])]
+    after = recalibrate(layer, state, batches, forward)
+    counted = (np.arange(4) < length[..., None]).reshape(-1)
+    check(layer, after, np.moveaxis(x, 2, 0).reshape(3, -1)[:, counted].T)
+    with pytest.raises(ValueError, match="forward=lambda model, state, batch"):
+        recalibrate(layer, state, batches)
 
 
-def test_example():
-    names = example(recalibrate)
-    layer, state = names["model"].layers[1], names["state"]
-    y = jax.vmap(names["model"].layers[0])(names["images"])
-    np.testing.assert_allclose(remembered(layer, state)[0], of_all(y)[1], atol=1e-6)
+def test_an_ensemble():
+    keys = jax.random.split(KEY, 2)
+    models, states = eqx.filter_vmap(eqx.nn.make_with_state(network))(keys)
+    batches = cut(data(3, 4))
+
+    def forward(models, states, x):
+        return eqx.filter_vmap(lambda model, state: over_batch(model)(x, state))(models, states)
+
+    after = recalibrate(models, states, batches, forward)
+    assert jax.tree.structure(after) == jax.tree.structure(states)
+    for i in range(2):
+        alone = recalibrate(member(models, i), member(states, i), batches)
+        for ours, theirs in zip(*map(jax.tree.leaves, (member(after, i), alone)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_batches_may_be_tuples_lists_and_a_generator(deep):
+    model, state = deep
+    images, tuples = data(3, 4), ((x, "label") for x in cut(data(3, 4)))
+    right = recalibrate(model, state, cut(images))
+    assert same(recalibrate(model, state, tuples), right)
+    assert same(recalibrate(model, state, [[x.tolist()] for x in cut(images)]), right)
+    names = {"recalibrate": recalibrate, "model": model, "state": state, "tqdm": iter}
+    assert same(example(recalibrate, **names, batches=cut(images))["state"], right)
+
+
+LINEAR = eqx.nn.Linear(3, 3, key=KEY)
+# What is given instead, and the error.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"batches": []}, "^batches is empty"),
+    ({"batches": [{"x": 1}]}, "yields a dict.*forward=lambda model, state, batch"),
+    ({"batches": [3.0]}, "yields a float, which is neither an array nor a tuple"),
+    ({"batches": data(3, 4)}, r"batch of shape \(3, 4\).* example of shape \(4,\)"),
+    ({"forward": lambda model, state, x: x}, "returned .*, but has to return the new state"),
+    ({"model": LINEAR}, "nothing to recalibrate: .*no eqx_norm.BatchNorm that is not frozen"),
+    ({"state": make(3, "batch", approach="batch")[1]}, r"^layers\[1\]: .*for another model"),
+]
+
+
+@pytest.mark.parametrize(("given", "error"), WRONG, ids=[error for _, error in WRONG])
+def test_errors(deep, given, error):
+    arguments = {"model": deep[0], "state": deep[1], "batches": cut(data(3, 4))} | given
+    before = jax.tree.leaves(deep[1])
+    with unchecked(), pytest.raises(ValueError, match=error):
+        recalibrate(**arguments)
+    assert same(jax.tree.leaves(deep[1]), before)
+
+
+@pytest.mark.parametrize("approach", [Unloaded(), VarianceClip(Unloaded())], ids=str)
+def test_a_strategy_that_cannot_load_is_an_error_before_any_data_is_read(approach):
+    norms = [BatchNorm(3, "batch", approach=a) for a in ("batch", approach)]
+    model, state = eqx.nn.make_with_state(network)(KEY, *norms)
+    batches = iter(cut(data(3, 4)))
+    with pytest.raises(ValueError, match=r"^layers\[3\]: Cumulative cannot take over"):
+        recalibrate(model, state, batches)
+    assert len(list(batches)) == len(SIZES)
 
 
 @pytest.mark.peers
 def test_like_pytorch_s_update_bn_where_both_agree(deep):
     """On one batch they are the same. Over several of one size and mean, both means are, and
     the variances are but for n - 1 taken from each batch, and not from all of them once."""
-    torch = pytest.importorskip("torch")
-
-    def build(key):
-        norms = [BatchNorm(3, "batch", approach="batch", unbiased=True) for _ in range(2)]
-        return network(key, *norms)
-
-    model, state = eqx.nn.make_with_state(build)(jax.random.key(0))
+    torch = importlib.import_module("torch")
+    model, state = reconfigure(*deep, unbiased=True)
     theirs = torch.nn.Sequential()
-    for layer in model.layers:
-        if isinstance(layer, BatchNorm):
-            theirs.append(torch.nn.BatchNorm1d(3))
-        else:
-            conv = torch.nn.Conv1d(3, 3, 1)
-            with torch.no_grad():
-                conv.weight.copy_(torch.tensor(np.array(layer.weight)))
-                conv.bias.copy_(torch.tensor(np.array(layer.bias[:, 0])))
-            theirs.append(conv)
-
-    def update(batches):
-        loader = [torch.tensor(batch) for batch in batches]
-        torch.optim.swa_utils.update_bn(loader, theirs)
-        return [(theirs[i].running_mean.numpy(), theirs[i].running_var.numpy()) for i in (1, 3)]
+    for conv in model.layers[::2]:
+        theirs.append(torch.nn.Conv1d(3, 3, 1)).append(torch.nn.BatchNorm1d(3))
+        for ours, other in (
+            (conv.weight, theirs[-2].weight),
+            (conv.bias[:, 0], theirs[-2].bias),
+        ):
+            other.data.copy_(torch.tensor(np.array(ours)))
 
     x = data(3, 4, mean=1, std=2)
-    after = recalibrate(model, state, [x])
-    for i, (mean, variance) in zip((1, 3), update([x]), strict=True):
-        np.testing.assert_allclose(remembered(model.layers[i], after)[0], mean, atol=1e-5)
-        np.testing.assert_allclose(remembered(model.layers[i], after)[1], variance, rtol=1e-5)
-
-    batches = [batch - batch.mean((0, 2), keepdims=True) for batch in np.split(x, 4)]
-    after = recalibrate(model, state, batches)
-    k, n = 4, 10 * 4
-    (mean, variance), _ = update(batches)
-    np.testing.assert_allclose(remembered(model.layers[1], after)[0], mean, atol=1e-5)
-    pooled = variance * k * (n - 1) / (k * n - 1)
-    np.testing.assert_allclose(remembered(model.layers[1], after)[1], pooled, rtol=1e-5)
+    centred = [batch - batch.mean((0, 2), keepdims=True) for batch in np.split(x, 4)]
+    for batches, factor, norms in (([x], 1, (1, 3)), (centred, 4 * 39 / (4 * 40 - 1), (1,))):
+        after = recalibrate(model, state, batches)
+        loader = [torch.tensor(batch) for batch in batches]
+        torch.optim.swa_utils.update_bn(loader, theirs)
+        for i in norms:
+            mean, variance = remembered(model.layers[i], after)
+            np.testing.assert_allclose(mean, theirs[i].running_mean.numpy(), atol=1e-5)
+            right = factor * theirs[i].running_var.numpy()
+            np.testing.assert_allclose(variance, right, rtol=1e-5)

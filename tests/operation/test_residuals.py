@@ -6,10 +6,12 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from eqx_norm import LayerNorm, recompute_outputs
+from eqx_norm import LayerNorm
 from eqx_norm._normalise import jaxprs
+from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, make, normal, over_batch
 
 DEPTH, SHAPE = 3, (4, 5, 6, 7)
@@ -185,3 +187,39 @@ def test_recompute_outputs(norm, dtype, activation, block, like_x):
 
     kept = stacked(network, normal(0, SHAPE).astype(dtype), weights)
     assert kept == [(SHAPE, dtype)] * like_x
+
+
+@pytest.fixture
+def remat3():
+    """Turns on what is to become JAX's default."""
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
+def product(x, weight):
+    return jnp.einsum("nchw,dc->ndhw", x, weight[..., 0, 0])
+
+
+@each_norm
+@pytest.mark.parametrize("linear", [conv, product])
+def test_recompute_outputs_with_remat3(norm, linear, remat3):
+    """JAX asks for matrix products at most, and computes all else again."""
+    layer, call = norm(jax.nn.relu)
+    x, weights = normal(0, SHAPE), normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3), std=0.3)
+
+    def network(x, weights, wrap):
+        @wrap
+        def step(x, w):
+            return linear(call(layer, linear(x, w[0])), w[1]), None
+
+        return jax.lax.scan(step, x, weights)[0]
+
+    kept_by = functools.partial(jax.checkpoint, policy=recompute_outputs)
+    kept = stacked(functools.partial(network, wrap=kept_by), x, weights)
+    assert len(kept) in (1, 2)
+    ours, right = (
+        jax.grad(lambda w, wrap=wrap: network(x, w, wrap).sum())(weights)
+        for wrap in (kept_by, lambda step: step)
+    )
+    np.testing.assert_allclose(ours, right, rtol=1e-4, atol=1e-4 * float(jnp.abs(right).max()))
