@@ -109,10 +109,10 @@ def monitor(tree: Tree, name: str) -> Tree:
     - `tree`: any tree. Arrays of every dtype, keys included, are recorded.
     - `name`: its name in the record. Where it occurs a second time in a step, `again` is 2.
 
-    **Returns:** `tree`, the same values. NumPy's arrays become JAX's.
+    **Returns:** `tree`, the same values. NumPy's arrays become JAX's, which without
+    `jax_enable_x64` rounds those of 64 bits; so the record has what the program computes with.
 
-    **Raises:** `ValueError` without a name, and for a NumPy array of 64 bits whose values JAX
-    would round, as it does without `jax_enable_x64`.
+    **Raises:** `ValueError` without a name.
     """
     if not name or not isinstance(name, str):
         raise ValueError(f"monitor(..., name={name!r}): give the name that the record shows.")
@@ -121,7 +121,7 @@ def monitor(tree: Tree, name: str) -> Tree:
         if not is_array(leaf):
             return leaf
         inside = ".".join([name, *([_inside(path)] if path else [])])
-        x = leaf if isinstance(leaf, Array) else _unrounded(leaf, inside)
+        x = jnp.asarray(leaf)
         return PROBE.bind(x, name=inside, kind="forward", order=tuple(range(x.ndim)))
 
     return jax.tree_util.tree_map_with_path(marked, tree)
@@ -129,20 +129,6 @@ def monitor(tree: Tree, name: str) -> Tree:
 
 def _inside(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _unrounded(x: Any, name: str) -> Array:
-    """Returns a NumPy array as one of JAX's that has the same values."""
-    array = jnp.asarray(x)
-    with np.errstate(all="ignore"):
-        back = x.astype(array.dtype).astype(x.dtype)
-    if back.tobytes() != x.tobytes():
-        raise ValueError(
-            f"monitor(...): {name!r} is a NumPy array of {x.dtype}, of which JAX makes "
-            f"{array.dtype}, and other values: the record would not be of what was given. "
-            f"Convert it before, x.astype({array.dtype}), or set jax_enable_x64."
-        )
-    return array
 
 
 # --- All layers of a model.

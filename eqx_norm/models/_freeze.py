@@ -32,13 +32,8 @@ def freeze(model: Model, where: Where | None = None) -> Model:
     what to leave alone. What an optimiser remembers is made of models as well: where it is to
     be used further, freeze it, too, `memory = freeze(memory)`.
 
-    **Arguments:**
-
-    - `model`: any pytree of layers, or of their parts.
-    - `where`: which batch norms are frozen, from a layer's path, as `layers[1].norm`, and the
-        layer; all unless given.
-
-    **Returns:** the model with frozen layers.
+    **Arguments:** `model`: any pytree of layers, or of their parts. `where`: which batch norms
+    are frozen, from a layer's path, as `layers[1].norm`, and the layer; all unless given.
 
     **Raises:** `ValueError` if there is no such layer.
 
@@ -54,17 +49,12 @@ def freeze(model: Model, where: Where | None = None) -> Model:
 
 
 def unfreeze(model: Model, where: Where | None = None) -> Model:
-    """Returns the model with frozen batch norms that learn again.
+    """Returns the model with frozen batch norms that learn again, from what they remember.
 
-    They are in training or in inference mode as they were when they were frozen, or as
-    `eqx.nn.inference_mode` has said since, and go on from what they remember.
+    They are in training or in inference mode as `eqx.nn.inference_mode` has said last.
 
-    **Arguments:**
-
-    - `model`: what `freeze` has returned, with its leaves trained further or not.
-    - `where`: which of the frozen layers; all unless given.
-
-    **Returns:** the model with layers that learn.
+    **Arguments:** `model`: what `freeze` has returned, with its leaves trained further or not.
+    `where`: which of the frozen layers; all unless given.
 
     **Raises:** `ValueError` if there is no such layer.
     """

@@ -69,7 +69,7 @@ def from_torch(
     given, problems = _arrays(state_dict)
     report, slots = match(layers_of(model, state), given, names)
     arrays = dict[str, jax.Array]()
-    for k, slot in slots.items():
+    for k, slot in slots:
         array, dtype = given[k], slot.array.dtype
         if array.shape != slot.shape:
             problems.append(f"{k} has the shape {array.shape}, and here {slot.shape}")
@@ -185,9 +185,11 @@ def _cast(key: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.A
     with np.errstate(over="ignore"):
         # A copy, which PyTorch's later steps in place do not reach.
         new = jnp.asarray(array.astype(dtype, order="C"))
-    is_sound = jnp.isfinite(new).all() and (what == MEAN or (new.real >= 0).all())
-    if what in (MEAN, VARIANCE) and not is_sound:
-        problems.append(f"{key} is not finite in {dtype}, or negative")
+    may_be_infinite = what not in (MEAN, VARIANCE) and not np.isfinite(array).all()
+    if not (may_be_infinite or jnp.isfinite(new).all()):
+        problems.append(f"{key} is not finite in {dtype}")
+    if what == VARIANCE and (new < 0).any():
+        problems.append(f"{key} is negative")
     return new
 
 

@@ -48,9 +48,9 @@ class TorchReport(NamedTuple):
 
 def match(
     layers: Layers, given: Mapping[str, np.ndarray], names: Names
-) -> tuple[TorchReport, dict[str, Slot]]:
+) -> tuple[TorchReport, list[tuple[str, Slot]]]:
     """Returns which of the layers, given by their paths, is which in the `state_dict`; and the
-    slots of all that was found, by keys of that."""
+    keys of all that was found there, with where it belongs."""
     pairs, named = prefixes(layers, names), _named(layers, names)
     keys = {p: _keys(slots, pairs[p]) for p, slots in layers.items()}
     absent = {p: layers[p] for p in layers if p not in named and not keys[p] & given.keys()}
@@ -59,14 +59,14 @@ def match(
     for path, prefix in _by_order(absent, given, taken).items():
         pairs[path], keys[path] = prefix, _keys(layers[path], prefix)
     matched = {p: to for p, to in pairs.items() if to is not None and keys[p] & given.keys()}
-    slots = {key(to, n): slot for p, to in matched.items() for n, slot in layers[p].items()}
+    slots = [(key(to, n), slot) for p, to in matched.items() for n, slot in layers[p].items()]
     # What would have been loaded is not left over.
     out = tuple(f"{prefix}." for prefix in skipped.values())
     wanted = dict.fromkeys(k for path in layers for k in sorted(keys[path]))
     missing = tuple(k for k in wanted if k not in given and not k.endswith(COUNT))
     unexpected = tuple(k for k in given if k not in wanted and not f"{k}.".startswith(out))
     report = TorchReport(matched, tuple(skipped), missing, unexpected)
-    return report, {k: slot for k, slot in slots.items() if k in given}
+    return report, [(k, slot) for k, slot in slots if k in given]
 
 
 def prefixes(paths: Iterable[str], names: Names) -> dict[str, str | None]:

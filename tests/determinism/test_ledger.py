@@ -1,132 +1,159 @@
-"""A ledger is written step by step, survives its run, and tells if it was damaged."""
+"""Ledgers are written step by step, survive their runs, and tell where two of them part."""
 
 import contextlib
-from typing import Any
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from eqx_norm.determinism import Ledger, LedgerError, compare, monitor, read, recorded
-from tests.determinism.harness import X, written
-from tests.helpers import bits
+from eqx_norm.determinism.__main__ import main
+from eqx_norm.determinism._compare import difference
+from tests.helpers import bits, f32, normal
+from tests.processes import python
 
-
-def step(x):
-    jax.lax.cond(x[0, 0] > 99, lambda x: monitor(x, "not"), lambda x: x, x)
-    key = jax.random.key(3)
-    tree = {"x": x, "empty": x[:0], "half": x.astype(jnp.bfloat16), "key": key}
-    return monitor(tree, "in")
-
-
-RECORD = jax.jit(recorded(step, keep_values=True))(X)[1]
+X = normal(0, (2, 3))
 BARE = jax.jit(recorded(lambda x: monitor([x, 2 * x], "x")))(X)[1]
 
 
+def loss(x, weight):
+    h = monitor(jnp.tanh(x), "h")
+    yes, no = (lambda h: monitor(h * weight, "yes")), (lambda h: monitor(h, "no"))
+    return jnp.sum(monitor(lax.cond(weight[0] > 0, yes, no, h), "y") ** 2)
+
+
+step = jax.jit(recorded(jax.value_and_grad(loss)))
+keeping = jax.jit(recorded(jax.value_and_grad(loss), keep_values=True))
+WEIGHT, CHANGED = f32([1, 2, 3]), f32([1, 2, 3 + 3 * 2**-22])  # by 3 ulp
+
+
+def written(path, *records, start=0):
+    """Writes a ledger of these steps, and returns its path."""
+    with Ledger(path) as ledger:
+        for step, record in enumerate(records, start):
+            ledger.append(step, record)
+    return path
+
+
+def run(path, *weights, step=step, start=0):
+    return written(path, *(step(X, weight)[1] for weight in weights), start=start)
+
+
 def test_what_is_written_is_read(tmp_path):
-    contents = read(written(tmp_path / "a.jsonl", RECORD, start=7))
-    assert not contents.is_truncated
-    assert contents.header["jax"] == jax.__version__
-    assert [row[:5] for row in contents.rows] == [
-        (7, name, "forward", (), 1) for name in ("not", "in.empty", "in.half", "in.key", "in.x")
-    ]
-    assert [row.shape for row in contents.rows] == [(2, 3), (0, 3), (2, 3), (), (2, 3)]
-    dtypes = [row.dtype for row in contents.rows]
-    assert dtypes == ["float32", "float32", "bfloat16", "key<fry>", "float32"]
-    assert [row.fingerprint for row in contents.rows[:2]] == [None, "0" * 16]
-    assert contents.values(contents.rows[0]) is None
-    values: Any = map(contents.values, contents.rows[1:])
-    expected = [X[:0], X.astype(jnp.bfloat16), jax.random.key_data(jax.random.key(3)), X]
-    for value, array in zip(values, expected, strict=True):
-        assert (value.dtype, bits(value)) == (array.dtype, bits(array))
+    arrays = {"empty": X[:0], "half": X.astype(jnp.bfloat16), "key": jax.random.key(3), "x": X}
+
+    def step(x):
+        lax.cond(x[0, 0] > 99, lambda x: monitor(x, "not"), lambda x: x, x)
+        return monitor(arrays, "in"), monitor(x, "in.x")
+
+    record = jax.jit(recorded(step, keep_values=True))(X)[1]
+    contents = read(written(tmp_path / "a", record, start=7))
+    assert (contents.is_truncated, contents.header["jax"]) == (False, jax.__version__)
+    not_passed, *rows = contents.rows
+    assert not_passed[:6] == (7, "not", "forward", (), 1, None)
+    names = [(f"in.{name}", 1) for name in arrays]
+    assert [(row.probe, row.again) for row in rows] == [*names, ("in.x", 2)]
+    for row, array in zip(rows, [*arrays.values(), X], strict=True):
+        assert (row.shape, row.dtype) == (array.shape, str(array.dtype))
+        data = jax.random.key_data(array) if row.probe == "in.key" else array
+        value = np.asarray(contents.values(row))
+        assert (value.dtype, bits(value)) == (data.dtype, bits(data))
 
 
-def test_a_step_is_written_once_and_at_once(tmp_path):
-    with Ledger(tmp_path / "a.jsonl") as ledger:
+def test_a_step_is_written_once_and_at_once_and_nothing_is_written_over(tmp_path):
+    with Ledger(tmp_path / "a") as ledger:
         for step in (np.int64(2), 0):
             ledger.append(step, BARE)
             assert read(ledger.path).rows[-1].step == step
         with pytest.raises(ValueError, match="has a step 2 already"):
             ledger.append(2, BARE)
-    with pytest.raises(ValueError, match="closed"):
-        ledger.append(3, BARE)
+        with pytest.raises(ValueError, match="Take one out of a vmap or scan"):
+            ledger.append(3, jax.tree.map(lambda a: jnp.stack([a, a]), BARE))
+    (tmp_path / "b.values").mkdir()
+    for name, taken in (("a", "a"), ("b", "b.values")):
+        with pytest.raises(FileExistsError, match=f"there is .*{taken}, and neither"):
+            Ledger(tmp_path / name)
 
 
-def test_neither_a_ledger_nor_its_values_are_written_over(tmp_path):
-    path = written(tmp_path / "a.jsonl", RECORD)
-    with pytest.raises(FileExistsError, match="there is .*a.jsonl, and neither"):
-        Ledger(path)
-    path.rename(tmp_path / "old.jsonl")  # and not its values
-    with pytest.raises(FileExistsError, match="there is .*a.jsonl.values, and neither"):
-        Ledger(path)
-    assert not path.exists()
-
-
-@pytest.fixture
-def ledger(tmp_path):
-    return written(tmp_path / "a.jsonl", *3 * [BARE])
-
-
-def test_cut_anywhere_it_is_a_readable_prefix_and_never_the_same(ledger, tmp_path):
-    content, whole, cut = ledger.read_bytes(), read(ledger), tmp_path / "cut.jsonl"
-    for size in range(len(content)):
-        cut.write_bytes(content[:size])
-        complete = content[:size].count(b"\n") - 1
-        if complete < 0:
-            with pytest.raises(LedgerError, match="no ledger, or a damaged one: line 1 is not"):
-                read(cut)
-            continue
-        assert read(cut).rows == whole.rows[:complete]
-        assert read(cut).is_truncated == (content[size - 1 : size] != b"\n")
-        assert not compare(ledger, cut).same
-
-
-def test_no_flipped_bit_of_a_row_makes_it_the_same(ledger, tmp_path):
-    content, other = ledger.read_bytes(), tmp_path / "other.jsonl"
-    for place in range(content.index(b"\n"), len(content)):
-        for bit in (1, 4, 32):
-            flipped = content[place] ^ bit
-            other.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
-            with contextlib.suppress(LedgerError):
-                assert not compare(ledger, other).same
+def test_cut_or_with_a_bit_flipped_it_is_never_the_same(tmp_path):
+    ledger, other = written(tmp_path / "a", BARE, BARE), tmp_path / "b"
+    content, rows = ledger.read_bytes(), read(ledger).rows
+    for place in range(content.index(b"\n") + 1, len(content)):
+        other.write_bytes(content[:place])
+        cut = read(other)
+        assert cut.rows == rows[: content[:place].count(b"\n") - 1]
+        assert cut.is_truncated == (content[place - 1 : place] != b"\n")
+        assert not compare(ledger, other).same
+        assert not cut.rows or compare(other, other).same != cut.is_truncated
+        other.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with contextlib.suppress(LedgerError):
+            assert not compare(ledger, other).same
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda text: "", "line 1 is not"),
-        (lambda text: "{}\n", "line 1 is not"),
-        (lambda text: "[1]\n" + text, "line 1 is not"),
-        (
-            lambda text: text.replace("version 3", "version 2"),
-            "line 1 is not.*, version 3, has",
-        ),
-        (lambda text: text.replace("\n", "\n\xff", 1), "line 2 is not"),
-        (lambda text: text.replace(',"again":1', "", 1), "line 2 is not"),
-        (lambda text: text.replace("again", "more", 1), "line 2 is not"),
-        (lambda text: 2 * text, "line 8 is not"),
-    ],
+    ("old", "new", "line"),
+    [("{", "[1]{", 1), ("version 3", "version 2", 1), (',"again":1', "", 2), ("\n", "\n\n", 2)],
 )
-def test_damaged_ledgers_and_other_files_are_refused(ledger, damage, says):
-    ledger.write_bytes(damage(ledger.read_text("ascii")).encode("latin-1"))
-    with pytest.raises(LedgerError, match=f"a.jsonl is no ledger, or a damaged one: {says}"):
+def test_damaged_ledgers_and_other_files_are_refused(tmp_path, old, new, line):
+    ledger = written(tmp_path / "a", BARE)
+    ledger.write_text(ledger.read_text().replace(old, new, 1))
+    with pytest.raises(LedgerError, match=f"no ledger, or a damaged one: line {line} is not"):
         read(ledger)
 
 
-def test_what_cannot_be_opened_is_an_error(tmp_path):
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(
-            LedgerError, match="cannot be read \\((Is a directory|No such file)"
-        ):
-            read(path)
+def test_the_first_difference_is_named_and_by_how_much(tmp_path, capsys):
+    a, a_too = (run(tmp_path / name, WEIGHT, WEIGHT) for name in ("a", "a_too"))
+    says = "the same: 16 rows of 2 steps agree, to the bit"
+    assert compare(a, a_too) == (True, 16, says, None, None, None)
+    assert main(["compare", str(a), str(a_too)]) == 0
+    assert capsys.readouterr().out == f"{says}\n"
+    b = run(tmp_path / "b", WEIGHT, CHANGED)
+    verdict = compare(a, b)
+    assert verdict == (False, 10, str(verdict), 1, "yes", "forward")
+    assert str(verdict).startswith("step 1: `yes` forward\n  fingerprints ")
+    assert "values were not kept: recorded(step, keep_values=True)" in str(verdict)
+    assert str(verdict).endswith("10 rows agree; the last is step 1: `no` forward")
+    assert main(["compare", str(a), str(b)]) == 1
+    assert capsys.readouterr().out == f"{verdict}\n"
+    a, b = (run(tmp_path / n, w, step=keeping) for n, w in (("c", WEIGHT), ("d", CHANGED)))
+    assert "2 of 6 elements differ\n  the first is [0, 2]: " in str(compare(a, b))
+    (tmp_path / "d.values" / "0.npz").write_bytes(b"")
+    assert "0.npz, which cannot be read" in str(compare(a, b))
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"PK")]
-)
-def test_values_that_cannot_be_read_are_told(tmp_path, damage):
-    contents = read(written(tmp_path / "a.jsonl", RECORD))
-    damage(tmp_path / "a.jsonl.values" / "0.npz")
-    with pytest.raises(LedgerError, match="values kept in .*0.npz, which cannot be read"):
-        contents.values(contents.rows[-1])
+def test_another_branch_or_an_end(tmp_path):
+    a, b = run(tmp_path / "a", WEIGHT, WEIGHT), run(tmp_path / "b", WEIGHT, -WEIGHT)
+    short = run(tmp_path / "short", WEIGHT)
+    assert compare(a, b).probe == "no"
+    assert f"only {b} has passed it: the other took another branch" in str(compare(a, b))
+    verdict = compare(short, a)
+    assert (verdict.same, verdict.agreed, verdict.step) == (False, 8, None)
+    assert f"{short} ends before step 1: `h` forward, with which {a} goes on" in str(verdict)
+
+
+def test_what_cannot_be_compared_ends_with_2_and_one_line(tmp_path, capsys):
+    a, b = run(tmp_path / "a", WEIGHT), run(tmp_path / "b", WEIGHT, start=1)
+    for paths, says in (
+        ((a, b), "step 0: `h` forward, the other has step 1: `h`"),
+        ([written(tmp_path / name) for name in "xy"], "have no rows: nothing was recorded"),
+        ("ab", "cannot be read"),
+    ):
+        assert main(["compare", *map(str, paths)]) == 2
+        out, told = capsys.readouterr()
+        assert (out, told.count("\n")) == ("", 1)
+        assert says in told
+    assert "exit status: 0 the same" in python("-m", "eqx_norm.determinism", "--help").stdout
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", "a"])
+
+
+def test_differences():
+    for a, b, expected in (
+        (f32([0.0, 2]), f32([-0.0, 2.5]), "2 of 2 .* max difference 0.5, 2097152 ulp"),
+        (np.array([True]), np.array([False]), "True and False; max difference 1$"),
+        (jnp.bfloat16(1), jnp.bfloat16(2), "1 and 2; max difference 1, 128 ulp"),
+    ):
+        assert re.search(expected, "; ".join(difference(np.asarray(a), np.asarray(b))))

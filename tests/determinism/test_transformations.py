@@ -1,6 +1,6 @@
-"""`monitor` under every transformation: nothing changes, and the rows are those due."""
+"""`monitor`, under every transformation, changes nothing and gives the rows that are due."""
 
-import functools
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -12,16 +12,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from eqx_norm import BatchNorm
-from eqx_norm.determinism import fingerprint, monitor, recorded
-from eqx_norm.determinism._fingerprint import hexadecimal
-from tests.determinism.harness import rows_of
-from tests.helpers import bits, normal, same
+from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm.determinism import fingerprint, monitor, monitor_module, recorded
+from tests.helpers import normal, over_batch, same
 
 W, X = normal(0, (3, 3)), normal(1, (4, 3))
 MESH = Mesh(np.array(jax.devices()[:1]), ("devices",))
-
-fingerprint_of = jax.jit(fingerprint)
+over_devices: Any = partial(jax.shard_map, mesh=MESH, in_specs=P("devices"), out_specs=P())
 
 
 def plain(m, w, x):
@@ -59,8 +56,7 @@ def sharded(m, w, x, check_vma=True):
     def part(w, x):
         return lax.psum(jnp.sum(jnp.tanh(m(m(x, "x") @ m(w, "w"), "h"))), "devices")
 
-    specs: Any = {"in_specs": (P(), P("devices")), "out_specs": P()}
-    return jax.shard_map(part, mesh=MESH, check_vma=check_vma, **specs)(w, x)
+    return over_devices(part, in_specs=(P(), P("devices")), check_vma=check_vma)(w, x)
 
 
 def with_own_jvp(m, w, x):
@@ -87,11 +83,7 @@ def in_everything(m, w, x):
 
     def one(x):
         h, _ = layer(m(w @ x, "h"), state)
-
-        @jax.jit
-        def inner(c, _):
-            return m(jnp.tanh(w @ c), "c"), None
-
+        inner = jax.jit(lambda c, _: (m(jnp.tanh(w @ c), "c"), None))
         return m(lax.scan(jax.checkpoint(inner), m(h, "norm"), None, length=2)[0], "y")
 
     return jnp.sum(jax.vmap(one, axis_name="batch", in_axes=0, out_axes=1)(x) ** 2)
@@ -101,50 +93,42 @@ def in_shard_map(m, w, x):
     """Has a cond in a scan in a remat, whose gradient is an `eval_jaxpr` in jax 0.12."""
 
     def step(h, _):
-        yes, no = (lambda h: m(jnp.tanh(h @ w), "yes")), (lambda h: m(h, "no"))
+        yes, no = (lambda h: m(jnp.tanh(h @ w), "y")), (lambda h: m(h, "n"))
         return lax.cond(jnp.sum(h) > -1e3, yes, no, h), None
 
-    def part(x):
-        block = jax.checkpoint(lambda x: lax.scan(step, x, None, length=2)[0])
-        return lax.psum(jnp.sum(block(x)), "devices")
-
-    return jax.shard_map(part, mesh=MESH, in_specs=P("devices"), out_specs=P())(x)
+    block = jax.checkpoint(lambda x: lax.scan(step, x, None, length=2)[0])
+    return over_devices(lambda x: lax.psum(jnp.sum(block(x)), "devices"))(x)
 
 
 def in_remats(m, w, x):
     block = jax.checkpoint(lambda w, h: m(jnp.tanh(w @ h), "h"))
-    blocks = jax.checkpoint(
-        lambda w, h: lax.scan(lambda h, _: (block(w, h), None), h, None, length=2)[0]
-    )
-    return jnp.sum(blocks(w, x[0]))
+    both = jax.checkpoint(lambda w, h: lax.scan(lambda h, _: (block(w, h), None), h, x[:2])[0])
+    return jnp.sum(both(w, x[0]))
 
 
 def gradient(function):
-    return lambda m, w, x: jax.value_and_grad(functools.partial(function, m))(w, x)
+    return lambda m, w, x: jax.value_and_grad(partial(function, m))(w, x)
 
 
 def tangent(function):
     return lambda m, w, x: jax.jvp(lambda w: function(m, w, x), (w,), (jnp.ones_like(w),))
 
 
-# `name@iteration#again`, with `-` before what was not passed, and a mark for the kind:
-# + forward, ' tangent, * cotangent.
+def linear(function):
+    return lambda m, w, x: jax.linearize(lambda w: function(m, w, x), w)[1](w)
+
+
+# `name@iteration`: + forward, ' tangent, * cotangent; with - before what was not passed.
 PROGRAMS = {
     "grad": (gradient(plain), "h+ y+ y* h*"),
     "vmap": (gradient(vmapped), "h+ y+ y* h*"),
-    "jit": (gradient(jitted_twice), "layer+ layer#2+ layer* layer#2*"),
+    "jit": (gradient(jitted_twice), "layer+ layer+ layer* layer*"),
     "scan": (gradient(scanned), "carry@0+ carry@1+ carry@1* carry@0*"),
     "remat": (gradient(checkpointed), "a+ b+ b* a*"),
     "cond": (gradient(branching), "-no+ -never+ yes+ -never* -no* yes*"),
     "shard_map": (gradient(sharded), "x+ w+ h+ h* w*"),
-    "shard_map, unchecked": (
-        gradient(functools.partial(sharded, check_vma=False)),
-        "x+ w+ h+ h* w*",
-    ),
-    "shard_map of remat": (
-        gradient(in_shard_map),
-        "-no@0+ yes@0+ -no@1+ yes@1+ -no@1* yes@1* -no@0* yes@0*",
-    ),
+    "unchecked": (gradient(partial(sharded, check_vma=False)), "x+ w+ h+ h* w*"),
+    "remat in a map": (gradient(in_shard_map), "-n@0+ y@0+ -n@1+ y@1+ -n@1* y@1* -n@0* y@0*"),
     "remat of scan of remat": (gradient(in_remats), "h@0+ h@1+ h@1* h@0*"),
     "custom_jvp": (gradient(with_own_jvp), "inside+ outside+ outside*"),
     "custom_vjp": (gradient(with_own_vjp), "inside+ outside+ outside* mine+"),
@@ -152,129 +136,129 @@ PROGRAMS = {
     "jvp": (tangent(plain), "h+ h' y+ y'"),
     "jvp of remat": (tangent(checkpointed), "a+ a' b+ b'"),
     "jvp of shard_map": (tangent(sharded), "x+ w+ w' h+ h'"),
-    "jvp of grad": (
-        tangent(lambda m, w, x: jax.grad(functools.partial(vmapped, m))(w, x)),
-        "h+ h' y+ y' y* h*",
-    ),
-    "vmap of grad": (
-        lambda m, w, x: jax.vmap(jax.grad(plain, 1), (None, None, 0))(m, w, x[:, None]),
-        "h+ y+ y* h*",
-    ),
-    "jvp of grad of remat": (
-        tangent(lambda m, w, x: jax.grad(functools.partial(checkpointed, m))(w, x)),
-        "a+ a' b+ b' b* a*",
-    ),
-    "linearize of remat": (
-        lambda m, w, x: jax.linearize(lambda w: checkpointed(m, w, x), w)[1](w),
-        "a+ b+ a' b'",
-    ),
-    "linearize": (
-        lambda m, w, x: jax.linearize(lambda w: plain(m, w, x), w)[1](w),
-        "h+ y+ h' y'",
-    ),
+    "jvp of grad": (tangent(gradient(vmapped)), "h+ h' y+ y' y* h*"),
+    "vmap of grad": (jax.vmap(gradient(plain), (None, None, 0)), "h+ y+ y* h*"),
+    "jvp of grad of remat": (tangent(gradient(checkpointed)), "a+ a' b+ b' b* a*"),
+    "linearize of remat": (linear(checkpointed), "a+ b+ a' b'"),
+    "linearize": (linear(plain), "h+ y+ h' y'"),
 }
+REMATS = [name for name in PROGRAMS if "remat" in name or name == "everything"]
 
 
-def unmonitored(tree, name):
-    return tree
-
-
-def labels(rows):
-    marks = {"forward": "+", "tangent": "'", "cotangent": "*"}
-    return " ".join(
-        ("" if row.fingerprint else "-")
-        + row.probe
-        + "".join(f"@{i}" for i in row.iteration)
-        + (f"#{row.again}" if row.again > 1 else "")
-        + marks[row.kind]
-        for row in rows
-    )
-
-
-def check(name, tmp_path):
-    """Compares outputs with those without probes, and each row with the value that was kept."""
-    function, expected = PROGRAMS[name]
-    outputs = jax.jit(functools.partial(function, unmonitored))(W, X)
-    probed = functools.partial(function, monitor)
-    for keep_values in (False, True):
-        ours, record = jax.jit(recorded(probed, keep_values=keep_values))(W, X)
-        assert same(ours, outputs)
-        rows = rows_of(tmp_path / str(keep_values), record)
-        assert labels(rows) == expected
-    for value, row in zip(record.values, rows, strict=True):
-        assert value.shape == row.shape
-        if row.fingerprint:
-            assert hexadecimal(fingerprint_of(value)) == row.fingerprint
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_changes_and_the_rows_are_those_due(name, tmp_path):
-    check(name, tmp_path)
-
-
-@pytest.fixture
-def remat3():
-    """Has `jax.checkpoint` as it will be by default in a later jax."""
-    jax.config.update("jax_remat3", True)
-    yield
-    jax.config.update("jax_remat3", False)
+def rows(record):
+    """Returns the rows in the notation of `PROGRAMS`."""
+    marks, labels = {"forward": "+", "tangent": "'", "cotangent": "*"}, []
+    for probe, row in zip(record.plan, record.fingerprints, strict=True):
+        iteration = "".join(f"@{i}" for i in probe.iteration)
+        labels.append(f"{'' if row.any() else '-'}{probe.name}{iteration}{marks[probe.kind]}")
+    return " ".join(labels)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PROGRAMS if "remat" in name] + ["everything"]
+    ("name", "remat3"),
+    [*((name, False) for name in PROGRAMS), *((name, True) for name in REMATS)],
 )
-def test_the_next_remat(remat3, name, tmp_path):
-    check(name, tmp_path)
+def test_nothing_changes_and_the_rows_are_those_due(name, remat3, request):
+    jax.config.update("jax_remat3", remat3)  # `jax.checkpoint` as in a later jax
+    request.addfinalizer(lambda: jax.config.update("jax_remat3", False))
+    function, expected = PROGRAMS[name]
+    bare, probed = partial(function, lambda x, name: x), partial(function, monitor)
+    outputs = jax.jit(bare)(W, X)
+    ours, record = jax.jit(recorded(probed))(W, X)
+    ours_too, keeping = jax.jit(recorded(probed, keep_values=True))(W, X)
+    assert same([ours, ours_too], [outputs, outputs])
+    assert rows(record) == rows(keeping) == expected
+    assert [value.shape for value in keeping.values] == [probe.shape for probe in keeping.plan]
+    for row, value in zip(keeping.fingerprints, keeping.values, strict=True):
+        assert same(row, fingerprint(value)) or not row.any()
+    # Without recording, nothing is left of a probe.
+    if name in ("grad", "vmap", "jit", "scan", "remat"):
+        unrecorded, without = (jax.jit(f).lower(W, X).as_text() for f in (probed, bare))
+        assert unrecorded == without
 
 
-@pytest.mark.parametrize("name", ["grad", "vmap", "jit", "scan", "remat"])
-def test_without_recording_there_is_nothing_left_of_a_probe(name):
-    def text(m):
-        return jax.jit(functools.partial(PROGRAMS[name][0], m)).lower(W, X).as_text()
+def test_every_dtype_is_recorded_and_a_batch_is_one_value_wherever_its_axis_is():
+    dtypes = ("float32", "bfloat16", "complex64", "int8", "bool")
+    tree = {dtype: X.astype(dtype) for dtype in dtypes}
+    tree["key"] = jax.random.split(jax.random.key(0), (4, 3))
 
-    assert text(monitor) == text(unmonitored)
+    def step(tree):
+        tree = jax.vmap(partial(monitor, name="vmap"), in_axes=1, out_axes=1)(tree)
+        tree = lax.cond(X.any(), partial(monitor, name="cond"), lambda tree: tree, tree)
+        tree = over_devices(partial(monitor, name="part"), out_specs=P("devices"))(tree)
+        return lax.scan(lambda _, row: (None, monitor(row, "scan")), None, tree)[1]
+
+    _, record = jax.jit(recorded(step, keep_values=True))(tree)
+    assert len(record.plan) == len(tree) * (3 + 4)
+    for probe, row in zip(record.plan, record.fingerprints, strict=True):
+        where, name = probe.name.split(".")
+        seen = tree[name].T if where == "vmap" else tree[name][probe.iteration]
+        assert same(row, fingerprint(seen))
 
 
-def test_eagerly_as_well():
-    step = jax.jit(jax.grad(functools.partial(vmapped, monitor)))
-    (gradient, one), (_, other) = recorded(step)(W, X), recorded(step)(W, X)
-    assert bits(gradient) == bits(step(W, X))
-    assert bits(one.fingerprints) == bits(other.fingerprints)
-    assert bits(monitor(W, "w")) == bits(W)
+def test_of_any_tree_the_arrays_are_recorded_as_jax_has_them():
+    x, y = np.arange(3), np.float64(0.1)
+    tree, record = recorded(lambda: monitor({"x": [x, jnp.sin], "y": y}, "in"))()
+    assert (tree["x"][1], rows(record)) == (jnp.sin, "in.x.0+ in.y+")
+    assert same([*record.fingerprints], [fingerprint(jnp.asarray(a)) for a in (x, y)])
 
 
 def test_nothing_leaves_the_device_but_eight_bytes_a_row():
-    def step(w, x):
-        return jax.value_and_grad(functools.partial(in_everything, monitor))(w, x)
-
-    program = jax.jit(recorded(step)).lower(W, X).compile()
+    function = recorded(partial(gradient(in_everything), monitor))
+    program = jax.jit(function).lower(W, X).compile()
     assert "callback" not in str(program.as_text())
     outputs = [shape.size * shape.dtype.itemsize for shape in jax.tree.leaves(program.out_info)]
     assert outputs == [4, W.nbytes, 8 * 10]
 
 
-def in_while(x):
-    return lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: monitor(c + 1, "c"), x)
+def test_where_it_cannot_be_recorded_is_an_error():
+    def add(x):
+        return lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: monitor(c + 1, "c"), x)
+
+    def solve(x):
+        return lax.custom_linear_solve(lambda v: monitor(v, "c"), x, lambda _, b: b)
+
+    for function in (add, solve):
+        with pytest.raises(NotImplementedError, match="'c'.* in a '(while|custom_linear_)"):
+            recorded(function)(X)
+    with pytest.raises(ValueError, match="inside a derivative .* cotangent of 'w'"):
+        jax.grad(recorded(lambda w: jnp.sum(monitor(w, "w"))), has_aux=True)(W)
 
 
-def in_solve(x):
-    def double(v):
-        return monitor(2 * v, "c")
-
-    return lax.custom_linear_solve(double, x, lambda _, b: b / 2, symmetric=True)
+LINEAR = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+NORM = BatchNorm(3, "batch", approach="batch", activation=eqx.nn.PReLU())
+MODEL = eqx.nn.Sequential([LINEAR, NORM, eqx.nn.Sequential([LayerNorm(3), LINEAR])])
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [(in_while, "'c'.* in a 'while'.*use lax.scan"), (in_solve, "'c'.*'custom_linear_solve'")],
-)
-def test_where_it_cannot_be_recorded_is_an_error(function, says):
-    with pytest.raises(NotImplementedError, match=says):
-        recorded(function)(X)
-    jax.jit(function)(X)
+def test_every_layer_is_recorded_by_its_path_and_nothing_changes():
+    def loss(model, wrap):
+        y, state = over_batch(wrap(model))(X, eqx.nn.State(MODEL))
+        return jnp.sum(y**2), state
+
+    step = eqx.filter_value_and_grad(loss, has_aux=True)
+    ours, record = eqx.filter_jit(recorded(step))(MODEL, partial(monitor_module, name="m"))
+    assert eqx.tree_equal(ours, eqx.filter_jit(step)(MODEL, lambda model: model))
+    layers = [f"m.layers.{i}" for i in ("0", "1", "2.layers.0", "2.layers.1", "2")] + ["m"]
+    expected = [f"{name}+" for name in layers] + [f"{name}*" for name in reversed(layers)]
+    assert rows(record) == " ".join(expected)
 
 
-def test_inside_a_derivative_it_is_an_error():
-    step = recorded(lambda w: jnp.sum(monitor(w, "w")))
-    with pytest.raises(ValueError, match="cotangent of 'w'.*jax.jit\\(recorded\\(step\\)\\)"):
-        jax.grad(step, has_aux=True)(W)
+def test_a_monitored_model_stays_what_it_was(tmp_path):
+    monitored = monitor_module(MODEL)
+    assert same(*(eqx.filter(m, eqx.is_array) for m in (MODEL, monitored)))
+    # Made twice, it is of the same kind: nothing is compiled anew. So is what was monitored.
+    for again in (monitor_module(MODEL), monitor_module(monitored)):
+        assert jax.tree.structure(again) == jax.tree.structure(monitored)
+    zeros = eqx.tree_at(lambda m: m.layers[0].weight, monitored, jnp.zeros((3, 3)))
+    assert isinstance(zeros.layers[0], eqx.nn.Linear)
+    eqx.tree_serialise_leaves(tmp_path / "weights", zeros)
+    loaded = eqx.tree_deserialise_leaves(tmp_path / "weights", MODEL)
+    assert not loaded.layers[0].weight.any()
+
+
+def test_one_layer_goes_by_the_name_of_its_class_and_none_is_an_error():
+    for model in (LINEAR, eqx.nn.Lambda(jnp.tanh), LayerNorm(3, activation=eqx.nn.PReLU())):
+        _, record = eqx.filter_jit(recorded(jax.vmap(monitor_module(model))))(X)
+        assert rows(record) == f"{type(model).__name__}+"
+    with pytest.raises(ValueError, match="no layer in this dict"):
+        monitor_module({"weight": X})

@@ -1,10 +1,10 @@
 """Tests that models are exported by jax2onnx, and that ONNX Runtime computes the same."""
 
 import importlib
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import batching
@@ -12,24 +12,20 @@ from jax.interpreters import batching
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.models import unswap
 from tests.helpers import normal, over_batch
+from tests.models.nested import KEY
 
 # What the two packages warn of when they are imported is theirs.
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 class Residual(eqx.Module):
-    """Is a ResNet's first block, with activations in and behind its norms."""
+    convs: list[Any]
+    norms: list[Any]
 
-    convs: list[eqx.nn.Conv2d]
-    norms: list[BatchNorm]
-
-    def __init__(self, channels, key):
-        keys = jax.random.split(key)
-        self.convs = [eqx.nn.Conv2d(channels, channels, 3, padding=1, key=k) for k in keys]
-        self.norms = [
-            BatchNorm(channels, "batch", approach="batch", activation=act)
-            for act in (jax.nn.relu, None)
-        ]
+    def __init__(self):
+        self.convs = [eqx.nn.Conv2d(4, 4, 3, padding=1, key=KEY) for _ in range(2)]
+        inside = {"approach": "batch", "activation": jax.nn.relu}
+        self.norms = [BatchNorm(4, "batch", **inside), BatchNorm(4, "batch", approach="batch")]
 
     def __call__(self, x, state):
         y, state = self.norms[0](self.convs[0](x), state)
@@ -38,17 +34,14 @@ class Residual(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Is a ViT's block: attention and a perceptron, each behind a norm."""
-
-    norms: list[LayerNorm]
-    weights: list[eqx.nn.Linear]
+    norms: list[Any]
+    weights: list[Any]
     perceptron: eqx.nn.MLP
 
-    def __init__(self, size, key):
-        *keys, last = jax.random.split(key, 4)
-        self.norms = [LayerNorm(size) for _ in range(2)]
-        self.weights = [eqx.nn.Linear(size, size, key=k) for k in keys]
-        self.perceptron = eqx.nn.MLP(size, size, 2 * size, 1, jax.nn.gelu, key=last)
+    def __init__(self):
+        self.norms = [LayerNorm(16) for _ in range(2)]
+        self.weights = [eqx.nn.Linear(16, 16, key=k) for k in jax.random.split(KEY, 3)]
+        self.perceptron = eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=KEY)
 
     def __call__(self, x):
         y = jax.vmap(self.norms[0])(x)
@@ -70,36 +63,18 @@ def exported(function, x, monkeypatch):
 
 
 def test_a_resnet_s_inference(monkeypatch):
-    blocks, state = eqx.nn.make_with_state(lambda k: [Residual(4, k), Residual(4, k)])(
-        jax.random.key(0)
-    )
-
-    def forward(blocks, x, state):
-        for block in blocks:
-            x, state = over_batch(block)(x, state)
-        return x, state
-
+    block, state = eqx.nn.make_with_state(Residual)()
     x = normal(1, (2, 4, 8, 8))
-    _, state = forward(blocks, x, state)
-    blocks = eqx.nn.inference_mode(blocks)
-    right = forward(blocks, x, state)[0]
-    found = exported(lambda x: forward(blocks, x, state)[0], x, monkeypatch)
-    np.testing.assert_allclose(found, right, atol=1e-5)
+    _, state = over_batch(block)(x, state)
+    block = eqx.nn.inference_mode(block)
+    found = exported(lambda x: over_batch(block)(x, state)[0], x, monkeypatch)
+    np.testing.assert_allclose(found, over_batch(block)(x, state)[0], atol=1e-5)
 
 
 def test_a_vit_s_inference(monkeypatch):
     """Tests what `docs/models.md` says of `LayerNorm`, which has passes in inference, too."""
-    ours, state = eqx.nn.make_with_state(
-        lambda: [Attention(16, k) for k in jax.random.split(jax.random.key(0))]
-    )()
-    blocks, _ = unswap(ours, state)
-
-    def forward(x, blocks=blocks):
-        for block in blocks:
-            x = jax.vmap(block)(x)
-        return x
-
+    ours, state = eqx.nn.make_with_state(Attention)()
+    theirs, _ = unswap(ours, state)
     x = normal(1, (2, 5, 16))
-    right = forward(x, ours)
-    np.testing.assert_allclose(exported(forward, x, monkeypatch), right, atol=1e-5)
-    assert jnp.isfinite(right).all()
+    found = exported(jax.vmap(theirs), x, monkeypatch)
+    np.testing.assert_allclose(found, jax.vmap(ours)(x), atol=1e-5)

@@ -19,147 +19,84 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.models import swap
+from eqx_norm.models._layers import found
 from tests.compiling import filter_jit
-from tests.helpers import bits, copy
+from tests.helpers import copy, over_batch
+from tests.models.nested import KEY, NORMS, descended
 
-pytestmark = pytest.mark.peers
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm:UserWarning"),
+]
 
-STEPS, RATE, CLASSES = 5, 0.01, 4
-
-
-@pytest.fixture(autouse=True)
-def _in_float64():
-    with jax.enable_x64(True):
-        yield
+STEPS, CLASSES = 3, 4
 
 
-@pytest.fixture
-def resnet(monkeypatch):
-    """Returns how jaxonmodels makes a ResNet, with any batch norm."""
+def resnet(norm: Any, monkeypatch: Any) -> Any:
+    """Returns a ResNet of jaxonmodels with any batch norm, and its state."""
     # What would fetch its weights takes packages that do not go with the pinned ones.
-    name = "jaxonmodels.utils.boto_client"
     fetching = types.SimpleNamespace(BotoClient=None, download=None)
-    monkeypatch.setitem(sys.modules, name, fetching)
+    monkeypatch.setitem(sys.modules, "jaxonmodels.utils.boto_client", fetching)
     # Imported here: without the peers this must fail, and only when it is asked for.
     module = importlib.import_module("jaxonmodels.vision.resnet")
-
-    def make(norm: Any) -> tuple[Any, eqx.nn.State]:
-        with monkeypatch.context() as patch:
-            patch.setattr(eqx.nn, "BatchNorm", norm)  # `module` looks it up in each call
-            return eqx.nn.make_with_state(module.ResNet)(
-                module.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, key=jax.random.key(0)
-            )
-
-    return make
+    monkeypatch.setattr(eqx.nn, "BatchNorm", norm)  # it is looked up in each call
+    made = eqx.nn.make_with_state(module.ResNet)(
+        module.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, key=KEY
+    )
+    monkeypatch.undo()
+    return made
 
 
-@pytest.fixture
-def transformer():
-    """Returns equimo's vision transformer, of two blocks."""
-    module = importlib.import_module("equimo.models.vit")
-
-    def make(norm: Any) -> tuple[Any, eqx.nn.State]:
-        return eqx.nn.make_with_state(module.VisionTransformer)(
-            img_size=16,
-            in_channels=3,
-            dim=16,
-            patch_size=8,
-            num_heads=2,
-            depths=[2],
-            num_classes=CLASSES,
-            norm_layer=norm,
-            key=jax.random.key(0),
-        )
-
-    return make
+def transformer(norm: Any, monkeypatch: Any) -> Any:
+    """Returns a vision transformer of equimo, of two blocks, and its state."""
+    make = importlib.import_module("equimo.models.vit").VisionTransformer
+    sizes = {"img_size": 16, "patch_size": 8, "in_channels": 3, "dim": 16, "num_heads": 2}
+    return eqx.nn.make_with_state(make)(
+        **sizes, depths=[2], num_classes=CLASSES, norm_layer=norm, key=KEY
+    )
 
 
-def with_state(model: Any) -> Any:
-    return model
+def forward(model: Any, state: eqx.nn.State, x: Any) -> Any:
+    if [*jax.tree.leaves(state)]:
+        return over_batch(model)(x, state)
+    return jax.vmap(lambda x: model(x, key=KEY))(x), state
 
 
-def without_state(model: Any) -> Any:
-    """Returns the model of images alone as one that takes a state."""
-    return lambda x, state: (model(x, key=jax.random.key(1)), state)
-
-
-def trained(
-    model: Any, state: eqx.nn.State, called: Any
-) -> tuple[Any, eqx.nn.State, list[Any]]:
-    """Returns the model after some steps, and the outputs before each."""
-
-    def loss(model: Any, state: eqx.nn.State, x: Any) -> Any:
-        over = jax.vmap(called(model), axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        y, state = over(x, state)
-        return -jax.nn.log_softmax(y)[:, 0].mean(), (y, state)
-
-    @filter_jit
-    def step(model: Any, state: eqx.nn.State, x: Any) -> Any:
-        by, (y, state) = eqx.filter_grad(loss, has_aux=True)(model, state, x)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -RATE * g, by)), state, y
-
-    random, outputs = np.random.RandomState(0), []
-    for _ in range(STEPS):
-        model, state, y = step(
-            model, state, jnp.asarray(random.standard_normal((4, 3, 16, 16)))
-        )
-        outputs.append(y)
-    return model, state, outputs
+step = filter_jit(functools.partial(descended, forward, 0.01))
 
 
 @filter_jit
-def inferred(model: Any, state: eqx.nn.State, called: Any) -> Any:
-    x = jnp.asarray(np.random.RandomState(1).standard_normal((4, 3, 16, 16)))
-    over = jax.vmap(
-        called(eqx.nn.inference_mode(model)),
-        axis_name="batch",
-        in_axes=(0, None),
-        out_axes=(0, None),
-    )
-    return over(x, state)[0]
+def inferred(model: Any, state: eqx.nn.State, x: Any) -> Any:
+    return forward(eqx.nn.inference_mode(model), state, x)[0]
 
 
-def assert_equal(ours: Any, right: Any) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        if eqx.is_inexact_array(b):
-            scale = float(jnp.abs(b).max()) + 1e-3
-            np.testing.assert_allclose(a / scale, b / scale, atol=1e-10)
+def trained(images: Any, model: Any, state: Any) -> Any:
+    """Returns the model after some steps, and its outputs before each and at last."""
+    outputs, state = [], copy(state)
+    for x in images:
+        model, state, y = step(model, state, x)
+        outputs.append(y)
+    return model, [*outputs, inferred(model, state, images[0])]
 
 
-def check(make: Any, theirs: Any, ours: Any, called: Any, tmp_path: Any) -> None:
-    """Trains the model as it was published, and with these layers, in both ways."""
-    original, state = make(theirs)
-    models = {"imported": make(ours), "swapped": swap(original, state)}
-    after, state_after, outputs = trained(original, copy(state), called)
-    right = inferred(after, state_after, called)
-    for way, (model, fresh) in models.items():
-        kinds = [n for n in jax.tree.leaves(model, is_leaf=is_norm) if is_norm(n)]
-        assert kinds, way
-        assert all(isinstance(norm, BatchNorm | LayerNorm) for norm in kinds), way
-        model, trained_state, ys = trained(model, copy(fresh), called)
-        assert_equal(ys, outputs)
-        assert_equal(eqx.filter(model, eqx.is_array), eqx.filter(after, eqx.is_array))
-        y = inferred(model, trained_state, called)
-        assert_equal(y, right)
-        # Saved, and loaded into a model that was never trained, made the other way.
-        path = tmp_path / f"{way}.eqx"
-        eqx.tree_serialise_leaves(path, (model, trained_state))
-        other = models["imported" if way == "swapped" else "swapped"]
-        loaded = eqx.tree_deserialise_leaves(path, other)
-        assert bits(inferred(*loaded, called)) == bits(y)
+TRIALS: dict[str, Any] = {
+    "resnet": (resnet, eqx.nn.BatchNorm, functools.partial(BatchNorm, mode="ema")),
+    "transformer": (transformer, "layernorm", LayerNorm),
+}
 
 
-def is_norm(node: Any) -> bool:
-    return isinstance(node, eqx.nn.BatchNorm | eqx.nn.LayerNorm)
-
-
-@pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm:UserWarning")
-def test_resnet(resnet, tmp_path):
-    """As it was published, with the default of Equinox, `mode="ema"`."""
-    ours = functools.partial(BatchNorm, mode="ema")
-    check(resnet, eqx.nn.BatchNorm, ours, with_state, tmp_path)
-
-
-def test_transformer(transformer, tmp_path):
-    check(transformer, "layernorm", LayerNorm, without_state, tmp_path)
+@pytest.mark.parametrize("name", TRIALS)
+def test_it_trains_and_infers_as_published(name, monkeypatch):
+    make, theirs, ours = TRIALS[name]
+    with jax.enable_x64(True):
+        images = jnp.asarray(np.random.RandomState(0).standard_normal((STEPS, 4, 3, 16, 16)))
+        original = make(theirs, monkeypatch)
+        after, outputs = trained(images, *original)
+        right = outputs, eqx.filter(after, eqx.is_inexact_array)
+        for made in (make(ours, monkeypatch), swap(*original)):
+            model, ys = trained(images, *made)
+            norms = found(model, NORMS).values()
+            assert {*map(type, norms)} in ({BatchNorm}, {LayerNorm})
+            result = ys, eqx.filter(model, eqx.is_inexact_array)
+            for a, b in zip(*map(jax.tree.leaves, (result, right)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-10 * (abs(b).max() + 1e-3))
