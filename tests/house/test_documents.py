@@ -18,7 +18,8 @@ CODE = {  # by document and heading
         re.DOTALL | re.MULTILINE,
     )
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    if heading != "The recipe"  # which comes before JAX starts: tests/determinism/test_recipe.py
+    # That comes before JAX starts: tests/determinism/test_recipe.py.
+    if heading != "The recipe"
 }
 
 
