@@ -54,8 +54,9 @@ def definition(approach, activation):
         seen = MOMENTUM * SEEN + (1 - MOMENTUM)
         pairs = list(zip((MEAN, VARIANCE), batch, strict=True))
         running = [m + (1 - MOMENTUM) / seen * (b - m) for m, b in pairs]
+        undebiased = [m + (1 - MOMENTUM) * (b - m) for m, b in pairs]
         mixed = [seen * r + (1 - seen) * b for r, b in zip(running, batch, strict=True)]
-        others = {"ema": running, "adam": running, "smooth_start": mixed}
+        others = {"ema": undebiased, "adam": running, "smooth_start": mixed}
         mean, variance = others.get(approach, batch)
         y = (x - mean[:, None]) / jnp.sqrt(variance[:, None] + 1e-5)
         y = y * weight[:, None] + bias[:, None]
