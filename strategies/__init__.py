@@ -21,3 +21,4 @@ from ._running import Running as Running
 from ._smooth_start import SmoothStart as SmoothStart
 from ._training_batch import TrainingBatch as TrainingBatch
 from ._variance_clip import VarianceClip as VarianceClip
+from ._wrapper import AbstractWrapper as AbstractWrapper

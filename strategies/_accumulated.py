@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from ._base import AbstractStrategy
 from ._moments import Moments
 from ._training_batch import TrainingBatch
+from ._wrapper import AbstractWrapper
 
 
 class Accumulation(eqx.Module):
@@ -33,7 +34,7 @@ class Accumulation(eqx.Module):
         return cls(remembered, Moments.zero(channels, dtype), zero, zero)
 
 
-class Accumulated(AbstractStrategy[Accumulation]):
+class Accumulated(AbstractWrapper):
     r"""Remembers `every` micro-batches as one batch, by the strategy that it wraps.
 
     A batch that does not fit into memory is split, and the gradients of its parts are added up,
@@ -70,11 +71,6 @@ class Accumulated(AbstractStrategy[Accumulation]):
                 f"every={self.every!r}: it is the number of micro-batches that are remembered "
                 "as one batch, 1 or more."
             )
-
-    @property
-    def momentum(self) -> float | None:
-        """Returns the wrapped strategy's momentum, `None` if it has none."""
-        return getattr(self.strategy, "momentum", None)
 
     def init(self, channels: int, dtype: DTypeLike) -> Accumulation:
         return Accumulation.begun(self.strategy.init(channels, dtype), channels, dtype)

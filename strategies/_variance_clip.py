@@ -5,15 +5,15 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from ._base import AbstractStrategy
 from ._batch import Batch
 from ._moments import Moments
 from ._training_batch import TrainingBatch
+from ._wrapper import AbstractWrapper
 
 
-class VarianceClip(AbstractStrategy[Any]):
+class VarianceClip(AbstractWrapper):
     r"""Clips each batch's variance, and hands the batch on to the strategy that it wraps.
 
     With $g$ the running variance (what the wrapped strategy would use at inference), the
@@ -57,14 +57,6 @@ class VarianceClip(AbstractStrategy[Any]):
                 "first batch, so clipping can start after 1 batch at the earliest."
             )
 
-    @property
-    def momentum(self) -> float | None:
-        """Returns the wrapped strategy's momentum, `None` if it has none."""
-        return getattr(self.strategy, "momentum", None)
-
-    def init(self, channels: int, dtype: DTypeLike) -> Any:
-        return self.strategy.init(channels, dtype)
-
     def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
         running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
@@ -74,9 +66,3 @@ class VarianceClip(AbstractStrategy[Any]):
         m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
         clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))
         return self.strategy.update(clipped, memory)
-
-    def infer(self, memory: Any) -> Moments:
-        return self.strategy.infer(memory)
-
-    def load(self, learnt: Moments) -> Any:
-        return self.strategy.load(learnt)

@@ -13,11 +13,9 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import (
-    Accumulated,
+    AbstractWrapper,
     Accumulation,
-    Frozen,
     Running,
-    VarianceClip,
 )
 
 from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
@@ -177,7 +175,7 @@ def is_new(layer: BatchNorm, memory: Any) -> Bool[Array, ""]:
 
 def _innermost(approach: Any) -> Any:
     """Returns the strategy inside of those that wrap one."""
-    while isinstance(approach, Accumulated | Frozen | VarianceClip):
+    while isinstance(approach, AbstractWrapper):
         approach = approach.strategy
     return approach
 

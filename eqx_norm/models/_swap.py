@@ -15,7 +15,7 @@ from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
 from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
-from ._reconfigure import check, is_new, reconfigure
+from ._reconfigure import batches_of, check, is_new, reconfigure
 
 Model = TypeVar("Model")
 
@@ -243,7 +243,7 @@ def _carry_back(old: Any, new: Any, remembered: Remembered, over: OverMembers) -
         statistics = mean, variance.astype(mean.dtype)
         return dict(zip(_FIELDS["batch"], (count, statistics), strict=True))
 
-    return over(one)(remembered["memory_index"], remembered["accepted_index"])
+    return over(one)(remembered["memory_index"], batches_of(remembered))
 
 
 def _many(layer: eqx.nn.BatchNorm) -> int:

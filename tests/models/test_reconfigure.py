@@ -6,11 +6,12 @@ import equinox as eqx
 import hypothesis
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from eqx_norm import BatchNorm, LayerNorm
-from eqx_norm.models import reconfigure
+from eqx_norm.models import freeze, reconfigure
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import (
     AbstractStrategy,
@@ -161,3 +162,19 @@ def test_the_example_in_the_docstring():
     layers = example(reconfigure, **globals(), model=model, state=state)["model"].layers
     assert [n.approach for n in layers] == [SmoothStart(0.9), SmoothStart(0.9)]
     assert [n.activation is None for n in layers] == [True, False]
+
+
+class Doubled(BatchNorm):
+    factor: int = 2
+
+    def __call__(self, x, state, **kwargs):
+        y, state = super().__call__(x, state, **kwargs)
+        return self.factor * y, state
+
+
+def test_a_subclass_keeps_its_methods_also_frozen():
+    made: Any = eqx.nn.make_with_state(Doubled)
+    norm, state = reconfigure(*made(C, "batch", approach="batch"), approach="ema", eps=1e-3)
+    assert (type(norm), norm.factor, norm.eps) == (Doubled, 2, 1e-3)
+    y, _ = freeze(norm)(jnp.ones(C), state)
+    np.testing.assert_allclose(y, 2, rtol=1e-3)

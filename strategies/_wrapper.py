@@ -1,0 +1,32 @@
+"""Defines `AbstractWrapper`, the base of strategies that wrap another one."""
+
+from typing import Any
+
+import equinox as eqx
+from jax.typing import DTypeLike
+
+from ._base import AbstractStrategy
+from ._moments import Moments
+
+
+class AbstractWrapper(AbstractStrategy[Any]):
+    """Hands everything but `update` on to the strategy that it wraps, whose memory it has.
+
+    **Fields:** `strategy`: the strategy to wrap.
+    """
+
+    strategy: eqx.AbstractVar[AbstractStrategy[Any]]
+
+    @property
+    def momentum(self) -> float | None:
+        """Returns the wrapped strategy's momentum, `None` if it has none."""
+        return getattr(self.strategy, "momentum", None)
+
+    def init(self, channels: int, dtype: DTypeLike) -> Any:
+        return self.strategy.init(channels, dtype)
+
+    def infer(self, memory: Any) -> Moments:
+        return self.strategy.infer(memory)
+
+    def load(self, learnt: Moments) -> Any:
+        return self.strategy.load(learnt)
