@@ -199,17 +199,25 @@ def measure_layer(case: Case, given: Sequence[tuple[Batch, Exact]], name: str) -
 
 # ---------------------------------------------------------- every approach, over many steps
 
-APPROACHES = ("ema", "batch", "adam", "smooth_start", "variance_clip")
+APPROACHES = ("ema", "batch", "adam", "smooth_start", "renorm", "variance_clip")
 CLIP: dict[str, Any] = {"ratio": 4.0, "start": 5}  # so early that most steps are clipped
+OPEN = {"r_max": 3.0, "d_max": 5.0}  # from the first step on, so that all are corrected
 
 
 def reference(
-    approach: str, batches: Iterable[Any], m: Any, ratio: float = np.inf, start: int = 0
+    approach: str,
+    batches: Iterable[Any],
+    m: Any,
+    ratio: float = np.inf,
+    start: int = 0,
+    r_max: float = 1.0,
+    d_max: float = 0.0,
 ) -> Iterator[tuple[NDArray, NDArray]]:
     """Yields what normalises each batch in training, and at inference after it.
 
     It is the recursion of each strategy in NumPy, in the precision of what it is given: pairs
-    (mean, variance), and a momentum. With a `start` the batches after so many are clipped.
+    (mean, variance), and a momentum. With a `start` the batches after so many are clipped;
+    `r_max` and `d_max` are those of `renorm`.
     """
     h = w = r = remembered = np.zeros(())
     for k, b in enumerate(map(np.array, batches), start=1):
@@ -223,8 +231,17 @@ def reference(
             "ema": (r, r),
             "adam": (h / w, h / w),
             "smooth_start": (h + m**k * b, h / w),
+            "renorm": (renormed(b, remembered if k > 1 else b, r_max, d_max), h / w),
         }[approach]
         yield used, remembered
+
+
+def renormed(b: NDArray, running: NDArray, r_max: float, d_max: float) -> NDArray:
+    """Returns the mean and variance by which ((x - mean_b) / sigma_b) r + d is normalised."""
+    sigma_b, sigma = np.sqrt(b[1] + EPS), np.sqrt(running[1] + EPS)
+    r = np.clip(sigma_b / sigma, 1 / r_max, r_max)
+    d = np.clip((b[0] - running[0]) / sigma, -d_max, d_max)
+    return np.array([b[0] - d * sigma_b / r, (sigma_b / r) ** 2 - EPS])
 
 
 def drifting(ratio: float, steps: int) -> Iterator[NDArray[np.float32]]:
@@ -260,6 +277,9 @@ def measure_steps(settings: Settings) -> Iterator[Row]:
         if name == "variance_clip":
             how = {"approach": strategies.VarianceClip(strategies.Batch(momentum), **CLIP)}
             right = partial(reference, "batch", **CLIP)
+        if name == "renorm":
+            how = {"approach": strategies.Renorm(momentum, **OPEN)}
+            right = partial(reference, name, **OPEN)
         layer, state = eqx.nn.make_with_state(BatchNorm)(CHANNELS, "batch", eps=EPS, **how)
         inference = eqx.nn.inference_mode(layer)
         drawn = [*drifting(ratio, settings.steps)]

@@ -16,6 +16,8 @@ from ._frozen import Frozen as Frozen
 from ._moments import Moments as Moments
 from ._named import NAMED as NAMED
 from ._named import named as named
+from ._renorm import Ramp as Ramp
+from ._renorm import Renorm as Renorm
 from ._running import AbstractRunningStrategy as AbstractRunningStrategy
 from ._running import Running as Running
 from ._smooth_start import SmoothStart as SmoothStart

@@ -7,6 +7,7 @@ from ._adam import Adam
 from ._base import AbstractStrategy
 from ._batch import Batch
 from ._ema import Ema
+from ._renorm import Renorm
 from ._smooth_start import SmoothStart
 from ._variance_clip import VarianceClip
 
@@ -15,6 +16,7 @@ NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
     "batch": Batch,
     "adam": Adam,
     "smooth_start": SmoothStart,
+    "renorm": Renorm,
     "variance_clip": lambda momentum: VarianceClip(Batch(momentum)),
 }
 

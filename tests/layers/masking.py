@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_norm.strategies import Batch, Moments, VarianceClip
+from eqx_norm.strategies import Batch, Moments, Renorm, VarianceClip
 from tests.compiling import filter_jit
 from tests.helpers import at_step, copy, f32, floats, make, normal
 
@@ -35,6 +35,8 @@ def activation(u):
 def untrained(approach, activation=activation, axis_name="batch", **kwargs):
     if approach == "variance_clip":
         approach = VarianceClip(Batch(0.7), ratio=1.5, start=1)  # so that it does clip
+    elif approach == "renorm":
+        approach = Renorm(0.7, r_max=1.5, d_max=0.5)  # so that it corrects
     else:
         kwargs["momentum"] = 0.7
     layer, state = make(C, axis_name, approach=approach, activation=activation, **kwargs)

@@ -1,0 +1,101 @@
+"""`renorm`: normalise by the batch, corrected towards the running average."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from ._moments import Moments
+from ._running import AbstractRunningStrategy, Running
+from ._training_batch import TrainingBatch
+
+Schedule = Callable[[Int[Array, ""]], Float[ArrayLike, ""]]
+
+
+class Ramp(eqx.Module):
+    """Goes linearly from `start`, until step `begin`, to `end`, from step `finish` on.
+
+    Ramps are compared by value, so that layers with equal ones share a compiled function.
+    """
+
+    start: float = eqx.field(static=True, converter=float)
+    end: float = eqx.field(static=True, converter=float)
+    begin: int = eqx.field(static=True)
+    finish: int = eqx.field(static=True)
+
+    def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        done = (step - self.begin) / max(1, self.finish - self.begin)
+        return self.start + (self.end - self.start) * jnp.clip(done, 0.0, 1.0)
+
+
+class Renorm(AbstractRunningStrategy):
+    r"""Training batches are normalised by their own moments, corrected to the running ones.
+
+    With $\mu_B, \sigma_B$ the mean of the batch and the root of its variance plus `eps`, and
+    $\mu, \sigma$ those of the debiased running average from before this batch,
+
+    $$\hat x = \frac{x - \mu_B}{\sigma_B} r + d, \qquad
+      r = \operatorname{clip}\big(\tfrac{\sigma_B}{\sigma},
+        \tfrac{1}{r_{\max}}, r_{\max}\big), \qquad
+      d = \operatorname{clip}\big(\tfrac{\mu_B - \mu}{\sigma}, -d_{\max}, d_{\max}\big),$$
+
+    where $r$ and $d$ are constants to the gradient. Where neither is clipped, $\hat x$ is what
+    inference gives, so that small batches train the network that will be used. With
+    $r_{\max} = 1$ and $d_{\max} = 0$, and on the first batch, this is `batch` to the bit.
+
+    **Arguments:**
+
+    - `momentum`: of the running average, as in `batch`.
+    - `r_max`, `d_max`: numbers, or functions of `TrainingBatch.step`, the number of batches
+        remembered so far. Unless given they are the paper's: 1 and 0 for 5,000 batches, then
+        linearly to 3 at 40,000 and to 5 at 25,000. Scale these to the length of your run.
+
+    Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
+    """
+
+    momentum: float = eqx.field(default=0.99, static=True)
+    r_max: float | Schedule = eqx.field(default=Ramp(1, 3, 5_000, 40_000), static=True)
+    d_max: float | Schedule = eqx.field(default=Ramp(0, 5, 5_000, 25_000), static=True)
+
+    @classmethod
+    def crossq(cls, momentum: float = 0.99) -> "Renorm":
+        """Returns the strategy with CrossQ's bounds: 1 and 0 for 100,000 batches, then 3 and 5.
+
+        Bhatt et al., "CrossQ", https://arxiv.org/abs/1902.05605.
+        """
+        return cls(momentum, Ramp(1, 3, 99_999, 100_000), Ramp(0, 5, 99_999, 100_000))
+
+    def __check_init__(self):
+        for name, least in (("r_max", 1), ("d_max", 0)):
+            bound = getattr(self, name)
+            if not callable(bound) and not bound >= least:
+                raise ValueError(
+                    f"{name}={bound!r}: it bounds the correction of a batch, and is a number "
+                    f"of {least} or more (at {least} there is none), or a function of the step."
+                )
+
+    def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:
+        r_max, d_max = (self._bound(bound, batch) for bound in (self.r_max, self.d_max))
+        running, first = memory.moments, memory.weight == 0
+        sigma_b = jnp.sqrt(batch.variance + batch.eps)
+        sigma = jnp.sqrt(running.variance + batch.eps)
+        apart = (batch.mean - running.mean) + (batch.mean_rest - running.mean_rest)
+        r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
+        d = apart / sigma.astype(apart.dtype)
+        d = jnp.where(jnp.abs(d) > d_max, jnp.sign(d) * d_max.astype(d.dtype), d)
+        r, d = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, d)))
+        # x is to be divided by sigma_b / r, the root of what the layer adds eps to. Where r is
+        # not clipped, that is the running variance.
+        shrunk = 1 / (r * r)
+        m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
+        rest = batch.mean_rest - d * (sigma_b / r).astype(d.dtype)
+        used = dataclasses.replace(batch.moments, m2=m2, mean_rest=rest)
+        return used, memory.push(batch, self.momentum)
+
+    @staticmethod
+    def _bound(bound: float | Schedule, batch: TrainingBatch) -> Float[Array, ""]:
+        value = bound(batch.step) if callable(bound) else bound
+        return jnp.asarray(value, batch.m2.dtype)
