@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
+from ._ghost_batches import ghost_batches as ghost_batches
 from ._layer_norm import LayerNorm as LayerNorm
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "BatchNorm",
     "LayerNorm",
     "determinism",
+    "ghost_batches",
     "models",
     "strategies",
 ]

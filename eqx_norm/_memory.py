@@ -37,8 +37,10 @@ def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
         raise ValueError(
             f"The statistics over axis_name={axis_name!r} differ from device to device along "
             f"{axes}, and the state given is one for all devices. To take them over all, make "
-            f"the layer with axis_name={(*names, *axes)!r}. To give each its own, stack one "
-            f"state for each, pass them with in_specs=P({axes!r}), and take [0] of what comes."
+            f"the layer with axis_name={(*names, *axes)!r}; to normalise by those of each, and "
+            f"remember those of all, with memory_axis_name={axes!r}. To give each its own, "
+            f"stack one state for each, pass them with in_specs=P({axes!r}), and take [0] of "
+            "what comes."
         )
 
 

@@ -82,15 +82,13 @@ class Accumulated(AbstractWrapper):
         batch = dataclasses.replace(batch, step=batch.step - memory.skipped)
         used, _ = self.strategy.update(batch, memory.remembered)
         pooled = memory.pending.merge(batch)
-        count, mean, m2, rest = pooled.count, pooled.mean, pooled.m2, pooled.mean_rest
-        whole = dataclasses.replace(batch, count=count, mean=mean, m2=m2, mean_rest=rest)
-        _, learnt = self.strategy.update(whole, memory.remembered)
+        _, learnt = self.strategy.update(batch.with_moments(pooled), memory.remembered)
         batches = memory.batches + 1
         is_last = batches >= self.every
         is_update = is_last & pooled.finite
         after = Accumulation(
             _select(is_update, learnt, memory.remembered),
-            _select(is_last, Moments.zero(mean.shape[0], mean.dtype), pooled),
+            _select(is_last, Moments.zero(*batch.mean.shape, batch.mean.dtype), pooled),
             _select(is_last, jnp.zeros_like(batches), batches),
             memory.skipped
             + _select(is_update, jnp.zeros_like(batches), jnp.ones_like(batches)),

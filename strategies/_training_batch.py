@@ -1,5 +1,7 @@
 """Defines `TrainingBatch`: the moments of a batch, with the layer's `eps` and the step."""
 
+import dataclasses
+
 import equinox as eqx
 from jaxtyping import Array, Int
 
@@ -26,3 +28,8 @@ class TrainingBatch(Moments):
     def moments(self) -> Moments:
         """Returns the moments without `eps` and `step`, to be remembered."""
         return Moments(self.count, self.mean, self.m2, self.mean_rest, self.ddof)
+
+    def with_moments(self, moments: Moments) -> "TrainingBatch":
+        """Returns the batch with these moments; its `ddof`, `eps` and `step` stay."""
+        count, mean, m2, rest = moments.count, moments.mean, moments.m2, moments.mean_rest
+        return dataclasses.replace(self, count=count, mean=mean, m2=m2, mean_rest=rest)

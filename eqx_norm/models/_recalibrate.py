@@ -83,7 +83,9 @@ def recalibrate(
     what = "eqx_norm.BatchNorm that is not frozen"
     norms = chosen(model, BatchNorm, None, "recalibrate", what, lambda n: n.approach.learns)
     # One value has no unbiased variance; all of them together do.
-    pooling = {"approach": Cumulative(), "inference": False, "unbiased": False}
+    pooling: dict[str, Any] = {"approach": Cumulative(), "inference": False, "unbiased": False}
+    if forward is None:  # all of a batch are one group
+        pooling["memory_axis_name"] = ()
     make = dict.fromkeys(norms, lambda norm: copied(norm, **pooling))
     pooler, now = replaced(model, state, BatchNorm, make, _empty)
     call, count = _over(norms) if forward is None else forward, 0

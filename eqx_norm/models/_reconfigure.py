@@ -23,7 +23,7 @@ from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
 Model = TypeVar("Model")
 
 _OF_ROWS = ("eps", "activation", "implementation")
-_OF_BATCHES = (*_OF_ROWS, "approach", "momentum", "unbiased", "axis_name")
+_OF_BATCHES = (*_OF_ROWS, "approach", "momentum", "unbiased", "axis_name", "memory_axis_name")
 
 
 def reconfigure(
@@ -47,11 +47,11 @@ def reconfigure(
     - `where`: called with the path of each layer of this package, as `layers[1].norm`, and the
         layer; those for which it is true are changed. All of them unless given. Layers that
         share one state (`eqx.nn.State(model)`) are to change their approach together.
-    - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation` and
-        `axis_name`, as `BatchNorm` takes them. A `LayerNorm` has `eps`, `activation` and
-        `implementation`, and is left as it is by the others. An approach given by name keeps
-        the momentum that the layer has. It may also be a function of the layer's strategy:
-        `approach=lambda strategy: Accumulated(strategy, every=4)`.
+    - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
+        `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. A `LayerNorm` has `eps`,
+        `activation` and `implementation`, and is left as it is by the others. An approach given
+        by name keeps the momentum that the layer has. It may also be a function of the layer's
+        strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
     **Returns:** a new model and a new state, of the tree structure of those that are made with
     these settings. What is remembered is carried over: inference is as before, and what has
@@ -95,6 +95,7 @@ def _changed(layer: Any, settings: Mapping[str, Any]) -> Any:
         return copied(layer, **{name: getattr(fresh, name) for name in given})
     given: dict[str, Any] = {
         "axis_name": layer.axis_name,
+        "memory_axis_name": layer.memory_axis_name,
         "approach": layer.approach,
         **settings,
     }

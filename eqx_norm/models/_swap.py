@@ -117,9 +117,9 @@ def unswap(
     - `where`: as for `swap`: which layers; all of this package unless given.
 
     **Returns:** a new model and a new state, of the tree structure of those that are made with
-    Equinox's layers. What has seen no batch is as new. `unbiased`, `implementation` and the
-    counts of batches have no place there, and are lost; what Equinox's layer gets wrong
-    (README.md) is wrong again.
+    Equinox's layers. What has seen no batch is as new. `unbiased`, `implementation`,
+    `memory_axis_name` and the counts of batches have no place there, and are lost; what
+    Equinox's layer gets wrong (README.md) is wrong again.
 
     **Raises:** `ValueError` where there is no such layer; for an approach that Equinox does not
     have, unless there is a `mode`; for an `activation`, which it does not have either; for a

@@ -58,7 +58,7 @@ def test_the_example_in_the_documents():
     ids=["groups of two", "each its own"],
 )
 def test_statistics_are_shared_by_the_devices_that_are_named(axis_name, axes, groups):
-    """Tests PyTorch's `process_group`, and ghost batches; each group has a state of its own."""
+    """Tests PyTorch's `process_group`; each group has a state of its own."""
     x, *_ = arguments(CASE)
     layer, state = make(C, axis_name, approach=CASE.approach)
     mesh = mesh_of(**axes)
@@ -76,6 +76,46 @@ def test_statistics_are_shared_by_the_devices_that_are_named(axis_name, axes, gr
     assert error(y, jnp.concatenate([y for y, _ in right])) < 1e-6
     memories = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[state for _, state in right])
     assert error(states, memories) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["devices", "groups of devices", "devices and ghosts"])
+@pytest.mark.parametrize("approach", ["batch", "smooth_start"])
+def test_each_device_normalises_by_its_own_and_all_share_one_memory(kind, approach):
+    """Forward sends the vectors to be remembered, and backward nothing at all."""
+    x, dy, _ = arguments(CASE)
+    sizes = {"groups": 4, "members": 2} if kind == "groups of devices" else {"devices": DEVICES}
+    mesh, split = mesh_of(**sizes), P(tuple(sizes))
+    names = {"axis_name": ("batch", "members"), "memory_axis_name": "groups"}
+    if kind != "groups of devices":
+        names = {"axis_name": "batch", "memory_axis_name": ("devices", "ghosts")}
+    if kind == "devices":
+        names["memory_axis_name"] = "devices"
+    layer, state = make(C, approach=approach, **names)
+
+    def local(state, x):
+        if kind == "devices and ghosts":  # one example in each of a device's two groups
+            axes: Any = {"in_axes": (0, None), "out_axes": (0, None)}
+            one = jax.vmap(layer, axis_name="batch", **axes)
+            y, state = jax.vmap(one, axis_name="ghosts", **axes)(x[:, None], state)
+            return y[:, 0], state
+        return call(layer, state, x)
+
+    f = over(local, mesh, (WHOLE, split), (split, WHOLE))
+
+    def step(state, x, dy):
+        y, pull_back, state = jax.vjp(lambda x: f(state, x), x, has_aux=True)
+        return y, state, pull_back(dy)
+
+    compiled = jax.jit(step).lower(state, x, dy).compile()
+    y, after, _ = compiled(state, x, dy)
+    count = {"devices": 8, "groups of devices": 4, "devices and ghosts": 16}[kind]
+    one, one_state = make(C, "batch", approach=approach)
+    plain = jax.jit(functools.partial(call, one))
+    groups = [plain(one_state, x)[0] for x in jnp.split(x, count)]
+    assert error(y, jnp.concatenate(groups)) < 1e-6
+    assert error(after, plain(one_state, x)[1]) < 1e-6
+    if kind == "devices":
+        assert collectives(compiled) == [("all-gather", 4 * C * DEVICES)]
 
 
 def test_one_state_for_different_statistics_is_an_error():

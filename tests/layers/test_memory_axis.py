@@ -1,0 +1,155 @@
+"""Tests `memory_axis_name`: groups that are normalised apart, and remembered together.
+
+Over the devices of a mesh: tests/devices/over_uses.py.
+"""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import BatchNorm, ghost_batches
+from eqx_norm.models import recalibrate, reconfigure
+from eqx_norm.strategies import Accumulated, Batch
+from tests.compiling import filter_jit
+from tests.helpers import copy, each_approach, example, f32, make, normal, remembered, same
+from tests.layers.masking import C, L, masked, trained, untrained
+
+N = 12
+X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
+# No group has as many values that count as another.
+MASK = np.arange(N * L).reshape(N, L) % np.arange(1, N + 1)[:, None] == 0
+GHOST = {"axis_name": "ghost", "memory_axis_name": "group"}
+close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
+
+
+@filter_jit
+def step(layer, state, x, mask, dy):
+    """Returns y, the state, and the gradients of sum(y * dy); x may be cut into groups."""
+
+    def loss(vectors, x):
+        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
+        y, after = masked(model, *("ghost", "group")[: x.ndim - 2])(x, mask, state)
+        return (y * dy).sum(), (y, after)
+
+    vectors = layer.weight, layer.bias
+    gradients, (y, after) = jax.grad(loss, (0, 1), has_aux=True)(vectors, x)
+    return y, after, gradients
+
+
+def grouped(layer, state, x=X, size=4):
+    x = ghost_batches(x, size)
+    return step(layer, state, x, None, jnp.ones_like(x))[:2]
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])
+@pytest.mark.parametrize("unbiased", [False, True])
+@each_approach
+def test_each_group_is_normalised_alone_and_all_are_remembered(approach, unbiased, mask):
+    layer, state = trained(approach, unbiased=unbiased, **GHOST)
+    one, _ = trained(approach, unbiased=unbiased, axis_name="ghost")
+    y, after, (vectors, dx) = step(layer, state, *ghost_batches((X, mask, DY), 4))
+    parts = [None if a is None else a.reshape(3, 4, *a.shape[1:]) for a in (X, mask, DY)]
+    groups = [[None if a is None else a[i] for a in parts] for i in range(3)]
+    apart = [step(one, copy(state), *group) for group in groups]
+    close(y, jnp.stack([y for y, *_ in apart]))
+    close(dx, jnp.stack([dx for *_, (_, dx) in apart]))
+    right = jax.tree.map(lambda *g: sum(g), *[g for *_, (g, _) in apart])
+    jax.tree.map(functools.partial(close, atol=2e-5), vectors, right)
+    _, whole, _ = step(one, copy(state), X, mask, DY)
+    jax.tree.map(close, after, whole)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 12])
+def test_the_memory_does_not_depend_on_the_split(size):
+    """Averages of the groups' variances would: they lack the spread of the groups' means."""
+    layer, state = make(C, approach="batch", unbiased=True, **GHOST)
+    x = X + jnp.arange(N)[:, None, None]
+    _, after = grouped(layer, state, x, size)
+    mean, variance = remembered(layer, after)
+    values = np.asarray(x, np.float64).swapaxes(0, 1).reshape(C, -1)
+    close(mean, values.mean(1))
+    close(variance, values.var(1, ddof=1))
+
+
+def test_groups_of_constants_and_of_one_value():
+    layer, state = make(C, approach="batch", **GHOST)
+    layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
+    constants = jnp.broadcast_to(121.7, (N, C, L))
+    y, after = grouped(layer, copy(state), constants)
+    assert (y == layer.bias[:, None]).all()
+    mean, variance = remembered(layer, after)
+    assert (mean == f32(121.7)).all()
+    assert not variance.any()
+    layer, state = reconfigure(layer, state, unbiased=True)
+    y, after = grouped(layer, state, X[:, :, :1], 1)  # all of them together have a variance
+    assert (y == layer.bias[:, None]).all()
+    close(remembered(layer, after)[1], X[:, :, 0].var(0, ddof=1))
+
+
+@each_approach
+def test_a_group_that_is_not_finite(approach):
+    """It is one batch that is remembered, or not."""
+    layer, state = untrained(approach, **GHOST)
+    _, state = grouped(layer, state)
+    y, after = grouped(layer, copy(state), X.at[5].set(jnp.nan))
+    assert np.isfinite(y[::2]).all()
+    assert np.isnan(y[1]).all()
+    assert after.get(layer.rejected_index) == 1
+    assert same(after.set(layer.rejected_index, jnp.int32(0)), state)
+
+
+def test_micro_batches_of_groups_are_collected():
+    collecting = Accumulated(Batch(0.7), every=2)
+    layer, state = make(C, approach=collecting, **GHOST)
+    one, at_once = make(C, "ghost", approach=Batch(0.7))
+    for half in (X[:4], X[4:]):
+        _, state = grouped(layer, state, half, 2)
+    _, at_once, _ = step(one, at_once, X, None, DY)
+    jax.tree.map(close, remembered(layer, state), remembered(one, at_once))
+
+
+@pytest.mark.parametrize("names", [("group", "ghost"), ("ghost", "group")], ids="-".join)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_in_either_order_of_axes_in_an_ensemble(names, compiled):
+    layer, state = untrained("smooth_start", **GHOST)
+    x = jnp.stack([X, 3 * X + 1]).reshape(2, 3, 4, C, L)
+    right = [grouped(layer, copy(state), member) for member in x.reshape(2, N, C, L)]
+    x = x if names[0] == "ghost" else x.swapaxes(1, 2)
+    f = jax.vmap(masked(layer, *names), in_axes=(0, None, None))
+    y, after = (jax.jit(f) if compiled else f)(x, None, state)
+    y = y if names[0] == "ghost" else y.swapaxes(1, 2)
+    for i, (one_y, one_after) in enumerate(right):
+        close(y[i], one_y)
+        jax.tree.map(lambda a, b, i=i: close(a[i], b), after, one_after)
+
+
+def test_recalibrate_takes_each_batch_as_one_group():
+    layer, state = make(C, approach="batch", **GHOST)
+    learnt = recalibrate(layer, state, [X[:8], X[8:]])
+    _, whole = grouped(layer, state)
+    jax.tree.map(close, remembered(layer, learnt), remembered(layer, whole))
+
+
+def test_the_example():
+    names = {"eqx": eqx, "jax": jax, "BatchNorm": BatchNorm, "ghost_batches": ghost_batches}
+    names = example(ghost_batches, x=normal(0, (64, 16, 3)), **names)
+    assert names["y"].shape == names["x"].shape
+    close(names["y"][:32].mean((0, 2)), np.zeros(16))
+
+
+def test_errors():
+    layer, state = make(C, approach="batch", **GHOST)
+    with pytest.raises(NameError, match=r"(?s)'group' is not bound.*axis_name='group'"):
+        masked(layer, "ghost")(X, None, state)
+    with pytest.raises(
+        ValueError, match=r"'batch' and memory_axis_name=\('a', 'batch'\) share"
+    ):
+        make(C, "batch", approach="batch", memory_axis_name=["a", "batch"])
+    with pytest.raises(ValueError, match=r"size=5: a batch of 12 examples.*can be had: 4, 6\."):
+        ghost_batches((X, DY), 5)
+    with pytest.raises(ValueError, match=r"size=0.*can be had: 1\."):
+        ghost_batches(X, 0)
