@@ -118,6 +118,28 @@ def test_each_device_normalises_by_its_own_and_all_share_one_memory(kind, approa
         assert collectives(compiled) == [("all-gather", 4 * C * DEVICES)]
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_groups_that_jit_has_split_over_devices(axis_type):
+    layer, state = make(C, "ghost", approach="batch", memory_axis_name="group")
+    x = arguments(CASE)[0].reshape(DEVICES, -1, C, L)
+
+    def f(layer: Any, state: Any, x: Any) -> Any:
+        axes: Any = {"axis_name": "group", "in_axes": (0, None), "out_axes": (0, None)}
+        return jax.vmap(over_batch(layer, "ghost"), **axes)(x, state)
+
+    f: Any = eqx.filter_jit(f)
+    right = f(layer, state, x)
+    mesh = jax.make_mesh((DEVICES,), ("devices",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        parameters, rest = eqx.partition(layer, eqx.is_array)
+        whole = jax.device_put((parameters, state), NamedSharding(mesh, WHOLE))
+        given = eqx.combine(whole[0], rest), whole[1], jax.device_put(x, SPLIT)
+        compiled = f.lower(*given).compile()
+        assert error(jax.device_get(compiled(*given)), right) < 1e-6
+    # No more than count, mean, m2 and the rest of the mean of each group.
+    assert sum(sent.elements for sent in collectives(compiled.compiled)) <= 4 * C * DEVICES
+
+
 def test_one_state_for_different_statistics_is_an_error():
     layer, state = make(C, "batch", approach=CASE.approach)
     f = functools.partial(call, layer)
