@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
 from ._ghost_batches import ghost_batches as ghost_batches
+from ._group_norm import GroupNorm as GroupNorm
+from ._instance_norm import InstanceNorm as InstanceNorm
 from ._layer_norm import LayerNorm as LayerNorm
+from ._rms_norm import RMSNorm as RMSNorm
 
 if TYPE_CHECKING:
     from . import determinism as determinism
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BatchNorm",
+    "GroupNorm",
+    "InstanceNorm",
     "LayerNorm",
+    "RMSNorm",
     "determinism",
     "ghost_batches",
     "models",

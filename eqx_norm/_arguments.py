@@ -1,4 +1,6 @@
-"""Checks arguments that `BatchNorm` and `LayerNorm` have in common."""
+"""Checks arguments that several layers have in common."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -37,3 +39,29 @@ def check_inexact(x: Array) -> None:
             f"x has dtype {x.dtype}, whose normalised values cannot be represented. "
             "Write x.astype(jnp.float32)."
         )
+
+
+def checked_mask(mask: Any, x: Array) -> Array | None:
+    """Returns `mask` as an array; raises unless it tells which positions of `x` count."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    spatial = x.shape[1:]
+    if mask.dtype != bool:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}, but it tells which values count: give booleans, for "
+            "example mask > 0."
+        )
+    try:
+        fits = jnp.broadcast_shapes(mask.shape, spatial) == spatial
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give "
+            f"one bool for the example, of shape (), or one for each position, of shape "
+            f"{spatial}; the channels share it. Map over the mask as over x: "
+            "jax.vmap(lambda x, mask, state: model(x, state, mask=mask), axis_name=..., "
+            "in_axes=(0, 0, None), out_axes=(0, None))."
+        )
+    return mask

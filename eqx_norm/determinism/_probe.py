@@ -134,7 +134,7 @@ def _inside(path: jax.tree_util.KeyPath) -> str:
 # --- All layers of a model.
 
 # The modules inside of these are parts of them: an activation, or a strategy's memory.
-_WHOLE = (eqx.nn.BatchNorm, eqx.nn.LayerNorm)
+_WHOLE = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 
 # The field that a monitored layer has in addition, out of the way of a layer's own.
 _NAME = "_monitored_as"
@@ -153,7 +153,7 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
     after theirs, and so has the model if it is given a name; a model that is a single layer
     goes by the name of its class. Left out are an `eqx.nn.State` that a layer returns,
     functions (but `jax.nn.relu` in an `eqx.nn.Lambda`), methods other than `__call__`, and the
-    inside of a `BatchNorm` or `LayerNorm`.
+    inside of a norm layer.
 
     Each layer becomes an instance of a subclass, with its fields and its leaves: all but `type`
     works on the result as on the model. The model that is trained does not change.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool
 
 from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
+from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import (
     AbstractWrapper,
@@ -22,8 +23,16 @@ from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
 
 Model = TypeVar("Model")
 
-_OF_ROWS = ("eps", "activation", "implementation")
-_OF_BATCHES = (*_OF_ROWS, "approach", "momentum", "unbiased", "axis_name", "memory_axis_name")
+_OURS = BatchNorm, AbstractExampleNorm
+_OF_EXAMPLES = AbstractExampleNorm.settings
+_OF_BATCHES = (
+    *_OF_EXAMPLES,
+    "approach",
+    "momentum",
+    "unbiased",
+    "axis_name",
+    "memory_axis_name",
+)
 
 
 def reconfigure(
@@ -48,10 +57,11 @@ def reconfigure(
         layer; those for which it is true are changed. All of them unless given. Layers that
         share one state (`eqx.nn.State(model)`) are to change their approach together.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
-        `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. A `LayerNorm` has `eps`,
-        `activation` and `implementation`, and is left as it is by the others. An approach given
-        by name keeps the momentum that the layer has. It may also be a function of the layer's
-        strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`.
+        `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The other layers have
+        `eps`, `activation` and, but for `RMSNorm`, `implementation`; they are left as they are
+        by the rest. An approach given by name keeps the momentum that the layer has. It may
+        also be a function of the layer's strategy:
+        `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
     **Returns:** a new model and a new state, of the tree structure of those that are made with
     these settings. What is remembered is carried over: inference is as before, and what has
@@ -64,10 +74,10 @@ def reconfigure(
     not the model's.
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
-    layers = chosen(model, (BatchNorm, LayerNorm), where, "reconfigure", what)
+    layers = chosen(model, _OURS, where, "reconfigure", what)
     check(settings, layers)
     make = dict.fromkeys(layers, lambda layer: _changed(layer, settings))
-    return replaced(model, state, (BatchNorm, LayerNorm), make, carry)
+    return replaced(model, state, _OURS, make, carry)
 
 
 def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
@@ -80,18 +90,18 @@ def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
                 f"{', '.join(sorted(_OF_BATCHES))}. Weights are changed by eqx.tree_at, "
                 "training and inference by eqx.nn.inference_mode."
             )
-        if name not in _OF_ROWS and not has_batches:
+        if name not in _OF_EXAMPLES and not has_batches:
             raise ValueError(
-                f"{name}= is a setting of BatchNorm, but only LayerNorms were chosen. Leave it "
+                f"{name}= is a setting of BatchNorm, but none was chosen. Leave it "
                 "out, or choose others."
             )
 
 
 def _changed(layer: Any, settings: Mapping[str, Any]) -> Any:
     """Returns the layer with other settings, which are checked as those of a new one are."""
-    if isinstance(layer, LayerNorm):
-        given = {name: value for name, value in settings.items() if name in _OF_ROWS}
-        fresh: Any = LayerNorm(layer.shape, **given)
+    if isinstance(layer, AbstractExampleNorm):
+        given = {name: value for name, value in settings.items() if name in layer.settings}
+        fresh: Any = LayerNorm(1, **given)
         return copied(layer, **{name: getattr(fresh, name) for name in given})
     given: dict[str, Any] = {
         "axis_name": layer.axis_name,

@@ -1,5 +1,6 @@
 """Defines `swap` and `unswap`: Equinox's layers in a model become this package's, and back."""
 
+import dataclasses
 import math
 from typing import Any, TypeVar, cast
 
@@ -11,7 +12,11 @@ from jaxtyping import Array
 
 from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
+from eqx_norm._example import AbstractExampleNorm
+from eqx_norm._group_norm import GroupNorm
+from eqx_norm._instance_norm import InstanceNorm
 from eqx_norm._layer_norm import LayerNorm
+from eqx_norm._rms_norm import RMSNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
 from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
@@ -19,7 +24,19 @@ from ._reconfigure import batches_of, check, is_new, reconfigure
 
 Model = TypeVar("Model")
 
-_THEIRS, _OURS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm), (BatchNorm, LayerNorm)
+# What makes a layer of one example, by the type that it comes from; its sizes are put in later.
+_FROM_THEIRS: dict[type[Any], Any] = {
+    eqx.nn.LayerNorm: lambda eps: LayerNorm(1, eps),
+    eqx.nn.GroupNorm: lambda eps: GroupNorm(1, 1, eps),
+    eqx.nn.RMSNorm: lambda eps: RMSNorm(1, eps),
+}
+_FROM_OURS: dict[type[Any], Any] = {
+    LayerNorm: lambda eps: eqx.nn.LayerNorm(1, eps),
+    GroupNorm: lambda eps: eqx.nn.GroupNorm(1, 1, eps),
+    InstanceNorm: lambda eps: eqx.nn.GroupNorm(1, 1, eps),
+    RMSNorm: lambda eps: eqx.nn.RMSNorm(1, eps),
+}
+_THEIRS, _OURS = (eqx.nn.BatchNorm, *_FROM_THEIRS), (BatchNorm, *_FROM_OURS)
 # The count of Equinox's layer, or whether it is new, and the statistics.
 _FIELDS = {
     "ema": ("ema_first_time_index", "ema_state_index"),
@@ -37,9 +54,9 @@ def swap(
 ) -> tuple[Model, eqx.nn.State]:
     r"""Returns the model with the layers of this package in place of Equinox's, and its state.
 
-    Each `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm`, however nested, becomes an
-    `eqx_norm.BatchNorm` or `eqx_norm.LayerNorm` with its weights, settings and statistics; the
-    rest of model and state stays as it is. A checkpoint that was written with Equinox's
+    Each `eqx.nn.BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm`, however nested, becomes
+    `eqx_norm`'s of that name with its weights, settings and statistics; the rest of model and
+    state stays as it is. A checkpoint that was written with Equinox's
     layers is read with these, and swapped:
 
     ```python
@@ -78,8 +95,8 @@ def swap(
     if approach is not None:
         overrides["approach"] = approach
     what = (
-        "eqx.nn.BatchNorm and no eqx.nn.LayerNorm. What others have written is none of "
-        "these: jaxonmodels 0.2, for example, has a BatchNorm of its own. Put "
+        "BatchNorm, LayerNorm, GroupNorm or RMSNorm of eqx.nn. What others have written is "
+        "none of these: jaxonmodels 0.2, for example, has a BatchNorm of its own. Put "
         "eqx_norm.BatchNorm where the model makes them"
     )
     layers = chosen(model, _THEIRS, where, "swap", what)
@@ -142,15 +159,20 @@ def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
         )
 
 
-def _ours(layer: Any) -> BatchNorm | LayerNorm:
+def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
     _refuse_subclass(layer, _THEIRS)
-    if isinstance(layer, eqx.nn.LayerNorm):
-        new = LayerNorm(layer.shape, layer.eps, layer.use_weight, layer.use_bias)
-        return copied(new, weight=layer.weight, bias=layer.bias)
+    if type(layer) in _FROM_THEIRS:
+        new = _FROM_THEIRS[type(layer)](layer.eps)
+        return copied(new, **_fields_of(eqx_layer=layer, of=layer))
     settings = layer.axis_name, layer.eps, layer.channelwise_affine
     approach = named(layer.mode, layer.momentum)
     new = BatchNorm(layer.input_size, *settings, approach=approach)
     return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
+
+
+def _fields_of(*, eqx_layer: Any, of: Any) -> dict[str, Any]:
+    """Returns the values that one layer has in the fields of Equinox's."""
+    return {field.name: getattr(of, field.name) for field in dataclasses.fields(eqx_layer)}
 
 
 def _carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
@@ -194,7 +216,7 @@ def _debiased(
     return mean, jnp.maximum(variance, 0), weight
 
 
-def _theirs(layer: Any, mode: str | None) -> eqx.nn.BatchNorm | eqx.nn.LayerNorm:
+def _theirs(layer: Any, mode: str | None) -> Any:
     _refuse_subclass(layer, _OURS)
     if layer.activation is not None:
         raise ValueError(
@@ -202,9 +224,9 @@ def _theirs(layer: Any, mode: str | None) -> eqx.nn.BatchNorm | eqx.nn.LayerNorm
             "model, state = eqx_norm.models.reconfigure(model, state, activation=None), and "
             "apply it to what the layer returns."
         )
-    if isinstance(layer, LayerNorm):
-        new = eqx.nn.LayerNorm(layer.shape, layer.eps, layer.use_weight, layer.use_bias)
-        return copied(new, weight=layer.weight, bias=layer.bias)
+    if type(layer) in _FROM_OURS:
+        new = _FROM_OURS[type(layer)](layer.eps)
+        return copied(new, **_fields_of(eqx_layer=new, of=layer))
     new = eqx.nn.BatchNorm(
         layer.input_size,
         layer.axis_name,

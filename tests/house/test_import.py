@@ -16,12 +16,13 @@ from tests.processes import python
 
 def test_dir_is_what_there_is_to_use():
     rooms = {"determinism", "models", "strategies"}
-    assert set(eqx_norm.__all__) == {"BatchNorm", "LayerNorm"} | rooms
+    norms = {f"{kind}Norm" for kind in ("Batch", "Group", "Instance", "Layer", "RMS")}
+    assert set(eqx_norm.__all__) == {"ghost_batches"} | norms | rooms
     assert dir(eqx_norm) == sorted([*eqx_norm.__all__, "__version__"])
     assert all(hasattr(eqx_norm, name) for name in dir(eqx_norm))
     assert eqx_norm.__version__ == importlib.metadata.version("eqx-norm")
-    with pytest.raises(AttributeError, match="'eqx_norm' has no attribute 'GroupNorm'"):
-        eqx_norm.GroupNorm  # type: ignore  # noqa: B018
+    with pytest.raises(AttributeError, match="'eqx_norm' has no attribute 'WeightNorm'"):
+        eqx_norm.WeightNorm  # type: ignore  # noqa: B018
 
 
 def test_the_example_in_the_docstring_trains_then_infers():
@@ -38,8 +39,9 @@ def test_the_example_in_the_docstring_trains_then_infers():
 
 def test_help_shows_the_layers():
     text = pydoc.plain(pydoc.render_doc(eqx_norm))
-    for name, field in (("BatchNorm", "approach"), ("LayerNorm", "shape")):
-        described = re.search(rf"class {name}\(equinox.*?(?=\n    class |\Z)", text, re.DOTALL)
+    fields = {"BatchNorm": "approach", "LayerNorm": "shape", "GroupNorm": "groups"}
+    for name, field in fields.items():
+        described = re.search(rf"class {name}\(eq.*?(?=\n    class |\Z)", text, re.DOTALL)
         assert described
         assert f"- `{field}`: " in described[0]
     assert eqx_norm.__version__ in text

@@ -85,7 +85,7 @@ def test_the_first_eight_arguments_are_equinox_s():
         for layer in (BatchNorm, eqx.nn.BatchNorm)
     )
     assert ours[:8] == theirs[:8]
-    added = ["approach", "mode", "activation", "unbiased", "implementation"]
+    added = ["approach", "mode", "activation", "unbiased", "memory_axis_name", "implementation"]
     assert [name for name, _ in ours[8:]] == added
 
 

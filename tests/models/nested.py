@@ -16,8 +16,9 @@ from tests.compiling import filter_jit
 C, KEY = 3, jax.random.key(0)
 THEIRS: Any = eqx.nn
 # Makes this package's layers of the arguments of Equinox's.
-OURS: Any = SimpleNamespace(BatchNorm=eqx_norm.BatchNorm, LayerNorm=eqx_norm.LayerNorm)
-NORMS = eqx.nn.BatchNorm, eqx.nn.LayerNorm
+OF_EXAMPLES = ("LayerNorm", "GroupNorm", "RMSNorm")
+OURS: Any = SimpleNamespace(**{n: getattr(eqx_norm, n) for n in ("BatchNorm", *OF_EXAMPLES)})
+NORMS = tuple(getattr(eqx.nn, name) for name in ("BatchNorm", *OF_EXAMPLES))
 
 
 class Counter(eqx.nn.StatefulLayer):
@@ -52,9 +53,12 @@ batch_norms = st.fixed_dictionaries(
         "inference": booleans,
     }
 ).map(lambda settings: ("BatchNorm", settings))
-layer_norms = st.fixed_dictionaries({"use_weight": booleans, "use_bias": booleans})
+rows = st.fixed_dictionaries({"use_weight": booleans, "use_bias": booleans})
+layer_norms = st.tuples(st.sampled_from(["LayerNorm", "RMSNorm"]), rows)
+group_norms = st.fixed_dictionaries({"groups": st.sampled_from([1, C])})
 others = st.sampled_from(["Linear", "Counter"]).map(lambda n: (n, {}))
-some = st.one_of(batch_norms, batch_norms, layer_norms.map(lambda s: ("LayerNorm", s)), others)
+of_examples = layer_norms | group_norms.map(lambda s: ("GroupNorm", {**s, "channels": C}))
+some = st.one_of(batch_norms, batch_norms, of_examples, others)
 descriptions = st.recursive(
     st.one_of(some, batch_norms.map(lambda norm: ("tied", norm))),
     lambda parts: st.lists(parts, min_size=1, max_size=3),
@@ -71,8 +75,10 @@ def build(description: Any, nn: Any, key: Any) -> Any:
     match kind:
         case "BatchNorm":
             return _with_weights(nn.BatchNorm(C, "batch", **what), key)
-        case "LayerNorm":
-            return _with_weights(nn.LayerNorm(C, **what), key)
+        case "LayerNorm" | "RMSNorm":
+            return _with_weights(getattr(nn, kind)(C, **what), key)
+        case "GroupNorm":
+            return _with_weights(nn.GroupNorm(**what), key)
         case "Linear":
             return eqx.nn.Linear(C, C, key=key)
         case "Counter":

@@ -229,7 +229,7 @@ LINEAR = made(("Linear", {}), OURS)
 FOREIGN = made(NORM, THEIRS)[0], LINEAR[1]
 # What is swapped (ours: back) by which arguments, and the error.
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (LINEAR, {}, r"nothing to swap: .* no eqx.nn.BatchNorm .* jaxonmodels"),
+    (LINEAR, {}, r"nothing to swap: .* no BatchNorm, LayerNorm.* jaxonmodels"),
     (made(NORM, THEIRS), {"eps": 0.0}, r"^\[0\]: eps=0.0: "),
     (made(NORM, THEIRS), {"where": "[0]"}, r"^where='\[0\]'"),
     (FOREIGN, {}, r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),

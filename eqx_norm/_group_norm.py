@@ -1,0 +1,83 @@
+"""Defines `GroupNorm`, which normalises groups of channels of one example."""
+
+import equinox as eqx
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from eqx_norm._example import AbstractExampleNorm, Options
+from eqx_norm._normalise import Activation, Implementation
+
+
+class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
+    r"""Normalises groups of channels of one example; drop-in for `equinox.nn.GroupNorm`.
+
+    $$y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \varepsilon}} \cdot \gamma_c + \beta_c$$
+
+    with $\mu_g$ and $\sigma_g^2$ the mean and the (biased) variance over the channels of group
+    $g$ and all their positions, and learnable $\gamma_c$ (`weight`) and $\beta_c$ (`bias`) for
+    each channel. The channels, the first axis of `x`, are cut into groups in their order.
+
+    ```python
+    layer = GroupNorm(8, 64)
+    y = jax.vmap(layer)(x)                               # x is [N, 64, H, W]
+    ```
+
+    It keeps the bounds of `LayerNorm`: right at any mean, a constant group gives exactly
+    `bias`, statistics in float32 at least, and nothing but `x` is kept for the backward pass.
+
+    Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        channels: int | None = None,
+        eps: float = 1e-5,
+        channelwise_affine: bool = True,
+        dtype: DTypeLike | None = None,
+        *,
+        activation: Activation | None = None,
+        implementation: Implementation = "auto",
+    ):
+        """**Arguments:**
+
+        - `groups`: the number of groups, which divides that of the channels.
+        - `channels`: the number of channels; without a weight and a bias it may be left out.
+        - `eps`: added to the variance; 1e-20 or more.
+        - `channelwise_affine`: whether there are a weight and a bias per channel.
+        - `dtype`, `activation`, `implementation`: as for `LayerNorm`.
+
+        **Raises:** `ValueError` for an argument that makes no sense, saying what would.
+        """
+        if channels is None and channelwise_affine:
+            raise ValueError(
+                "channels=None: a weight and a bias are made for each channel, so say how many "
+                "there are; or leave both out, channelwise_affine=False."
+            )
+        self.groups, self.channels = groups, channels
+        self._check_groups(channels or groups)
+        self.channelwise_affine = bool(channelwise_affine)
+        weights = self.channelwise_affine, self.channelwise_affine, dtype
+        super().__init__((channels or 0,), eps, *weights, activation, implementation)
+
+    def _check_groups(self, channels: int) -> None:
+        if not 0 < self.groups <= channels or channels % self.groups:
+            raise ValueError(
+                f"groups={self.groups} and channels={channels}: the channels are cut into "
+                "groups of one size, so their number must be a multiple of that of the groups."
+            )
+
+    def _options(self, x: Array) -> Options:
+        channels = self.channels
+        if x.ndim == 0 or channels not in (None, x.shape[0]):
+            raise ValueError(
+                f"x has shape {x.shape}, but this layer was made with channels={channels} and "
+                f"takes one example at a time, of shape ({channels}, *spatial). "
+                + (
+                    "This looks like a batch: map over it, jax.vmap(layer)(x)."
+                    if x.ndim > 1 and x.shape[1] == channels
+                    else "Make the layer with the number of channels of its input."
+                )
+            )
+        self._check_groups(x.shape[0])
+        return Options(self.eps, self.implementation, self.groups, x.shape[0])

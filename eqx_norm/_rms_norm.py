@@ -1,0 +1,55 @@
+"""Defines `RMSNorm`, which divides one example by its root mean square."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import equinox as eqx
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from eqx_norm._example import AbstractExampleNorm, Options, check_shape, checked_sizes
+from eqx_norm._normalise import Activation
+
+
+class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
+    r"""Divides all values of one example by their root mean square; drop-in for
+    `equinox.nn.RMSNorm`.
+
+    $$y = \frac{x}{\sqrt{\frac{1}{n} \sum_i |x_i|^2 + \varepsilon}} \cdot \gamma + \beta$$
+
+    with learnable $\gamma$ (`weight`) and $\beta$ (`bias`) of the shape of `x`. No mean is
+    computed or subtracted. It is used as `LayerNorm` is, and like it calculates in float32 at
+    least and keeps nothing but `x` for the backward pass:
+
+    ```python
+    layer = RMSNorm(64, use_bias=False)
+    y = jax.vmap(jax.vmap(layer))(x)                     # x is [N, T, 64]
+    ```
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization",
+    https://arxiv.org/abs/1910.07467.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = ("eps", "activation")
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        *,
+        activation: Activation | None = None,
+    ):
+        """**Arguments:** as for `LayerNorm`, `eps` added to the mean square.
+
+        **Raises:** `ValueError` for an argument that makes no sense, saying what would.
+        """
+        self.shape = checked_sizes(shape)
+        self.use_weight, self.use_bias = bool(use_weight), bool(use_bias)
+        super().__init__(self.shape, eps, self.use_weight, self.use_bias, dtype, activation)
+
+    def _options(self, x: Array) -> Options:
+        check_shape(x, self.shape)
+        return Options(self.eps, self.implementation, centred=False)
