@@ -64,7 +64,7 @@ def of_primitives():
     inner = a, b, x, mean, mean_rest
 
     def sums(*arrays):
-        return bind(primitives.SUMS, *arrays, static=static, shape=column)
+        return bind(primitives.SUMS, *arrays, static=static, shape=column, both=True)
 
     def affine(a, b, x, *mean):
         return bind(primitives.AFFINE, a, b, x, x, *mean, static=static)

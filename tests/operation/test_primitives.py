@@ -106,10 +106,15 @@ def weighed(values, mask):
 
 
 # What the layers bind, and the formula.
-INNER = ("a", "b", "x", "mean", "mean_rest")
+OUTER, INNER = ("g", "x", "mean", "mean_rest"), ("a", "b", "x", "mean", "mean_rest")
 DIFFERENTIATED = {
     "moments": (moments, lambda *x: right_statistics(*x)[1:], ("x",)),
-    "sums": (of(SUMS, shape=COLUMN), right_sums, ("g", "x", "mean", "mean_rest")),
+    "sums": (of(SUMS, shape=COLUMN, both=True), right_sums, OUTER),
+    "the second sum": (
+        of(SUMS, shape=COLUMN, both=False),
+        lambda *arrays: right_sums(*arrays)[1:],
+        OUTER,
+    ),
     "affine": (affine, right_affine, INNER),
     "activated": (activated, right_activated, INNER),
 }
