@@ -5,8 +5,9 @@
     python -m experiments.speed --device gpu   on a machine that has one
 
 It times batch norm with its running statistics and a ReLU, forward and backward and in
-inference, on what the norms of a ResNet-50, a MobileNetV2 and perceptrons are given; layer
-norm; and training steps of whole networks. What it times, it first compares with exact sums.
+inference, on what the norms of a ResNet-50, a MobileNetV2 and perceptrons are given; layer,
+group and RMS norm; and training steps of networks. What it times, it first compares with exact
+sums.
 This layer takes part with its ReLU inside (activation=) and after it, as a changed import
 gives. A time is hot where the program has just run, and cold where no cache holds its arrays.
 
@@ -39,7 +40,14 @@ from .common.peers import OURS_SEPARATE as SEPARATE
 from .common.report import Goal, UserError, Verdict
 from .common.timer import Program
 
-BATCH_NORM, LAYER_NORM, NETWORK = "batch norm + ReLU", "layer norm", "network"
+BATCH_NORM, NETWORK = "batch norm + ReLU", "network"
+LAYER_NORM, GROUP_NORM, RMS_NORM = "layer norm", "group norm", "RMS norm"
+# Of those that normalise one example: its name, and what computes it exactly.
+KINDS: dict[str, tuple[str, Any]] = {
+    LAYER_NORM: (peers.LAYER_NORM, exact.layer_norm),
+    GROUP_NORM: (peers.GROUP_NORM, functools.partial(exact.group_norm, groups=peers.GROUPS)),
+    RMS_NORM: (peers.RMS_NORM, exact.rms_norm),
+}
 BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
 # What is measured.
 MS, GROWTH, DEVIATION = "ms", "ms in place", "deviation"
@@ -68,6 +76,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
 class Settings:
     shapes: tuple[str, ...] = (*IMAGES, *PERCEPTRONS, *ODD)  # of a batch norm: N x C x space
     rows: tuple[str, ...] = ("64x512", "1024x256", "1024x1024", "8192x1024", "6304x384")
+    groups: tuple[str, ...] = ("32x64x56x56", "32x256x28x28", "32x512x7x7", "32x64x17x23")
     dtypes: tuple[str, ...] = ("float32",)
     caches: tuple[str, ...] = (HOT, COLD)
     rounds: int = 10  # fewer where x is large: as many as 150 MB have of it, or 5; compiled: 3
@@ -81,8 +90,10 @@ class Settings:
 # time to launch a program does not count then, and no cache holds them.
 LARGE = ("256x64x112x112", "256x256x56x56", "256x512x28x28", "256x1024x14x14")
 LARGE_ROWS = ("65536x1024", "8192x8192")
-GPU = Settings(LARGE, LARGE_ROWS, tuple(TOLERANCE), caches=("",), growth=(), networks=())
-QUICK = Settings(("16x64x32x32",), (), rounds=1, growth=(), networks=("perceptron",))
+GPU = Settings(
+    LARGE, LARGE_ROWS, LARGE[1:2], tuple(TOLERANCE), caches=("",), growth=(), networks=()
+)
+QUICK = Settings(("16x64x32x32",), (), (), rounds=1, growth=(), networks=("perceptron",))
 
 
 class Case(NamedTuple):
@@ -122,16 +133,18 @@ def drawn(case: Case) -> Batch:
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (jax.random.normal(key, case.sizes, case.dtype) for key in keys[:2])
     weight, bias = 0.1 * jax.random.normal(keys[2], (2, case.sizes[1]))
+    # There is none in the RMS norm of Flax and PyTorch.
+    bias = None if case.layer == RMS_NORM else bias
     arrays: Any = 0.3 + x, dy, 1 + weight, bias
     return Batch(*arrays)
 
 
 def make(name: str, case: Case, program: str, given: Batch) -> Program:
     """Returns what gives y, memory and ((dweight, dbias), dx), or in inference y."""
-    how = {"rows": case.layer == LAYER_NORM, "train": program == BOTH}
+    kind, train = KINDS.get(case.layer, (None,))[0], program == BOTH
     if name == TORCH:
-        return peers.program_of_torch(given, **how)
-    function, arguments = peers.function(name, given, **how)
+        return peers.program_of_torch(given, kind, train=train)
+    function, arguments = peers.function(name, given, kind, train=train)
     jitted = jax.jit(function)
     return Program(lambda: jitted(*arguments))
 
@@ -144,9 +157,9 @@ def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
     # Of every other channel the ReLU lets all values pass, of the others none.
     sign = jnp.where(jnp.arange(case.sizes[1]) % 2, -1, 1)
     given = drawn(case)._replace(bias=20.0 * sign) if case.layer == BATCH_NORM else drawn(case)
-    batch = Batch(*map(np.asarray, given))
-    if case.layer == LAYER_NORM:
-        right = exact.layer_norm(batch).answer
+    batch = Batch(*(None if values is None else np.asarray(values) for values in given))
+    if case.layer in KINDS:
+        right = KINDS[case.layer][1](batch).answer
     else:
         on = np.asarray(sign > 0)
         batch = batch._replace(dy=batch.dy * on[:, None, None])
@@ -155,7 +168,8 @@ def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
     for name in entered:
         y, _, ((dweight, dbias), dx) = make(name, case, BOTH, given).call()
         off = []
-        for field, found in {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}.items():
+        named = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
+        for field, found in ((f, array) for f, array in named.items() if array is not None):
             values = peers.array(found) if name == TORCH else np.asarray(found, np.float64)
             values = np.moveaxis(values, -1, 1) if name == FLAX and values.ndim > 2 else values
             exactly = getattr(right, field)
@@ -190,7 +204,7 @@ def grow(settings: Settings) -> Iterator[Row]:
     """
 
     def in_place(case: Case) -> Program:
-        function, arguments = peers.function(OURS, drawn(case), rows=False, train=True)
+        function, arguments = peers.function(OURS, drawn(case), None, train=True)
         over = jax.jit(lambda old, *new: function(*new), donate_argnums=0, keep_unused=True)
         results = [jax.jit(function)(*arguments)]
 
@@ -234,6 +248,8 @@ WAYS = {
     "activation=": (BATCH_NORM, BOTH, OURS),
     "inference": (BATCH_NORM, INFERENCE, OURS),
     "LayerNorm": (LAYER_NORM, BOTH, OURS),
+    "GroupNorm": (GROUP_NORM, BOTH, OURS),
+    "RMSNorm": (RMS_NORM, BOTH, OURS),
 }
 
 
@@ -289,6 +305,14 @@ def is_faster(rows: list[Row], other: str) -> Verdict:
     return claim, said, min(found.values(), default=0) > 1
 
 
+def examples_are_fast(rows: list[Row]) -> Verdict:
+    found = [*speed_ups(rows, EQUINOX).items()]
+    found = {way: value for way, value in found if way.partition(",")[0].endswith("Norm")}
+    claim = "7. layer, group and RMS norm, geometric mean over the shapes: Equinox takes longer"
+    said = "; ".join(f"{way}: {value:.2f}" for way, value in found.items())
+    return claim, said, min(found.values()) > 1
+
+
 def grows_linearly(rows: list[Row]) -> Verdict:
     exponent, _ = power_law(rows)
     claim = "6. time grows linearly with the number of values: exponent 0.9 to 1.1"
@@ -309,7 +333,7 @@ def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
     if settings != Settings():
         return verdicts
     faster = [is_faster(rows, other) for other in OTHERS if speed_ups(rows, other)]
-    return [*verdicts, *faster, grows_linearly(rows)]
+    return [*verdicts, *faster, grows_linearly(rows), examples_are_fast(rows)]
 
 
 # What is aimed at, and what limits it, as far as it is known: docs/design.md, "Limits".
@@ -367,8 +391,8 @@ def by_peer(title: str, lines: dict[str, list[Row]]) -> str:
 def tables(rows: list[Row]) -> list[str]:
     means = {other: found for other in OTHERS if (found := speed_ups(rows, other))}
     ways = next(iter(means.values()))
-    lines = [(other, *(f"{v:.2f}" for v in found.values())) for other, found in means.items()]
-    made = [report.table(("time / time of eqx-norm", *ways), lines)]
+    lines = [(way, *(f"{found[way]:.2f}" for found in means.values())) for way in ways]
+    made = [report.table(("time / time of eqx-norm", *means), lines)]
     made += [by_peer(f"ms, {BATCH_NORM}, {BOTH}, cold", a_dozen(rows))]
     of_networks: dict[str, list[Row]] = {}
     for row in chosen(rows, layer=NETWORK):
@@ -422,9 +446,12 @@ def main() -> int:
         raise UserError("--device gpu: JAX finds none here; where there is one, run make gpu")
 
     norms = {BATCH_NORM: peers.present((OURS, SEPARATE, *OTHERS))}
-    norms[LAYER_NORM] = tuple(name for name in norms[BATCH_NORM] if name != SEPARATE)
-    small = {BATCH_NORM: "8x64x14x14", LAYER_NORM: "256x768"}
+    alone = tuple(name for name in norms[BATCH_NORM] if name != SEPARATE)
+    norms |= dict.fromkeys(KINDS, alone)
+    image, row = "8x64x14x14", "256x768"
+    small = {BATCH_NORM: image, LAYER_NORM: row, GROUP_NORM: image, RMS_NORM: row}
     shapes = {BATCH_NORM: settings.shapes, LAYER_NORM: settings.rows}
+    shapes |= {GROUP_NORM: settings.groups, RMS_NORM: settings.rows}
     steps: list[Any] = []
     for layer in norms:
         steps += [(compare, Case(layer, small[layer], d), norms[layer]) for d in TOLERANCE]

@@ -4,7 +4,6 @@
 1e-12 in every case of the experiments.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -76,15 +75,56 @@ def layer_norm(batch: Batch) -> Exact:
     return _exact(batch, tuple(range(1, batch.x.ndim)), (0,))
 
 
-def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...]) -> Exact:
-    """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`."""
-    mean = functools.partial(np.mean, axis=statistics, keepdims=True)
+def rms_norm(batch: Batch) -> Exact:
+    """Returns what an RMS norm gives."""
+    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,), centred=False)
+
+
+def group_norm(batch: Batch, groups: int) -> Exact:
+    """Returns what a group norm gives, without the variance; weight and bias are `[C]`."""
+    n, channels, *space = batch.x.shape
+
+    def cut(values: NDArray) -> NDArray:
+        return values.reshape(n, groups, channels // groups, *space)
+
+    vectors = (
+        None if values is None else values.reshape(groups, channels // groups)
+        for values in (batch.weight, batch.bias)
+    )
+    axes = tuple(range(2, 3 + len(space)))
+    found = _exact(Batch(cut(batch.x), cut(batch.dy), *vectors), axes, (0, *axes[1:]))
+
+    def whole(answer: Answer) -> Answer:
+        y, dx = (
+            values.reshape(batch.x.shape) for values in np.broadcast_arrays(*answer[::2][:2])
+        )
+        return Answer(y, None, dx, answer.dweight.ravel(), answer.dbias.ravel())
+
+    return Exact(*map(whole, found))
+
+
+def _exact(
+    batch: Batch,
+    statistics: tuple[int, ...],
+    parameters: tuple[int, ...],
+    *,
+    centred: bool = True,
+) -> Exact:
+    """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`.
+    If not `centred`, the mean is 0."""
+
+    def mean(values: NDArray) -> NDArray:
+        return np.mean(values, axis=statistics, keepdims=True)
+
+    def mean_or_0(values: NDArray) -> Any:
+        return mean(values) if centred else 0
+
     x, dy = batch.x.astype(np.longdouble), batch.dy.astype(np.longdouble)
     weight, bias = (
         default if values is None else np.expand_dims(values, parameters)
         for values, default in ((batch.weight, 1), (batch.bias, 0))
     )
-    deviation = x - mean(x)
+    deviation = x - mean_or_0(x)
     variance = mean(deviation**2)
     rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
     xhat, g = deviation * rstd, dy * weight
@@ -95,7 +135,7 @@ def _exact(batch: Batch, statistics: tuple[int, ...], parameters: tuple[int, ...
     answer = Answer(
         y=xhat * weight + bias,
         variance=variance,
-        dx=rstd * (g - mean(g) - xhat * mean(g * xhat)),
+        dx=rstd * (g - mean_or_0(g) - xhat * mean(g * xhat)),
         dweight=(dy * xhat).sum(parameters),
         dbias=dy.sum(parameters),
     )

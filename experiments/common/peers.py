@@ -23,7 +23,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from eqx_norm import BatchNorm, LayerNorm
+import eqx_norm
+from eqx_norm import BatchNorm
 
 from . import report
 from .exact import EPS, Answer, Batch
@@ -52,6 +53,9 @@ COLOURS: dict[str, str] = {
 }
 
 IMPLEMENTATIONS: dict[str, Any] = {OURS_PALLAS: "pallas"}  # of the others "auto"
+# Layers that normalise one example, as Equinox, Flax and this package call them.
+LAYER_NORM, GROUP_NORM, RMS_NORM = "LayerNorm", "GroupNorm", "RMSNorm"
+GROUPS = 8  # of a group norm
 AXIS = "batch"  # the mapped axis of layers that take one example
 Affine = tuple[Any, Any]  # weight and bias, or `None`
 # (weight and bias, memory, x) to y and the memory after it.
@@ -132,34 +136,43 @@ def _followed(made: Layer, activation: Callable[[Array], Array]) -> Layer:
     return made._replace(train=follow(made.train), evaluate=follow(made.evaluate))
 
 
-def layer_norm(name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
-    """Returns the layer norm of that name, whose `x` is `[N, *shape]`; it has no memory.
+def example_norm(kind: str, name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
+    """Returns the layer of this kind and name, whose `x` is `[N, *shape]`; it has no memory.
 
-    Its weight and bias may be `None`, and are of `shape` otherwise.
+    Weight and bias may be `None`. They are of `shape`, or of the channels in a group norm: the
+    first axis of `shape`, in Flax the last one.
     """
 
     def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
         weight, bias = (parameter is not None for parameter in affine)
-        if package(name) == "equinox":
-            made: Any = eqx.nn.LayerNorm(shape, eps, weight, bias)
+        library: Any = eqx.nn if package(name) == "equinox" else eqx_norm
+        how: Any = {"implementation": IMPLEMENTATIONS[name]} if name in IMPLEMENTATIONS else {}
+        if kind == GROUP_NORM:
+            made = library.GroupNorm(GROUPS, shape[0], eps, weight, **how)
         else:
-            how: Any = {"implementation": IMPLEMENTATIONS.get(name, "auto")}
-            made = LayerNorm(shape, eps, weight, bias, **how)
+            made = getattr(library, kind)(shape, eps, weight, bias, **how)
         return jax.vmap(_with_affine(made, affine))(x), memory
 
     def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
         given = dict(zip(("scale", "bias"), affine, strict=True))
         present = {key: value for key, value in given.items() if value is not None}
         axes = tuple(range(1, 1 + len(shape)))
-        how = {"reduction_axes": axes, "feature_axes": axes, "use_fast_variance": name == FLAX}
-        how |= {"use_scale": "scale" in present, "use_bias": "bias" in present}
-        made = importlib.import_module("flax.linen").LayerNorm(
-            epsilon=eps, dtype=x.dtype, **how
-        )
+        how: Any = {"epsilon": eps, "dtype": x.dtype, "use_fast_variance": name == FLAX}
+        how["use_scale"] = "scale" in present
+        if kind == GROUP_NORM:
+            how["num_groups"] = GROUPS
+        else:
+            how |= {"reduction_axes": axes, "feature_axes": axes}
+        if kind != RMS_NORM:  # which has none
+            how["use_bias"] = "bias" in present
+        made = getattr(importlib.import_module("flax.linen"), kind)(**how)
         return made.apply({"params": present}, x), memory
 
     used = in_flax if package(name) == "flax" else apply
     return Layer((), used, used)
+
+
+layer_norm = functools.partial(example_norm, LAYER_NORM)
 
 
 def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:
@@ -267,21 +280,23 @@ def array(values: Any) -> NDArray[Any]:
 
 
 def function(
-    name: str, given: Batch, *, rows: bool, train: bool
+    name: str, given: Batch, kind: str | None, *, train: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns a layer as a function, and its arguments, with given numbers among them.
 
-    Of `rows`, [N, values], it is a layer norm, otherwise a batch norm and ReLU. In training it
-    gives y, memory and ((dweight, dbias), dx); or y in inference.
+    It is a layer of that kind, of one example, or a batch norm and ReLU. In training it gives
+    y, memory and ((dweight, dbias), dx); or y in inference.
     """
     x, dy, *affine = given
-    if rows:
-        made = layer_norm(name, x.shape[1:], eps=EPS)
-    else:
-        axis = -1 if package(name) == "flax" else 1  # their default
+    # Channels are the last axis in Flax, by default.
+    axis = -1 if package(name) == "flax" and kind in (None, GROUP_NORM) else 1
+    channels = x.shape[1]
+    x, dy = jnp.moveaxis(x, 1, axis), jnp.moveaxis(dy, 1, axis)
+    if kind is None:
         how: Any = {"momentum": 0.99, "eps": EPS, "activation": jax.nn.relu}
-        made = batch_norm(name, x.shape[1], channel_axis=axis, **how)
-        x, dy = jnp.moveaxis(x, 1, axis), jnp.moveaxis(dy, 1, axis)
+        made = batch_norm(name, channels, channel_axis=axis, **how)
+    else:
+        made = example_norm(kind, name, x.shape[1:], eps=EPS)
     if train:
         # On a GPU, as in a network, dy is not there before y.
         both = forward_and_backward(made, apart=jax.default_backend() == "gpu")
@@ -291,26 +306,33 @@ def function(
     return lambda *given: made.evaluate(*given)[0], (tuple(affine), memory, x)
 
 
-def program_of_torch(given: Batch, *, rows: bool, train: bool) -> Program:
+def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
     """Returns what does the same in PyTorch, eagerly, where JAX has the arrays."""
-    x, dy, weight, bias = (torch().from_dlpack(values).clone() for values in given)
-    memory = torch().zeros_like(bias), torch().ones_like(bias)
-    if rows:  # on a GPU it wants weights of the dtype of x
-        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
-    inputs = [values.requires_grad_() for values in (x, weight, bias)]
+    x, dy, weight, bias = (
+        None if values is None else torch().from_dlpack(values).clone() for values in given
+    )
+    memory = torch().zeros_like(weight), torch().ones_like(weight)
+    if kind is not None:  # on a GPU it wants weights of the dtype of x
+        weight, bias = (None if v is None else v.to(x.dtype) for v in (weight, bias))
+    inputs = [v.requires_grad_() for v in (x, weight, bias) if v is not None]
     functional, how = torch().nn.functional, {"training": train, "momentum": 0.01, "eps": EPS}
+    apply = {
+        LAYER_NORM: lambda: functional.layer_norm(x, x.shape[1:], weight, bias, EPS),
+        GROUP_NORM: lambda: functional.group_norm(x, GROUPS, weight, bias, EPS),
+        RMS_NORM: lambda: functional.rms_norm(x, x.shape[1:], weight, EPS),
+        # In place: the faster way, and a usual one.
+        None: lambda: functional.relu(
+            functional.batch_norm(x, *memory, weight, bias, **how), inplace=True
+        ),
+    }[kind]
 
     def call() -> Any:
         with torch().set_grad_enabled(train):
-            if rows:
-                y = functional.layer_norm(x, x.shape[1:], weight, bias, EPS)
-            else:
-                y = functional.batch_norm(x, *memory, weight, bias, **how)
-                y = functional.relu(y, inplace=True)  # the faster way, and a usual one
+            y = apply()
         if not train:
             return y
         dx, *of_affine = torch().autograd.grad(y, inputs, dy)
-        return y, memory, (of_affine, dx)
+        return y, memory, ((*of_affine, *[None] * (bias is None)), dx)
 
     if x.is_cuda:
         return Program(call, lambda _: torch().cuda.synchronize())

@@ -8,10 +8,12 @@ import importlib
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import InstanceNorm
 from experiments.common import peers
 from experiments.common.exact import Batch
 from experiments.common.peers import OURS, OURS_UNBIASED, TORCH
@@ -85,3 +87,39 @@ def test_layer_norm_as_torch(dtype, shape, mean, affine, seed):
         assert (found is None) == (right is None), name
         if found is not None:
             np.testing.assert_allclose(found, right, rtol, 10 * rtol, err_msg=name, strict=True)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", [peers.LAYER_NORM, peers.GROUP_NORM, peers.RMS_NORM])
+@pytest.mark.parametrize("name", [OURS, peers.EQUINOX, peers.FLAX_TWO_PASS, TORCH])
+def test_norms_of_one_example_as_all_peers(kind, name):
+    random = np.random.default_rng(0)
+    x, dy = random.standard_normal((2, 5, 16, 7), np.float32)
+    shape = (16,) if kind == peers.GROUP_NORM else (16, 7)
+    weight, bias = random.uniform(0.5, 1.5, (2, *shape)).astype(np.float32)
+    given = Batch(*map(jnp.asarray, (3 + 2 * x, dy, weight, bias)))
+    if kind == peers.RMS_NORM:  # Flax and PyTorch have no bias
+        given = given._replace(bias=None)
+    right = peers.function(OURS, given, kind, train=True)
+    y, _, gradients = right[0](*right[1])
+    if name == TORCH:
+        found, _, others = peers.program_of_torch(given, kind, train=True).call()
+        found, others = jax.tree.map(peers.array, (found, others))
+    else:
+        f, arguments = peers.function(name, given, kind, train=True)
+        found, _, others = f(*arguments)
+    if name.startswith("Flax") and kind == peers.GROUP_NORM:
+        found, others = np.moveaxis(found, -1, 1), (others[0], np.moveaxis(others[1], -1, 1))
+    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (others, gradients)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("affine", [False, True])
+def test_instance_norm_as_torch(affine):
+    """Its arguments, but those of running statistics, have PyTorch's defaults."""
+    x = np.random.default_rng(0).standard_normal((5, 6, 7, 3), np.float32)
+    right = peers.torch().nn.InstanceNorm2d(6, 1e-3, affine=affine)(peers.tensor(x))
+    layer = InstanceNorm(6, 1e-3, affine)
+    np.testing.assert_allclose(jax.vmap(layer)(x), peers.array(right), rtol=1e-5, atol=1e-5)
