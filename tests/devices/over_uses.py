@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import eqx_norm
 from eqx_norm import LayerNorm
 from tests.helpers import make, over_batch
 
@@ -168,7 +169,9 @@ def test_a_scan_over_micro_batches_inside_shard_map():
     assert error(jax.jit(split)(state, x), right) < 1e-6
 
 
-@pytest.mark.parametrize("layer", ["BatchNorm", "BatchNorm, bfloat16, PReLU", "LayerNorm"])
+@pytest.mark.parametrize(
+    "layer", ["BatchNorm", "BatchNorm, bfloat16, PReLU", "LayerNorm", "GroupNorm", "RMSNorm"]
+)
 @pytest.mark.parametrize(
     ("along", "parameters"),
     [
@@ -179,8 +182,10 @@ def test_a_scan_over_micro_batches_inside_shard_map():
 )
 def test_explicit_axes_along_channels_too(layer, along, parameters):
     x, dy, _ = arguments(CASE)
-    if layer == "LayerNorm":
-        model, state = LayerNorm((C, L), activation=jax.nn.silu), None
+    alone = {"LayerNorm": ((C, L),), "RMSNorm": ((C, L),), "GroupNorm": (2, C)}
+    if layer in alone:
+        model = getattr(eqx_norm, layer)(*alone[layer], activation=jax.nn.silu)
+        state = None
     else:
         prelu = eqx.nn.PReLU(0.3) if "PReLU" in layer else None
         model, state = make(C, "batch", approach="variance_clip", activation=prelu)

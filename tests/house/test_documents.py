@@ -9,9 +9,10 @@ from tests.processes import ROOT
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 DOCUMENTS += [ROOT / "strategies" / "README.md", ROOT / "experiments" / "README.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ("models", "devices", "determinism", "small_batches")
 CODE = {  # by document and heading
     f"{document}, {heading}": block
-    for document in ("README.md", "docs/models.md", "docs/devices.md", "docs/determinism.md")
+    for document in ["README.md", *(f"docs/{d}.md" for d in DOCS)]
     for heading, text in re.findall(
         r"^## (.+?)\n(.*?)(?=^## |\Z)",
         (ROOT / document).read_text(encoding="utf-8"),
