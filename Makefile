@@ -37,7 +37,7 @@ benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tab
 
 experiments: $(PEERS)/ready ## replace every committed table and figure (35 minutes)
 	for experiment in stability "stability --network large" variance_clipping \
-		state_consistency layer_norm accuracy determinism distributed speed; do \
+		small_batches state_consistency layer_norm accuracy determinism distributed speed; do \
 		$(PEERS)/bin/python -m experiments.$$experiment --out experiments || exit 1; \
 	done
 	$(MAKE) --no-print-directory gpu-compile-check OUT=experiments

@@ -11,7 +11,13 @@ FOLDER = Path(__file__).parent
 README = FOLDER.parent / "README.md"
 BEGIN, END = "<!-- experiments:begin -->\n", "<!-- experiments:end -->"
 # As a reader asks: first what a layer does to training, then how exact and how fast it is.
-ORDER = ["stability", "stability_large", "variance_clipping", "state_consistency"]
+ORDER = [
+    "stability",
+    "stability_large",
+    "variance_clipping",
+    "small_batches",
+    "state_consistency",
+]
 ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed", "compiled"]
 
 HEAD = """# What the experiments found

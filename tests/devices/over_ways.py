@@ -22,7 +22,7 @@ def on_one(case, implementation="auto"):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     # Whatever the case, forward sends moments: counted once with a mask, and once without.
-    counts = case in ("ema, relu", "batch, relu, mask")
+    counts = case in ("ema, relu", "renorm, relu, mask")
     results, sent = taken(CASES[case], WAYS[way](), counts_forward=counts)
     for quantity, ours, right in zip(QUANTITIES, results, on_one(case), strict=True):
         assert error(ours, right) < 1e-5, quantity

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eqx_norm.strategies import Renorm
 from tests.helpers import make
 
 DEVICES = 8
@@ -22,7 +23,7 @@ WHOLE, SPLIT = P(), P("devices")
 
 
 class Case(NamedTuple):
-    approach: str
+    approach: Any
     activation: Any
     dtype: Any
     masked: bool
@@ -35,7 +36,7 @@ CASES = {
     "adam, PReLU, mask": Case("adam", eqx.nn.PReLU(0.3), jnp.float32, True),
     "smooth_start, PReLU, bf16": Case("smooth_start", eqx.nn.PReLU(0.3), jnp.bfloat16, False),
     "variance_clip, silu": Case("variance_clip", jax.nn.silu, jnp.float32, False),
-    "batch, relu, mask": Case("batch", jax.nn.relu, jnp.float32, True),
+    "renorm, relu, mask": Case(Renorm(r_max=3.0, d_max=5.0), jax.nn.relu, jnp.float32, True),
 }
 
 

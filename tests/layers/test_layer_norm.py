@@ -1,7 +1,8 @@
 """Tests that LayerNorm is a drop-in for eqx.nn.LayerNorm, and its derivatives.
 
 What it keeps for the backward pass: tests/operation/test_residuals.py; any activation:
-test_activations.py there; accuracy, dtypes, errors: in the files of those names here.
+test_activations.py there; accuracy, dtypes, errors: in the files of those names here; in files,
+beside a state and with a mask: test_other_norms.py.
 """
 
 import equinox as eqx
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import LayerNorm
 from tests.compiling import filter_jit, jit
-from tests.helpers import bits, make, normal, over_batch
+from tests.helpers import make, normal, over_batch
 
 
 def moved(layer):
@@ -87,26 +88,6 @@ def test_its_shape():
     assert LayerNorm([3, 4]).shape == (3, 4)
     assert LayerNorm(3).shape == (3,)
     assert jax.tree.structure(LayerNorm(3)) == jax.tree.structure(LayerNorm((3,)))
-
-
-def test_a_state_is_passed_through():
-    layer, x = LayerNorm(4), normal(0, (4,))
-    model, state = eqx.nn.make_with_state(
-        lambda: eqx.nn.Sequential([LayerNorm(4), BatchNorm(4, "batch", approach="batch")])
-    )()
-    y, after = layer(x, state)
-    assert after is state
-    assert bits(y) == bits(layer(x)) == bits(layer(x, key=jax.random.key(0)))
-    assert jit(over_batch(model))(normal(0, (3, 4)), state)[0].shape == (3, 4)
-
-
-def test_saved_by_this_layer_and_loaded_by_equinox_s(tmp_path):
-    layer = moved(LayerNorm((3, 4)))
-    eqx.tree_serialise_leaves(tmp_path / "layer", layer)
-    for kind in (LayerNorm, eqx.nn.LayerNorm):
-        again = eqx.tree_deserialise_leaves(tmp_path / "layer", kind((3, 4)))
-        assert bits(again.weight) == bits(layer.weight)
-        assert bits(again.bias) == bits(layer.bias)
 
 
 class Tanh(eqx.Module):

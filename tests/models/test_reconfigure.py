@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from eqx_norm.models import freeze, reconfigure
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import (
@@ -133,6 +133,13 @@ def test_other_settings_of_the_layers_that_where_chooses():
     assert same(state, after)
     other, _ = reconfigure(model, state, lambda path, n: isinstance(n, LayerNorm), eps=0.1)
     assert (other[0], other[1]["row"].eps) == (model[0], 0.1)
+
+
+def test_an_rms_norm_has_no_kernel_to_ask_for():
+    model, state = [RMSNorm(C), GroupNorm(1, C)], eqx.nn.State(())
+    (rms, group), _ = reconfigure(model, state, implementation="xla", eps=0.1)
+    assert (rms.implementation, group.implementation) == ("auto", "xla")
+    assert (rms.eps, group.eps) == (0.1, 0.1)
 
 
 ROW: Any = lambda path, _: "row" in path  # noqa: E731

@@ -193,6 +193,24 @@ def test_there_and_back(mode, steps):
         np.testing.assert_allclose(y, right, atol=4e-6)
 
 
+def test_norms_of_one_example_there_and_back():
+    """An `InstanceNorm`, which Equinox lacks, comes back as a `GroupNorm`."""
+    model = [
+        eqx_norm.InstanceNorm(C, 1e-3, affine=True),
+        eqx_norm.GroupNorm(1, channelwise_affine=False, eps=1e-4),
+        eqx_norm.RMSNorm((C,), use_bias=False),
+    ]
+    theirs, state = unswap(model, eqx.nn.State(()))
+    assert [type(n) for n in theirs] == [eqx.nn.GroupNorm] * 2 + [eqx.nn.RMSNorm]
+    again, _ = swap(theirs, state, activation=jax.nn.relu)
+    assert [type(n) for n in again] == [eqx_norm.GroupNorm] * 2 + [eqx_norm.RMSNorm]
+    x = normal(0, (C,), 1, 2)
+    for ours, norm, relu in zip(model, theirs, again, strict=True):
+        assert (norm.eps, norm.weight is ours.weight) == (ours.eps, True)
+        np.testing.assert_allclose(norm(x), ours(x), atol=1e-5)
+        np.testing.assert_allclose(relu(x), jax.nn.relu(ours(x)), atol=1e-6)
+
+
 def test_the_examples_in_the_docstrings(tmp_path):
     def build(key):
         return eqx.nn.Sequential([eqx.nn.BatchNorm(C, "batch", mode="ema")])
