@@ -157,7 +157,8 @@ def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
     # Of every other channel the ReLU lets all values pass, of the others none.
     sign = jnp.where(jnp.arange(case.sizes[1]) % 2, -1, 1)
     given = drawn(case)._replace(bias=20.0 * sign) if case.layer == BATCH_NORM else drawn(case)
-    batch = Batch(*(None if values is None else np.asarray(values) for values in given))
+    arrays: Any = (None if values is None else np.asarray(values) for values in given)
+    batch = Batch(*arrays)
     if case.layer in KINDS:
         right = KINDS[case.layer][1](batch).answer
     else:

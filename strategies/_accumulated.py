@@ -88,7 +88,7 @@ class Accumulated(AbstractWrapper):
         is_update = is_last & pooled.finite
         after = Accumulation(
             _select(is_update, learnt, memory.remembered),
-            _select(is_last, Moments.zero(*batch.mean.shape, batch.mean.dtype), pooled),
+            _select(is_last, Moments.zero(len(batch.mean), batch.mean.dtype), pooled),
             _select(is_last, jnp.zeros_like(batches), batches),
             memory.skipped
             + _select(is_update, jnp.zeros_like(batches), jnp.ones_like(batches)),

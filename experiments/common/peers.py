@@ -308,9 +308,8 @@ def function(
 
 def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
     """Returns what does the same in PyTorch, eagerly, where JAX has the arrays."""
-    x, dy, weight, bias = (
-        None if values is None else torch().from_dlpack(values).clone() for values in given
-    )
+    arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in given)
+    x, dy, weight, bias = arrays
     memory = torch().zeros_like(weight), torch().ones_like(weight)
     if kind is not None:  # on a GPU it wants weights of the dtype of x
         weight, bias = (None if v is None else v.to(x.dtype) for v in (weight, bias))

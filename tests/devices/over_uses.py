@@ -124,11 +124,11 @@ def test_groups_that_jit_has_split_over_devices(axis_type):
     layer, state = make(C, "ghost", approach="batch", memory_axis_name="group")
     x = arguments(CASE)[0].reshape(DEVICES, -1, C, L)
 
-    def f(layer: Any, state: Any, x: Any) -> Any:
+    def grouped(layer: Any, state: Any, x: Any) -> Any:
         axes: Any = {"axis_name": "group", "in_axes": (0, None), "out_axes": (0, None)}
         return jax.vmap(over_batch(layer, "ghost"), **axes)(x, state)
 
-    f: Any = eqx.filter_jit(f)
+    f: Any = eqx.filter_jit(grouped)
     right = f(layer, state, x)
     mesh = jax.make_mesh((DEVICES,), ("devices",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):

@@ -5,6 +5,7 @@ and flax are installed, those with the peers themselves, and `LayerNorm` with to
 """
 
 import importlib
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -97,7 +98,8 @@ def test_norms_of_one_example_as_all_peers(kind, name):
     x, dy = random.standard_normal((2, 5, 16, 7), np.float32)
     shape = (16,) if kind == peers.GROUP_NORM else (16, 7)
     weight, bias = random.uniform(0.5, 1.5, (2, *shape)).astype(np.float32)
-    given = Batch(*map(jnp.asarray, (3 + 2 * x, dy, weight, bias)))
+    arrays: Any = map(jnp.asarray, (3 + 2 * x, dy, weight, bias))
+    given = Batch(*arrays)
     if kind == peers.RMS_NORM:  # Flax and PyTorch have no bias
         given = given._replace(bias=None)
     right = peers.function(OURS, given, kind, train=True)
