@@ -33,7 +33,7 @@ def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
     axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(learnt)))
     axes = tuple(sorted(axes.difference(*map(_varying, jax.tree.leaves(held))), key=str))
     if axes:
-        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        names = _normalise.names_of(axis_name)
         raise ValueError(
             f"The statistics over axis_name={axis_name!r} differ from device to device along "
             f"{axes}, and the state given is one for all devices. To take them over all, make "
