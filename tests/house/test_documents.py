@@ -8,7 +8,6 @@ from tests.processes import ROOT
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 DOCUMENTS += [ROOT / "strategies" / "README.md", ROOT / "experiments" / "README.md"]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ("models", "devices", "determinism", "small_batches")
 CODE = {  # by document and heading
     f"{document}, {heading}": block
@@ -32,10 +31,6 @@ def name(path):
 def test_code_runs(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(CODE[place], place, "exec"), {"__name__": "document"})
-
-
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 170
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
