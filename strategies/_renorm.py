@@ -82,16 +82,19 @@ class Renorm(AbstractRunningStrategy):
         running, first = memory.moments, memory.weight == 0
         sigma_b = jnp.sqrt(batch.variance + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
-        apart = (batch.mean - running.mean) + (batch.mean_rest - running.mean_rest)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
-        d = apart / sigma.astype(apart.dtype)
-        d = jnp.where(jnp.abs(d) > d_max, jnp.sign(d) * d_max.astype(d.dtype), d)
-        r, d = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, d)))
-        # x is to be divided by sigma_b / r, the root of what the layer adds eps to. Where r is
-        # not clipped, that is the running variance.
+        apart = (batch.mean - running.mean) + (batch.mean_rest - running.mean_rest)
+        most = (d_max * sigma).astype(apart.dtype)
+        within = jnp.where(jnp.abs(apart) > jnp.abs(most), jnp.sign(apart) * most, apart)
+        # d sigma_b / r, by which the mean is moved: apart as it is where neither is clipped.
+        shift = within * (sigma_b / sigma / r).astype(apart.dtype)
+        r, shift = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, shift)))
+        # Of it d and r are constants, and sigma_b is not.
+        moving = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)
+        # x is to be divided by sigma_b / r, the root of what the layer adds eps to.
         shrunk = 1 / (r * r)
         m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
-        rest = batch.mean_rest - d * (sigma_b / r).astype(d.dtype)
+        rest = batch.mean_rest - shift * moving
         used = dataclasses.replace(batch.moments, m2=m2, mean_rest=rest)
         return used, memory.push(batch, self.momentum)
 
