@@ -68,7 +68,7 @@ test: $(VENV)/ready ## all tests but those below; those of the layers again in 6
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 	$(X64) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
 
-test-long: $(VENV)/ready ## run every experiment with --quick, and the notebooks
+test-long: $(VENV)/ready ## experiments with --quick, notebooks, documents, the slowest tests
 	$(VENV)/bin/python -m pytest -n 2 -m long
 
 test-peers: $(PEERS)/ready ## compare with PyTorch and Flax, live

@@ -8,7 +8,12 @@ from tests.processes import on_devices
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("ways", 8), ("uses", 8), *(("many", devices) for devices in (2, 4, 8, 16, 64))],
+    [
+        ("ways", 8),
+        ("uses", 8),
+        ("many", 16),
+        *(pytest.param("many", n, marks=pytest.mark.long) for n in (2, 4, 8, 64)),
+    ],
 )
 def test_on_devices(name, devices):
     file = f"tests/devices/over_{name}.py"

@@ -27,7 +27,13 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("place", CODE)
+@pytest.mark.parametrize(
+    "place",
+    [
+        place if place.startswith("README") else pytest.param(place, marks=pytest.mark.long)
+        for place in CODE
+    ],
+)
 def test_code_runs(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     exec(compile(CODE[place], place, "exec"), {"__name__": "document"})

@@ -62,6 +62,7 @@ def test_each_group_is_normalised_alone_and_all_are_remembered(approach, unbiase
     jax.tree.map(close, after, whole)
 
 
+@pytest.mark.x32
 @pytest.mark.parametrize("size", [1, 3, 12])
 def test_the_memory_does_not_depend_on_the_split(size):
     """Averages of the groups' variances would: they lack the spread of the groups' means."""
@@ -74,6 +75,7 @@ def test_the_memory_does_not_depend_on_the_split(size):
     close(variance, values.var(1, ddof=1))
 
 
+@pytest.mark.x32
 def test_groups_of_constants_and_of_one_value():
     layer, state = make(C, approach="batch", **GHOST)
     layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
@@ -101,6 +103,7 @@ def test_a_group_that_is_not_finite(approach):
     assert same(after.set(layer.rejected_index, jnp.int32(0)), state)
 
 
+@pytest.mark.x32
 def test_micro_batches_of_groups_are_collected():
     collecting = Accumulated(Batch(0.7), every=2)
     layer, state = make(C, approach=collecting, **GHOST)
@@ -125,6 +128,7 @@ def test_in_either_order_of_axes_in_an_ensemble(names):
         jax.tree.map(lambda a, b, i=i: close(a[i], b), after, one_after)
 
 
+@pytest.mark.x32
 def test_recalibrate_takes_each_batch_as_one_group():
     layer, state = make(C, approach="batch", **GHOST)
     learnt = recalibrate(layer, state, [X[:8], X[8:]])
@@ -132,6 +136,7 @@ def test_recalibrate_takes_each_batch_as_one_group():
     jax.tree.map(close, remembered(layer, learnt), remembered(layer, whole))
 
 
+@pytest.mark.x32
 def test_the_example():
     names = {"eqx": eqx, "jax": jax, "BatchNorm": BatchNorm, "ghost_batches": ghost_batches}
     names = example(ghost_batches, x=normal(0, (64, 16, 3)), **names)

@@ -59,6 +59,7 @@ def test_against_the_formula(transforms, approach, name):
     assert_agree(transforms, *pair, tolerance=1e-8 if transforms == HIGHER else 1e-10)
 
 
+@pytest.mark.long
 def test_finite_differences():
     """The formulas of the other tests are differentiated by JAX; this needs no derivative."""
     f = jax.jit(ours("smooth_start", jax.nn.gelu))

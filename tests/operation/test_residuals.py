@@ -202,6 +202,7 @@ def product(x, weight):
 
 
 @each_norm
+@pytest.mark.long
 @pytest.mark.parametrize("linear", [conv, product])
 def test_recompute_outputs_with_remat3(norm, linear, remat3):
     """JAX asks for matrix products at most, and computes all else again."""
