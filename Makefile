@@ -1,41 +1,49 @@
 # Everything here works on a machine that has python3, pip and make; `make help` lists it.
 
-PYTHON ?= python3
-# Tests are many small compilations, of which those of a file share some: two processes, whatever
-# the number of cores, and each file in one of them.
+# The tests of a file share compiled programs: two processes on any number of cores, and each file
+# in one of them.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
-# With float64 as the default, and without implicit promotion, which then is an error. What
-# depends on neither, or says so itself, is marked x32: this run takes a minute of one core.
+# float64 is the default, and implicit promotion an error. Tests that depend on neither, or set
+# both themselves, are marked x32. This run takes a minute of one core.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
 X64_TESTS := -m "not peers and not long and not x32" tests/strategies tests/layers \
 	tests/operation/test_activations.py
 VENV := .venv
 PEERS := .venv-peers
 NEWEST := .venv-newest
+DOCS := .venv-docs
 GPU_COMPILE := .venv-gpu-compile
 GPU := .venv-gpu
-SOURCES := eqx_norm strategies experiments tests
+ENVIRONMENTS := $(VENV) $(PEERS) $(NEWEST) $(DOCS) $(GPU_COMPILE) $(GPU)
+SOURCES := eqx_norm strategies experiments tests scripts
+SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema vendor
+TO := $(if $(OUT),--out $(OUT))
 
-.PHONY: help setup stability accuracy benchmark experiments gpu-compile-check gpu \
-	test test-long test-peers test-newest lint format clean another-python
+.PHONY: $(ENVIRONMENTS) help setup stability accuracy benchmark experiments gpu-compile-check gpu \
+	test test-long test-peers test-newest lint linters schemas format docs docs-serve notebooks \
+	dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo 'PYTHON=python3.12   with any of them: the Python to make environments with'
 	@echo 'OUT=experiments     with those that have gpu in their names: replace committed results'
 
-setup: $(VENV)/ready ## make .venv with everything but the linters and the peers
+# Environments are targets, too. The script makes those that are not ready, with PYTHON.
+$(ENVIRONMENTS):
+	@sh scripts/environment.sh $@
 
-stability: $(VENV)/ready ## the main job: Equinox issue #659 on MNIST, figures and tables
+setup: $(VENV) ## make .venv with everything but the linters and the peers
+
+stability: $(VENV) ## the main job: Equinox issue #659 on MNIST, figures and tables
 	$(VENV)/bin/python -m experiments.stability
 
-accuracy: $(PEERS)/ready ## errors of this layer, Equinox, Flax and PyTorch in the hard cases
+accuracy: $(PEERS) ## errors of this layer, Equinox, Flax and PyTorch in the hard cases
 	$(PEERS)/bin/python -m experiments.accuracy
 
-benchmark: $(PEERS)/ready ## speed beside Equinox, Flax and PyTorch: figure, tables, goals
+benchmark: $(PEERS) ## speed beside Equinox, Flax and PyTorch: figure, tables, goals
 	$(PEERS)/bin/python -m experiments.speed
 
-experiments: $(PEERS)/ready ## replace every committed table and figure (35 minutes)
+experiments: $(PEERS) ## replace every committed table and figure (35 minutes)
 	for experiment in stability "stability --network large" variance_clipping \
 		small_batches state_consistency layer_norm accuracy determinism distributed speed; do \
 		$(PEERS)/bin/python -m experiments.$$experiment --out experiments || exit 1; \
@@ -43,87 +51,69 @@ experiments: $(PEERS)/ready ## replace every committed table and figure (35 minu
 	$(MAKE) --no-print-directory gpu-compile-check OUT=experiments
 	$(PEERS)/bin/python -m experiments
 
-# Like the newest jax, jax's CUDA plugin needs a newer Python.
-gpu-compile-check: ## compile for GPUs, none needed: what programs move (1.3 GB)
-	@if python=$$(sh scripts/newer-python.sh 3.12); then \
-		$(MAKE) --no-print-directory $(GPU_COMPILE)/ready NEWER_PYTHON="$$python" && \
-		$(GPU_COMPILE)/bin/python -m experiments.compiled $(if $(OUT),--out $(OUT)); \
-	else \
-		echo "gpu-compile-check: no Python 3.12 or later was found here; nothing compiled"; \
-	fi
+# jax's CUDA plugin and the newest jax need Python 3.12. Where there is none, the script says so, and
+# no environment is ready.
+gpu-compile-check: $(GPU_COMPILE) ## compile for GPUs, none needed: what programs move (1.3 GB)
+	@! test -e $(GPU_COMPILE)/ready || $(GPU_COMPILE)/bin/python -m experiments.compiled $(TO)
 
-# Either exits with 1 where a claim does not hold: the other is to be measured all the same.
+# Each exits with 1 if a claim does not hold. The second runs in any case.
 gpu: ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)
-	@if python=$$(sh scripts/newer-python.sh 3.12); then \
-		$(MAKE) --no-print-directory $(GPU)/ready NEWER_PYTHON="$$python" || exit 1; \
-		failed=0; \
-		$(GPU)/bin/python -m experiments.accuracy $(if $(OUT),--out $(OUT)) || failed=1; \
-		$(GPU)/bin/python -m experiments.speed --device gpu $(if $(OUT),--out $(OUT)) || failed=1; \
-		exit $$failed; \
-	else \
-		echo "gpu: no Python 3.12 or later was found here; nothing measured"; \
-	fi
+	@command -v nvidia-smi >/dev/null || { \
+		echo "make gpu measures a GPU, and there is none here (no nvidia-smi)" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(GPU)
+	@! test -e $(GPU)/ready || { failed=0; \
+		$(GPU)/bin/python -m experiments.accuracy $(TO) || failed=1; \
+		$(GPU)/bin/python -m experiments.speed --device gpu $(TO) || failed=1; \
+		exit $$failed; }
 
-test: $(VENV)/ready ## all tests but those below; those of the layers again in 64 bits
+test: $(VENV) ## all tests but those below; those of the layers again in 64 bits
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 	$(X64) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
 
-test-long: $(VENV)/ready ## experiments with --quick, notebooks, documents, the slowest tests
+test-long: $(VENV) ## experiments with --quick, notebooks, documents, the slowest tests
 	$(VENV)/bin/python -m pytest -n 2 -m long
 
-test-peers: $(PEERS)/ready ## compare with PyTorch and Flax, live
+test-peers: $(PEERS) ## compare with PyTorch and Flax, live
 	$(PEERS)/bin/python -m pytest -m peers
 
-# The newest jax needs a newer Python than eqx-norm does; without one there is nothing to test.
-test-newest: ## the tests on Python 3.12 or later with the newest jax
-	@if python=$$(sh scripts/newer-python.sh 3.12); then \
-		$(MAKE) --no-print-directory $(NEWEST)/ready NEWER_PYTHON="$$python" && \
-		$(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS); \
-	else \
-		echo "test-newest: no Python 3.12 or later was found here; nothing tested"; \
-	fi
+# Leaves out what takes long and does not depend on the version of jax.
+test-newest: $(NEWEST) ## the tests on Python 3.12 or later with the newest jax
+	@! test -e $(NEWEST)/ready || $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) \
+		--ignore-glob '*/test_setup.py' --ignore-glob '*/test_wheel.py' \
+		--ignore-glob '*/test_architecture.py' --deselect tests/experiments/test_quick.py
 
-lint: $(VENV)/linters-ready ## ruff and pyright
+linters: $(VENV)
+	@sh scripts/environment.sh $(VENV) lint
+
+lint: linters schemas ## ruff, pyright, and the schemas of what GitHub reads
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 
-format: $(VENV)/linters-ready ## let ruff put the sources in order
+schemas: linters
+	$(SCHEMA).github-workflows .github/workflows/*.yml
+	$(SCHEMA).github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA).github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(SCHEMA).citation-file-format CITATION.cff
+
+format: linters ## let ruff put the sources in order
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
+docs: $(DOCS) ## build the site into build/site
+	$(DOCS)/bin/mkdocs build --strict --site-dir build/site
+
+docs-serve: $(DOCS) ## show the site at a local address, and changes to it
+	$(DOCS)/bin/mkdocs serve
+
+notebooks: $(DOCS) ## run the notebooks, and write their outputs into them
+	$(DOCS)/bin/python scripts/notebooks.py
+
+dist: linters ## build the wheel and the sdist into dist, and check them
+	rm -rf dist
+	$(VENV)/bin/python -m hatchling build --directory dist
+	$(VENV)/bin/twine check --strict dist/*
+
 clean: ## remove environments, builds and caches
-	rm -rf $(VENV) $(PEERS) $(NEWEST) $(GPU_COMPILE) $(GPU) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(ENVIRONMENTS) build dist .pytest_cache .ruff_cache .hypothesis .mypy_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
-
-# Where PYTHON is said, environments of another Python are made anew. Where it is not, any serves.
-ifneq ($(origin PYTHON),file)
-another = $(shell sh scripts/same-python.sh "$(PYTHON)" $(1) || echo another-python)
-$(VENV)/ready: $(call another,$(VENV))
-$(PEERS)/ready: $(call another,$(PEERS))
-endif
-
-$(VENV)/ready: pyproject.toml constraints.txt scripts/environment.sh
-	@sh scripts/environment.sh "$(PYTHON)" $(VENV) dev constraints.txt
-
-$(VENV)/linters-ready: $(VENV)/ready
-	$(VENV)/bin/python -m pip install --disable-pip-version-check \
-		--constraint constraints.txt --editable ".[lint]"
-	@touch $@
-
-$(PEERS)/ready: pyproject.toml constraints.txt scripts/environment.sh
-	@sh scripts/environment.sh "$(PYTHON)" $(PEERS) dev,peers constraints.txt
-# Of its many dependencies its ResNet needs none.
-	@$(PEERS)/bin/python -m pip install --disable-pip-version-check --no-deps \
-		--constraint constraints.txt jaxonmodels || { rm $@; exit 1; }
-
-$(NEWEST)/ready: pyproject.toml constraints-newest.txt scripts/environment.sh
-	@sh scripts/environment.sh "$(NEWER_PYTHON)" $(NEWEST) dev constraints-newest.txt
-
-$(GPU_COMPILE)/ready: pyproject.toml constraints-gpu-compile.txt scripts/environment.sh \
-		scripts/gpu-compile-environment.sh
-	@sh scripts/gpu-compile-environment.sh "$(NEWER_PYTHON)" $(GPU_COMPILE) \
-		constraints-gpu-compile.txt
-
-$(GPU)/ready: pyproject.toml constraints-gpu.txt scripts/environment.sh scripts/gpu-environment.sh
-	@sh scripts/gpu-environment.sh "$(NEWER_PYTHON)" $(GPU) constraints-gpu.txt

@@ -1,4 +1,4 @@
-"""How `strategies/` comes to be `eqx_norm/strategies` in a wheel.
+"""Packs `strategies/`, which is `eqx_norm/strategies` in a wheel.
 
 It lies at top level, where readers look for it, and in a checkout `eqx_norm/strategies` is a
 link to it. Without symbolic links (Windows's default) git writes a text file instead, from
@@ -28,5 +28,11 @@ class CustomBuildHook(BuildHookInterface):
                 "core.symlinks true; git checkout -- eqx_norm/strategies; on Windows, turn on "
                 "Developer Mode first), or install without --editable."
             )
-        if self.target_name == "wheel":  # an sdist has it at top level, as a checkout does
-            build_data["force_include"][str(strategies)] = "eqx_norm/strategies"
+        if version == "editable":
+            return
+        # hatchling walks a folder once, and may have come to strategies/ through the link. An
+        # sdist has it at top level, as a checkout does.
+        home = Path("eqx_norm") if self.target_name == "wheel" else Path()
+        for file in strategies.rglob("*.py"):
+            place = home / "strategies" / file.relative_to(strategies)
+            build_data["force_include"][str(file)] = str(place)

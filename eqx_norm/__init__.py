@@ -1,10 +1,9 @@
-"""eqx-norm provides normalisation layers for Equinox, whose statistics one argument chooses.
+"""Provides normalisation layers for Equinox; `approach=` chooses how batch norm trains.
 
-`BatchNorm` and `LayerNorm` replace `eqx.nn.BatchNorm` and `eqx.nn.LayerNorm`. `strategies`
-holds the approaches that `BatchNorm(approach=...)` knows by name, and the contract for others.
-`models` holds what is done to models that exist: `swap`, `reconfigure`, `freeze`, `fold`,
-`recalibrate`, `from_torch` and others. `determinism` finds the first value in which two runs
-differ.
+`BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm` replace Equinox's layers of these names.
+`strategies` has the values of `BatchNorm(approach=...)` and the base class for your own.
+`models` converts, freezes, folds and recalibrates existing models. `determinism` finds the
+first value in which two runs differ.
 """
 
 from typing import TYPE_CHECKING
@@ -39,10 +38,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        """Imports `models` and `determinism` when first asked for: a layer needs neither."""
+        """Imports `models` and `determinism` at their first use, since layers need neither."""
         import importlib
 
         if name in ("determinism", "models"):

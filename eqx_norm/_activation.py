@@ -1,4 +1,4 @@
-"""Keeps the activation that a layer was given as a field, and hands it to the operation."""
+"""Converts an activation to a field of a layer, and back to a callable."""
 
 from typing import Any, cast
 
@@ -10,13 +10,11 @@ from eqx_norm._normalise import Activation
 
 
 def as_tree(activation: Activation | None) -> Activation | None:
-    """Returns the activation as a layer's field: a tree, so that it passes through `jax.jit`.
-
-    **Raises:** `ValueError` for what JAX cannot call.
-    """
+    """Returns the activation as a pytree, which can be passed through `jax.jit`; raises
+    `ValueError` for a NumPy function and for an object that is not callable."""
     if isinstance(activation, np.ufunc):
         raise ValueError(
-            f"activation={activation!r} is NumPy's and cannot be traced by JAX. Write "
+            f"activation={activation!r} is a NumPy function, which JAX cannot trace. Write "
             f"activation=jax.numpy.{activation.__name__}."
         )
     if activation is not None and not callable(activation):
@@ -29,8 +27,8 @@ def as_tree(activation: Activation | None) -> Activation | None:
 
 
 def as_callable(activation: Activation | None) -> Activation | None:
-    """Returns the activation that `as_tree` was given; a `functools.partial`, which is equal to
-    none but itself, as a tree of its parts."""
+    """Returns the activation given to `as_tree`; a `functools.partial`, which equals only
+    itself, as a `Partial`."""
     if not isinstance(activation, Partial) or activation.args or activation.keywords:
         return activation
     given: Any = activation.func

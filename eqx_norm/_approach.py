@@ -1,4 +1,4 @@
-"""Makes one strategy object of a layer's `approach=`, `mode=` and `momentum=`."""
+"""Makes a strategy object from a layer's `approach=`, `mode=` and `momentum=`."""
 
 import functools
 import inspect
@@ -9,19 +9,16 @@ from eqx_norm.strategies import AbstractStrategy, named
 
 
 class Unsaid(float):
-    """Marks a default, so that it can be told from the same number given by the user."""
+    """Marks a default, to distinguish it from the same number given by the user."""
 
 
 def resolve(
     approach: str | AbstractStrategy[Any] | None, mode: str | None, momentum: float
 ) -> AbstractStrategy[Any]:
-    """Returns the strategy object given as `approach`, or the one that it or `mode` names.
+    """Returns the strategy object `approach`, or makes the one that `approach` or `mode` names.
 
-    A strategy that is named is made with `momentum`.
-
-    **Raises:** `ValueError` for an unknown name, for an `approach` that is neither a name nor a
-    strategy object, for a `mode` that contradicts it, and for a `momentum` given beside a
-    strategy object, which has its own.
+    **Raises:** `ValueError` for an unknown name, an `approach` that is neither a name nor a
+    strategy object, a `mode` that contradicts it, and a `momentum` beside a strategy object.
     """
     if mode is not None:
         approach = _of_mode(mode, approach)
@@ -38,23 +35,23 @@ def resolve(
     if not isinstance(momentum, Unsaid):
         raise ValueError(
             f"momentum={momentum!r} was given beside approach={approach}: the momentum belongs "
-            "to the strategy. Say it there, for example "
+            "to the strategy. Set it there, for example "
             f"approach=eqx_norm.strategies.Batch(momentum={momentum!r}), or leave it out."
         )
     return approach
 
 
 def _of_mode(mode: str, approach: str | AbstractStrategy[Any] | None) -> str:
-    """Returns `mode` as the name of an approach; raises if `approach` is another."""
+    """Returns `mode` as the name of an approach; raises if `approach` is a different one."""
     if mode not in ("ema", "batch"):
         raise ValueError(
-            f"mode={mode!r} is neither 'ema' nor 'batch': it is what eqx.nn.BatchNorm calls "
-            "the approach, and takes those two. Give any other as approach=."
+            f"mode={mode!r} is neither 'ema' nor 'batch', the two modes of eqx.nn.BatchNorm. "
+            "Give any other approach as approach=."
         )
     if approach is not None and not (isinstance(approach, str) and approach == mode):
         raise ValueError(
             f"mode={mode!r} and approach={approach!r} were both given, and differ: they are "
-            "two names of one argument. Leave one of them out."
+            "two names for one argument. Leave one of them out."
         )
     return mode
 
@@ -63,19 +60,18 @@ def _of_mode(mode: str, approach: str | AbstractStrategy[Any] | None) -> str:
 @functools.cache
 def _warn_of_the_default() -> None:
     warnings.warn(
-        "BatchNorm was made without approach= (or mode=); it takes approach='batch', which "
-        "normalises training batches by their own statistics, where eqx.nn.BatchNorm takes "
-        "mode='ema'. Write approach='batch' to say so, approach='ema' to train as before, or "
-        "choose another; see https://github.com/patrick-kidger/equinox/issues/659.",
+        "BatchNorm was made without approach= (or mode=), so it uses approach='batch': it "
+        "normalises a training batch by the batch's own statistics. The default of "
+        "eqx.nn.BatchNorm is mode='ema'. Write approach='batch' to avoid this warning, or "
+        "approach='ema' to train as Equinox does by default; see "
+        "https://github.com/patrick-kidger/equinox/issues/659.",
         stacklevel=_stacklevel(),
     )
 
 
 def _stacklevel() -> int:
-    """Returns the `stacklevel` with which a warning points to the user's innermost line.
-
-    From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
-    """
+    """Returns the `stacklevel` with which a warning points to the user's innermost line."""
+    # From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
     level, frame = 0, inspect.currentframe()
     passed = ("eqx_norm", "equinox", "jax")
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in passed:

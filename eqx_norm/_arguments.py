@@ -1,4 +1,4 @@
-"""Checks arguments that several layers have in common."""
+"""Checks the arguments that several layers share."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-# The derivative of 1 / sqrt(variance + eps) is as large as eps**-1.5: of the 38 decades that
-# float32 has, that leaves 8 for what it is multiplied with.
+# The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5. Of the 38 decades of float32
+# that leaves 8 for the factors it is multiplied by.
 _LEAST_EPS = 1e-20
 
 
@@ -15,8 +15,8 @@ def checked_eps(eps: float) -> float:
     """Returns `eps`; raises `ValueError` if it is too small."""
     if not eps >= _LEAST_EPS:
         raise ValueError(
-            f"eps={eps!r}: what has variance 0 is divided by sqrt(eps), and its gradients by a "
-            f"power of that, so eps must be at least {_LEAST_EPS}, for example 1e-5."
+            f"eps={eps!r}: values of variance 0 are divided by sqrt(eps), and their gradients "
+            f"by its powers, so eps must be at least {_LEAST_EPS}, for example 1e-5."
         )
     return float(eps)
 
@@ -36,21 +36,21 @@ def check_inexact(x: Array) -> None:
     """Raises `TypeError` unless `x` is float or complex."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
-            f"x has dtype {x.dtype}, whose normalised values cannot be represented. "
+            f"x has dtype {x.dtype}, which cannot hold normalised values. "
             "Write x.astype(jnp.float32)."
         )
 
 
 def checked_mask(mask: Any, x: Array) -> Array | None:
-    """Returns `mask` as an array; raises unless it tells which positions of `x` count."""
+    """Returns `mask` as an array; raises unless it has one boolean per position of `x`."""
     if mask is None:
         return None
     mask = jnp.asarray(mask)
     spatial = x.shape[1:]
     if mask.dtype != bool:
         raise TypeError(
-            f"mask has dtype {mask.dtype}, but it tells which values count: give booleans, for "
-            "example mask > 0."
+            f"mask has dtype {mask.dtype}, but must say which values count: give booleans, "
+            "for example mask > 0."
         )
     try:
         fits = jnp.broadcast_shapes(mask.shape, spatial) == spatial

@@ -29,7 +29,7 @@ def update(
 
 
 def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
-    """Returns `approach.infer(memory)`; raises unless it is `Moments` of so many channels."""
+    """Returns `approach.infer(memory)`; raises unless it is `Moments` of that shape."""
     name = f"{type(approach).__name__}.infer"
     return _moments(approach.infer(memory), (channels,), f"{name} returned")
 
@@ -38,11 +38,11 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     if not isinstance(used, Moments):
         has_moments = isinstance(getattr(used, "moments", None), Moments)
         raise ValueError(
-            f"{returned} {_short(used)}, but what normalises are Moments. "
+            f"{returned} {_short(used)}, but the layer normalises by Moments. "
             + (
-                "This has them: answer with its .moments."
+                "Return the .moments of this object instead."
                 if has_moments
-                else "Make them of a mean and a variance per channel: "
+                else "Make them from a mean and a variance per channel: "
                 "eqx_norm.strategies.Moments.of(mean, variance, mean_rest)."
             )
         )
@@ -51,8 +51,8 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
             f"{returned} Moments with a mean of shape {used.mean.shape} and an m2 of shape "
             f"{used.m2.shape}, but this layer has {shape[0]} channels: give one value for each."
         )
-    # Without a subclass's fields and `ddof`, so that the moments of training and of inference
-    # are the same pytree, and one of the two can be selected while the program runs.
+    # Without `ddof` and the fields of a subclass, so that the moments of training and inference
+    # are the same pytree, and the program can select one of the two.
     return Moments(used.count, used.mean, used.m2, used.mean_rest)
 
 
@@ -63,7 +63,7 @@ def check_form(name: str, before: Any, after: Any) -> None:
             f"{name} returned a memory of another structure, shape or dtype:\n"
             f"    {eqx.tree_pformat(returned, struct_as_array=True)}\nwhere it was given\n"
             f"    {eqx.tree_pformat(given, struct_as_array=True)}\n"
-            "A strategy's memory keeps the form that its `init` gave it."
+            "Return a memory of the form that `init` has given it."
         )
 
 

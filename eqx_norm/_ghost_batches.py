@@ -1,4 +1,4 @@
-"""Defines `ghost_batches`, which cuts a batch into the groups that are normalised apart."""
+"""Defines `ghost_batches`, which cuts a batch into groups to normalise separately."""
 
 from typing import Any, TypeVar
 
@@ -9,9 +9,10 @@ Batch = TypeVar("Batch")
 
 
 def ghost_batches(batch: Batch, size: int) -> Batch:
-    """Returns the batch, cut along its first axis into groups of `size` in their order.
+    """Cuts a batch along its first axis into consecutive groups of `size` examples.
 
-    Each group is normalised by its own statistics, and all of them are remembered together:
+    In this example the layer normalises each group by the group's own statistics, and updates
+    its running statistics once, by those of the whole batch:
 
     ```python
     make = eqx.nn.make_with_state(BatchNorm)
@@ -25,12 +26,12 @@ def ghost_batches(batch: Batch, size: int) -> Batch:
 
     **Arguments:**
 
-    - `batch`: an array `(n, ...)`, or a pytree of such arrays, images and labels for example.
-    - `size`: how many examples a group has; it divides n.
+    - `batch`: an array `(n, ...)` of any dtype, or a pytree of such arrays.
+    - `size`: the number of examples in a group; it must divide n.
 
-    **Returns:** the array, or the pytree of arrays, `(n / size, size, ...)`.
+    **Returns:** the batch, with arrays of shape `(n / size, size, ...)`.
 
-    **Raises:** `ValueError` for a size that does not divide n, with the nearest that do.
+    **Raises:** `ValueError` if `size` does not divide n.
 
     Hoffer, Hubara and Soudry, "Train longer, generalize better",
     https://arxiv.org/abs/1705.08741.
@@ -44,7 +45,7 @@ def ghost_batches(batch: Batch, size: int) -> Batch:
             above = [d for d in divisors if d > size][:1]
             raise ValueError(
                 f"size={size}: a batch of {n} examples cannot be cut into groups of {size}. "
-                f"Sizes near it that can be had: {', '.join(map(str, below + above))}."
+                f"The nearest sizes that divide it: {', '.join(map(str, below + above))}."
             )
         return array.reshape(-1, size, *array.shape[1:])
 

@@ -1,4 +1,4 @@
-"""Defines `GroupNorm`, which normalises groups of channels of one example."""
+"""Defines `GroupNorm`."""
 
 import equinox as eqx
 from jax.typing import DTypeLike
@@ -9,21 +9,20 @@ from eqx_norm._normalise import Activation, Implementation
 
 
 class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
-    r"""Normalises groups of channels of one example; drop-in for `equinox.nn.GroupNorm`.
+    r"""Normalises groups of channels of one example; replaces `eqx.nn.GroupNorm`.
 
     $$y = \frac{x - \mu_g}{\sqrt{\sigma_g^2 + \varepsilon}} \cdot \gamma_c + \beta_c$$
 
-    with $\mu_g$ and $\sigma_g^2$ the mean and the (biased) variance over the channels of group
-    $g$ and all their positions, and learnable $\gamma_c$ (`weight`) and $\beta_c$ (`bias`) for
-    each channel. The channels, the first axis of `x`, are cut into groups in their order.
+    where $\mu_g$ and $\sigma_g^2$ are the mean and biased variance over all positions of the
+    channels of group $g$; each channel has a $\gamma_c$ (`weight`) and a $\beta_c$ (`bias`).
+    Channels are the first axis of `x`, and a group is a block of consecutive channels.
 
     ```python
     layer = GroupNorm(8, 64)
     y = jax.vmap(layer)(x)                               # x is [N, 64, H, W]
     ```
 
-    It keeps the bounds of `LayerNorm`: right at any mean, a constant group gives exactly
-    `bias`, statistics in float32 at least, and nothing but `x` is kept for the backward pass.
+    Precision and memory are those of `LayerNorm`.
 
     Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494.
     """
@@ -41,18 +40,18 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
     ):
         """**Arguments:**
 
-        - `groups`: the number of groups, which divides that of the channels.
-        - `channels`: the number of channels; without a weight and a bias it may be left out.
+        - `groups`: the number of groups; it must divide the number of channels.
+        - `channels`: the number of channels; optional if `channelwise_affine=False`.
         - `eps`: added to the variance; 1e-20 or more.
-        - `channelwise_affine`: whether there are a weight and a bias per channel.
+        - `channelwise_affine`: whether there are a weight and a bias of shape `(channels,)`.
         - `dtype`, `activation`, `implementation`: as for `LayerNorm`.
 
-        **Raises:** `ValueError` for an argument that makes no sense, saying what would.
+        **Raises:** `ValueError` for an invalid argument.
         """
         if channels is None and channelwise_affine:
             raise ValueError(
-                "channels=None: a weight and a bias are made for each channel, so say how many "
-                "there are; or leave both out, channelwise_affine=False."
+                "channels=None: the layer makes a weight and a bias for each channel, so give "
+                "the number of channels, or channelwise_affine=False."
             )
         self.groups, self.channels = groups, channels
         self._check_groups(channels or groups)
@@ -64,7 +63,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         if not 0 < self.groups <= channels or channels % self.groups:
             raise ValueError(
                 f"groups={self.groups} and channels={channels}: the channels are cut into "
-                "groups of one size, so their number must be a multiple of that of the groups."
+                "groups of equal size, so channels= must be a multiple of groups=."
             )
 
     def _options(self, x: Array) -> Options:

@@ -1,4 +1,4 @@
-"""Defines `InstanceNorm`, which normalises each channel of one example."""
+"""Defines `InstanceNorm`."""
 
 from jax.typing import DTypeLike
 
@@ -7,10 +7,12 @@ from eqx_norm._normalise import Activation, Implementation
 
 
 class InstanceNorm(GroupNorm):
-    r"""Normalises each channel of one example over its positions.
+    r"""Normalises each channel of one example over its positions, as PyTorch's `InstanceNorm`.
 
-    It is a `GroupNorm` whose groups are single channels, with the arguments of PyTorch's
-    `InstanceNorm1d`, `2d` and `3d` but those of its running statistics. (Equinox has none.)
+    $$y = \frac{x - \mu_c}{\sqrt{\sigma_c^2 + \varepsilon}} \cdot \gamma_c + \beta_c$$
+
+    It is a `GroupNorm` with one channel per group, with the arguments of PyTorch's layer
+    except those of running statistics.
 
     ```python
     layer = InstanceNorm(64, affine=True)
@@ -30,10 +32,10 @@ class InstanceNorm(GroupNorm):
         activation: Activation | None = None,
         implementation: Implementation = "auto",
     ):
-        """**Arguments:** as for `GroupNorm`; and `affine`: whether there are weight and bias
-        per channel, as in PyTorch not so unless given.
+        """**Arguments:** as for `GroupNorm`, and `affine`: whether there are a weight and bias
+        of shape `(channels,)`; by default there are none, as in PyTorch.
 
-        **Raises:** `ValueError` for an argument that makes no sense, saying what would.
+        **Raises:** `ValueError` for an invalid argument.
         """
         how = {"activation": activation, "implementation": implementation}
         super().__init__(channels, channels, eps, affine, dtype, **how)

@@ -1,4 +1,4 @@
-"""Reads a strategy's memory from `eqx.nn.State`, and says which dtype it has."""
+"""Reads a strategy's memory from `eqx.nn.State`, and checks it."""
 
 from typing import Any
 
@@ -13,57 +13,52 @@ from eqx_norm.strategies import AbstractStrategy
 
 
 def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """Returns the dtype of remembered means, for an input or weights of `dtype`.
-
-    It is the default float dtype (float32, or float64 under x64), or the complex dtype of that
-    precision. In half precision a running average would stop moving.
-    """
+    """Returns the dtype of running means: float32, or float64 under x64, or the complex dtype
+    of that precision. In half precision a running average would stop moving."""
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
 @jax.jit
 def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
-    """Returns `count`, plus 1 if `event` is true; the largest integer is not exceeded."""
+    """Returns `count + 1` if `event` is true, else `count`; stops at the largest integer."""
     return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)
 
 
 def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
-    """Raises `ValueError` if devices would learn different things, and the state given is, by
-    its type, the same on all; where `shard_map` does not check types, nothing can be seen."""
+    """Raises `ValueError` if `learnt` differs between devices but `held` does not, by their
+    types. With `shard_map(check_vma=False)` types do not say so, and nothing is checked."""
     axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(learnt)))
     axes = tuple(sorted(axes.difference(*map(_varying, jax.tree.leaves(held))), key=str))
     if axes:
         names = _normalise.names_of(axis_name)
         raise ValueError(
             f"The statistics over axis_name={axis_name!r} differ from device to device along "
-            f"{axes}, and the state given is one for all devices. To take them over all, make "
-            f"the layer with axis_name={(*names, *axes)!r}; to normalise by those of each, and "
-            f"remember those of all, with memory_axis_name={axes!r}. To give each its own, "
-            f"stack one state for each, pass them with in_specs=P({axes!r}), and take [0] of "
-            "what comes."
+            f"{axes}, but all devices share the state given. For statistics over all devices, "
+            f"make the layer with axis_name={(*names, *axes)!r}. To normalise by each device's "
+            f"own and share running statistics, with memory_axis_name={axes!r}. For separate "
+            "running statistics, stack one state per device, pass the stack with "
+            f"in_specs=P({axes!r}), and take its [0] inside."
         )
 
 
 def whole(tree: Any) -> Any:
-    """Returns what is remembered, not split over a mesh with explicit axes."""
+    """Returns the tree, not split over the explicit axes of a mesh."""
     return jax.tree.map(lambda array: _normalise.split(array, jax.P()), tree)
 
 
 def placed_as(held: Any, learnt: Any) -> Any:
-    """Returns what was learnt, split over a mesh as the state given.
-
-    **Raises:** `ValueError` where that is no argument of the program: inside of a mesh it has
-    another type then, and `eqx.nn.State` would say that "f32[4]" is not "f32[4]".
-    """
+    """Returns `learnt`, split over a mesh as `held` is; raises `ValueError` if the two are on
+    different meshes, which happens if `held` is not an argument of the program. (Otherwise
+    `eqx.nn.State` would say only that "f32[4]" is not "f32[4]".)"""
     for before, after in zip(jax.tree.leaves(held), jax.tree.leaves(learnt), strict=True):
         own, mesh = (jax.typeof(array).sharding.mesh for array in (before, after))
         if own != mesh and (mesh.explicit_axes or mesh.manual_axes):
             raise ValueError(
-                f"x is of the mesh {dict(mesh.shape)}, and the state given of "
-                f"{dict(own.shape) or 'none'}: the function that jax.shard_map or jax.jit "
-                "calls takes the state from around itself. Pass it as an argument, with "
-                "in_specs=jax.P() in jax.shard_map; or, where nothing is compiled, put it "
-                "there: jax.device_put(state, jax.NamedSharding(mesh, jax.P()))."
+                f"x is on the mesh {dict(mesh.shape)}, but the state given is on "
+                f"{dict(own.shape) or 'no mesh'}: the function in jax.shard_map or jax.jit "
+                "closes over the state. Pass the state as an argument, in jax.shard_map with "
+                "in_specs=jax.P(); or, without jit, move it to the mesh: "
+                "jax.device_put(state, jax.NamedSharding(mesh, jax.P()))."
             )
     return jax.tree.map(
         lambda a, b: _normalise.split(a, jax.typeof(b).sharding.spec), learnt, held
@@ -80,21 +75,21 @@ def recall(
     approach: AbstractStrategy[Any],
     channels: int,
 ) -> Any:
-    """Returns the memory at `index`; raises unless `approach` made it for so many channels."""
+    """Returns the memory at `index`; raises as `check` does, and if there is none."""
     try:
         memory = state.get(index)
     except KeyError:
         raise ValueError(
-            "The state given holds nothing of this layer: it was made for another model. Make "
-            "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass on "
-            "the state that each call returns."
+            "The state given has no entry for this layer: it was made for another model. Make "
+            "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
+            "state that each call returns to the next."
         ) from None
     check(memory, approach, channels)
     return memory
 
 
 def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
-    """Raises `ValueError` unless `approach` made the memory for so many channels."""
+    """Raises `ValueError` unless the memory has the form of `approach.init(channels)`."""
     is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
     dtype = statistics_dtype(complex if is_complex else float)
     expected = jax.eval_shape(lambda: approach.init(channels, dtype))
@@ -127,8 +122,8 @@ def _of_another_dtype(held: jnp.dtype, made: jnp.dtype) -> str:
         f"The state given holds {held}, but this layer remembers {made} whatever the dtypes of "
         "weights and input (a running average in half precision stops moving). Cast the model "
         f"and leave its state as it is:\n    model = jax.tree.map({cast}, model)\n"
-        "Where only the cast state is left, this brings its dtype back, but not what rounding "
-        f"has taken:\n{back}"
+        "If you have only the cast state, this restores its dtype, but not the digits lost by "
+        f"rounding:\n{back}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Defines `RMSNorm`, which divides one example by its root mean square."""
+"""Defines `RMSNorm`."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,14 +12,12 @@ from eqx_norm._normalise import Activation
 
 
 class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
-    r"""Divides all values of one example by their root mean square; drop-in for
-    `equinox.nn.RMSNorm`.
+    r"""Divides one example by the root mean square of its values; replaces `eqx.nn.RMSNorm`.
 
     $$y = \frac{x}{\sqrt{\frac{1}{n} \sum_i |x_i|^2 + \varepsilon}} \cdot \gamma + \beta$$
 
-    with learnable $\gamma$ (`weight`) and $\beta$ (`bias`) of the shape of `x`. No mean is
-    computed or subtracted. It is used as `LayerNorm` is, and like it calculates in float32 at
-    least and keeps nothing but `x` for the backward pass:
+    where $\gamma$ (`weight`) and $\beta$ (`bias`) have the shape of `x`. The mean square is
+    float32 or better; no mean is computed. JAX keeps only `x` for the backward pass.
 
     ```python
     layer = RMSNorm(64, use_bias=False)
@@ -42,9 +40,9 @@ class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
         *,
         activation: Activation | None = None,
     ):
-        """**Arguments:** as for `LayerNorm`, `eps` added to the mean square.
+        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
 
-        **Raises:** `ValueError` for an argument that makes no sense, saying what would.
+        **Raises:** `ValueError` for an invalid argument.
         """
         self.shape = checked_sizes(shape)
         self.use_weight, self.use_bias = bool(use_weight), bool(use_bias)

@@ -1,4 +1,4 @@
-"""Writes experiments/README.md and the table in the README, from experiments/results/*.json."""
+"""Writes experiments/README.md from experiments/results/*.json."""
 
 import argparse
 import json
@@ -8,9 +8,7 @@ from typing import Any
 from .common.report import table
 
 FOLDER = Path(__file__).parent
-README = FOLDER.parent / "README.md"
-BEGIN, END = "<!-- experiments:begin -->\n", "<!-- experiments:end -->"
-# As a reader asks: first what a layer does to training, then how exact and how fast it is.
+# First how a layer affects training, then how accurate and how fast it is.
 ORDER = [
     "stability",
     "stability_large",
@@ -20,54 +18,53 @@ ORDER = [
 ]
 ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed", "compiled"]
 
-HEAD = """# What the experiments found
+HEAD = """# Results of the experiments
 
-Each is one script, run as `python -m experiments.NAME`, which writes below `build/`; `--help`
-says what it does. `make experiments` writes what is here; [results/](results/) has all numbers,
-and with which processor, device and versions they were measured.
+Each experiment is one script. `python -m experiments.NAME` runs it and writes below `build/`;
+`--help` explains it. `make experiments` writes the files of this folder. [results/](results/)
+has all numbers, with the processor, device and versions that they were measured on.
 """
 CLAIMS = """
-A claim is what this project says of itself; all of them hold, or `--quick` fails. What is aimed
-at, and not always reached, is the [last table](#aimed-at)."""
+A claim is a statement about this project that must hold on any machine: if one fails, `--quick`
+fails. Goals, which are not always reached, are in the [last table](#aimed-at)."""
 GOALS = """
 ## Aimed at
 
-These are goals, not claims, with what is in the way: [docs/design.md](../docs/design.md).
+Goals that are not always reached, and why. [docs/design.md](../docs/design.md) has the details.
 """
 
 
 def results() -> dict[str, Any]:
-    """Returns what each experiment has published, by name."""
+    """Returns the published results of each experiment, by name."""
     paths = {path.stem: path for path in sorted((FOLDER / "results").glob("*.json"))}
     names = [*filter(paths.__contains__, ORDER), *(name for name in paths if name not in ORDER)]
     return {name: json.loads(paths[name].read_text(encoding="utf-8")) for name in names}
 
 
 def figures(name: str) -> list[Path]:
-    """Returns the figures of an experiment, and not those of one whose name begins alike."""
+    """Returns the figures of an experiment, without those of a longer name."""
     others = [other for other in results() if other.startswith(name) and other != name]
     found = sorted((FOLDER / "figures").glob(f"{name}*.png"))
     return [path for path in found if not path.stem.startswith(tuple(others))]
 
 
-def overview(folder: str) -> str:
-    """Returns the table of all experiments; `folder` is where it finds their files."""
+def overview() -> str:
+    """Returns the table of all experiments."""
     lines = []
     for name, result in results().items():
         drawn = figures(name)
-        link = f"[figure]({folder}figures/{drawn[0].name})" if drawn else "-"
+        link = f"[figure](figures/{drawn[0].name})" if drawn else "-"
         holding = sum(holds for _, _, holds in result["verdicts"])
         claims = f"{holding} of {len(result['verdicts'])}"
-        where = f"[{name}]({folder and folder + 'README.md'}#{name})"
-        lines.append((where, result["asked"], result["answer"], claims, link))
+        lines.append((f"[{name}](#{name})", result["asked"], result["answer"], claims, link))
     return table(("experiment", "asked", "answer", "claims that hold", "figure"), lines)
 
 
 def document() -> str:
     """Returns the text of experiments/README.md."""
-    parts, goals = [HEAD, overview(""), CLAIMS], []
+    parts, goals = [HEAD, overview(), CLAIMS], []
     for name, result in results().items():
-        parts += [f"\n## {name}", f"\n{result['asked']} {result['answer']}."]
+        parts += [f"\n## {name}", f"\n{result['asked']} **Answer:** {result['answer']}."]
         parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
         parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
         goals += [(name, *goal) for goal in result["goals"]]
@@ -80,9 +77,6 @@ def document() -> str:
 def main() -> None:
     argparse.ArgumentParser("python -m experiments", description=__doc__).parse_args()
     (FOLDER / "README.md").write_text(document(), encoding="utf-8")
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    text = before + BEGIN + overview("experiments/") + "\n" + END + rest.split(END)[1]
-    README.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""How accurate is batch normalisation where that is hard? This layer beside its peers.
+"""Measures the errors of batch norm on hard inputs: this package, Equinox, Flax and PyTorch.
 
     python -m experiments.accuracy           about a minute on 2 cores
     python -m experiments.accuracy --quick   under 30 seconds; fails if a claim fails
 
-Every implementation is right at mean 0 and standard deviation 1. What tells them apart: one
-training step on constant channels, means that are large beside the standard deviation, up to a
-million values a channel, an outlier, half precision. The right answer is in extended precision;
-the claims name the units of errors, where xhat = (x - mean) / std, and dy is the gradient of y.
-Then every approach of this layer runs many steps, in training and in inference.
+Every implementation is accurate at mean 0 and standard deviation 1. The hard inputs of one
+training step are constant channels (https://github.com/BVLC/caffe/issues/3963), means much
+larger than the standard deviation, up to a million values per channel, an outlier, and half
+precision. The exact answer is computed in extended precision. The claims name the units of the
+errors; xhat is (x - mean) / std, and dy the gradient of y. Then every approach of this package
+runs many steps, in training and inference mode.
 
-A constant channel has to come out as zero: https://github.com/BVLC/caffe/issues/3963. On a GPU
-this package's implementations are compared, with the channels first and last; results are named
-after the device, and the exit code is 1 where a claim fails.
+On a GPU it compares this package's implementations, with the channels first and last. The
+results are then named after the device, and the exit status is 1 if a claim fails.
 """
 
 import dataclasses
@@ -46,21 +46,21 @@ LAYERS = OURS, EQUINOX_EMA, EQUINOX_BATCH, FLAX, FLAX_TWO_PASS, TORCH
 @dataclasses.dataclass(frozen=True)
 class Settings:
     layers: tuple[str, ...] = LAYERS
-    n: int = 10_000  # values a channel, if nothing else is said
-    most: int = 1_000_000  # values a channel, where it is their number that is hard
-    steps: int = 300  # of the approaches: roundings that add up would be seen
+    n: int = 10_000  # values per channel, by default
+    most: int = 1_000_000  # values per channel, at most
+    steps: int = 300  # of the approaches: enough to see errors that accumulate
     ratios: tuple[float, ...] = (1.0, 1e3, 1e5, 1e7)
     momenta: tuple[float, ...] = (0.5, 0.99)
 
 
-# Fewer values, and the layers that are installed wherever the package is.
+# Fewer values, and only layers of the packages that this one requires.
 QUICK = Settings(LAYERS[:3], 1_000, 10_000, steps=30, ratios=(1.0, 1e7), momenta=(0.99,))
 
 # -------------------------------------------------------------------------------- the batches
 
 CHANNELS = 8
-DRAWS = 8  # of which the worst counts, as some errors come in one channel of a hundred
-CONSTANTS = (1e-3, 1.0, 1e3, 65504.0)  # their ranges, up to the largest number in float16
+DRAWS = 8  # the worst counts, because some errors occur in one channel of a hundred
+CONSTANTS = (1e-3, 1.0, 1e3, 65504.0)  # bounds of ranges, up to the largest float16
 SINGLE = "constant", "mean/std to 1e7", "affine", "n to 1e6", "outlier 1e6", "OneFlow's pair"
 CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW = SINGLE
 HALF = "float16", "bfloat16"
@@ -79,8 +79,8 @@ class Case:
     affine: bool = False  # weight and bias at random, rather than 1 and 0
 
     def batch(self, number: int) -> Batch:
-        """Returns a batch; weight and bias are float32, and OneFlow's gradient is of a sum."""
-        # Seeded per case, so that a new case leaves the batches of the others as they are.
+        """Returns a batch with float32 weight and bias. OneFlow's has a gradient of ones."""
+        # Seeded by case, so that a new case does not change the batches of the others.
         random = np.random.RandomState([zlib.crc32(self.name.encode()), number])
         dtype = jnp.dtype(self.group if self.group in HALF else np.float32)
         x = self.draw(random).astype(dtype)
@@ -93,7 +93,7 @@ class Case:
 
 
 def cases(n: int, most: int) -> Iterator[Case]:
-    """Yields all cases: `n` values a channel if nothing else is said, `most` at most."""
+    """Yields all cases, with `n` values per channel by default and `most` at most."""
     for k, (low, high) in itertools.product((7, 121), itertools.pairwise(CONSTANTS)):
         drawn = partial(constant, k, low, high)
         yield Case(f"constants to {high:g}, n = {k}", CONSTANT, high, drawn)
@@ -121,14 +121,14 @@ def constant(n: int, low: float, high: float, _: np.random.RandomState) -> NDArr
 
 
 def normal(n: int, mean: ArrayLike, std: ArrayLike, random: np.random.RandomState) -> NDArray:
-    """Draws n = 10^k values a channel: about as many examples as positions."""
+    """Draws n = 10^k values per channel, in about as many examples as positions."""
     k = len(str(n)) - 1
     mean, std = (np.reshape(value, (-1, 1)) for value in (mean, std))
     return mean + std * random.standard_normal((10 ** ((k + 1) // 2), CHANNELS, 10 ** (k // 2)))
 
 
 def far(n: int, ratio: float, random: np.random.RandomState) -> NDArray:
-    """Draws channels of both signs and of a standard deviation between 0.3 and 30."""
+    """Draws channels with means of both signs and standard deviations from 0.3 to 30."""
     std = 10 ** random.uniform(-0.5, 1.5, CHANNELS)
     return normal(n, ratio * std * np.where(np.arange(CHANNELS) % 2, -1, 1), std, random)
 
@@ -146,11 +146,11 @@ FIRST, LAST = "channels first", "channels last"
 
 
 class Row(NamedTuple):
-    """Holds the largest errors over a case's batches: infinite for what fails, or NaN."""
+    """Holds the largest errors over a case's batches: infinite if the layer fails, or NaN."""
 
     group: str
     case: str
-    layer: str  # on a GPU with its layout
+    layer: str  # with its layout, on a GPU
     errors: Errors
 
 
@@ -159,7 +159,7 @@ NOTHING = Errors(*[np.nan] * 5)
 
 
 def answer(layer: str, layout: str, batch: Batch) -> Answer:
-    """Returns the answer to a batch as it is, or as `[n, C]` with the channels last."""
+    """Returns a layer's answer to a batch, given as it is or as `[n, C]`, channels last."""
     if layout == FIRST:
         return peers.answer_of_batch_norm(layer, batch)
     n, channels, *space = batch.x.shape
@@ -168,7 +168,7 @@ def answer(layer: str, layout: str, batch: Batch) -> Answer:
         return np.moveaxis(values.reshape(n, *space, channels), -1, 1)
 
     x, dy = (np.moveaxis(a, 1, -1).reshape(-1, channels) for a in (batch.x, batch.dy))
-    repeated = np.arange(-(-channels // 128) * 128) % channels  # Mosaic's kernel takes no less
+    repeated = np.arange(-(-channels // 128) * 128) % channels  # Mosaic's kernel needs 128
     given = Batch(*(a[..., repeated] for a in (x, dy, batch.weight, batch.bias)))
     gave = Answer(*(a[..., :channels] for a in peers.answer_of_batch_norm(layer, given)))
     return gave._replace(y=back(gave.y), dx=back(gave.dx))
@@ -190,9 +190,9 @@ def measure_layer(case: Case, given: Sequence[tuple[Batch, Exact]], name: str) -
     try:
         found = [errors(b, right, answer(layer, layout or FIRST, b)) for b, right in given]
         return row._replace(errors=Errors(*np.array(found).max(0).tolist()))
-    except Exception as error:  # whatever it is, the others are to be measured
+    except Exception as error:  # go on with the other layers
         tqdm.write(f"{name}, {case.name}: {type(error).__name__}: {error}".partition("\n")[0])
-        # The kernel may answer that it does not take such a batch.
+        # The kernel may refuse a batch.
         refused = layer == peers.OURS_PALLAS and "implementation=" in str(error)
         return row if refused else row._replace(errors=Errors(*[np.inf] * 5))
 
@@ -200,8 +200,8 @@ def measure_layer(case: Case, given: Sequence[tuple[Batch, Exact]], name: str) -
 # ---------------------------------------------------------- every approach, over many steps
 
 APPROACHES = ("ema", "batch", "adam", "smooth_start", "renorm", "variance_clip")
-CLIP: dict[str, Any] = {"ratio": 4.0, "start": 5}  # so early that most steps are clipped
-OPEN = {"r_max": 3.0, "d_max": 5.0}  # from the first step on, so that all are corrected
+CLIP: dict[str, Any] = {"ratio": 4.0, "start": 5}  # early, so that most steps are clipped
+OPEN = {"r_max": 3.0, "d_max": 5.0}  # from the first step on, so that every step is corrected
 
 
 def reference(
@@ -213,11 +213,11 @@ def reference(
     r_max: float = 1.0,
     d_max: float = 0.0,
 ) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yields what normalises each batch in training, and at inference after it.
+    """Yields the statistics that normalise each batch in training, and inference after it.
 
-    It is the recursion of each strategy in NumPy, in the precision of what it is given: pairs
-    (mean, variance), and a momentum. With a `start` the batches after so many are clipped;
-    `r_max` and `d_max` are those of `renorm`.
+    It is the recursion of each strategy in NumPy, in the precision of its inputs: pairs (mean,
+    variance), and a momentum. Batches after the first `start` are clipped, if it is not 0;
+    `r_max` and `d_max` belong to `renorm`.
     """
     h = w = r = remembered = np.zeros(())
     for k, b in enumerate(map(np.array, batches), start=1):
@@ -237,7 +237,7 @@ def reference(
 
 
 def renormed(b: NDArray, running: NDArray, r_max: float, d_max: float) -> NDArray:
-    """Returns the mean and variance by which ((x - mean_b) / sigma_b) r + d is normalised."""
+    """Returns the mean and variance that give ((x - mean_b) / sigma_b) r + d."""
     sigma_b, sigma = np.sqrt(b[1] + EPS), np.sqrt(running[1] + EPS)
     r = np.clip(sigma_b / sigma, 1 / r_max, r_max)
     d = np.clip((b[0] - running[0]) / sigma, -d_max, d_max)
@@ -245,7 +245,7 @@ def renormed(b: NDArray, running: NDArray, r_max: float, d_max: float) -> NDArra
 
 
 def drifting(ratio: float, steps: int) -> Iterator[NDArray[np.float32]]:
-    """Yields x, [16, CHANNELS, 4], of a mean that drifts, and jumps once."""
+    """Yields x, [16, CHANNELS, 4], whose mean drifts, and jumps once."""
     random = np.random.RandomState(round(np.log10(ratio)))
     std = 10 ** random.uniform(-1, 1, (CHANNELS, 1))
     mean = ratio * std * np.where(np.arange(CHANNELS) % 2, -1, 1)[:, None]
@@ -269,7 +269,7 @@ def error_of(y: jax.Array, x: NDArray, statistics: NDArray) -> float:
 
 
 def measure_steps(settings: Settings) -> Iterator[Row]:
-    """Yields the largest error of y; inference is on the batch just trained on."""
+    """Yields the largest error of y; inference sees the batch of the last training step."""
     kinds = [*itertools.product(APPROACHES, settings.momenta, settings.ratios)]
     for name, momentum, ratio in tqdm(kinds, unit="run", disable=None):
         how: Any = {"approach": name, "momentum": momentum}
@@ -296,35 +296,35 @@ def measure_steps(settings: Settings) -> Iterator[Row]:
 
 # --------------------------------------------------------------------------------- verdicts
 
-# float32 has a relative precision of 6e-8: these leave room for a few roundings of numbers of
-# order 1, whatever the mean and the number of values.
+# float32 has a relative precision of 6e-8: the bounds allow a few roundings of numbers of order
+# 1, whatever the mean and the number of values.
 Y = 1e-6
 CLAIMS = (
     ("1. a constant channel gives exactly its bias", "y", 0, [CONSTANT]),
-    ("2. and has a variance of exactly 0", "variance", 0, [CONSTANT]),
-    ("3. y to 1e-6 of max(1, abs(xhat))", "y", Y, SINGLE[1:]),
-    ("4. variance to 5e-7 of variance + eps", "variance", 5e-7, GROUPS),
-    ("5. dx to 1e-6 of max abs(dy) * weight / std", "dx", 1e-6, SINGLE),
-    ("6. dweight to 1e-7 of sum abs(dy) + 4.3 abs(dweight)", "dweight", 1e-7, GROUPS),
-    ("7. dbias to 2e-7 of sum abs(dy)", "dbias", 2e-7, GROUPS),
-    ("8. half precision: y and dx as in 3 and 5, plus half an ulp", "y dx", Y, HALF),
-    ("9. y to 1e-6 by every approach, in training and inference", "y", Y, APPROACHES),
+    ("2. a constant channel has a variance of exactly 0", "variance", 0, [CONSTANT]),
+    ("3. error of y <= 1e-6 max(1, abs(xhat))", "y", Y, SINGLE[1:]),
+    ("4. error of the variance <= 5e-7 (variance + eps)", "variance", 5e-7, GROUPS),
+    ("5. error of dx <= 1e-6 max abs(dy) * weight / std", "dx", 1e-6, SINGLE),
+    ("6. error of dweight <= 1e-7 (sum abs(dy) + 4.3 abs(dweight))", "dweight", 1e-7, GROUPS),
+    ("7. error of dbias <= 2e-7 sum abs(dy)", "dbias", 2e-7, GROUPS),
+    ("8. half precision: errors of y and dx as in 3 and 5, plus half an ulp", "y dx", Y, HALF),
+    ("9. error of y as in 3, every approach, training and inference", "y", Y, APPROACHES),
 )
 
 
 def within(rows: Rows, claim: str, of: str, bound: float, groups: Sequence[str]) -> Verdict:
-    """Judges whether these errors of this package are within the bound in these groups."""
+    """Judges whether this package's errors in these groups are within the bound."""
     found = [
         (getattr(row.errors, quantity), f"{row.case}; {row.layer}")
         for row, quantity in itertools.product(rows, of.split())
         if peers.package(row.layer) == "eqx_norm" and row.group in groups
     ]
-    error, place = max(one for one in found if not np.isnan(one[0]))  # NaN: it has none
+    error, place = max(one for one in found if not np.isnan(one[0]))  # NaN: not measured
     return claim, f"{error:.1e} ({place})" if error else "0 in every case", error <= bound
 
 
 def largest(rows: Rows, layer: str, group: str) -> str:
-    """Returns the largest error of y of that layer in these cases."""
+    """Returns a layer's largest error of y in a group, as text."""
     found = [row.errors.y for row in rows if (row.layer, row.group) == (layer, group)]
     worst = f"{np.max(found):.1e}"
     return {"0.0e+00": "0", "inf": "fails", "nan": "-"}.get(worst, worst)
@@ -366,13 +366,13 @@ def draw(settings: Settings, rows: Rows) -> Figure:
 def draw_sweep(axes: Axes, layers: Sequence[str], at: list[float], table: NDArray) -> None:
     """Draws the error of y by the place on an axis."""
     for layer, values in zip(layers, table.T, strict=True):
-        # A logarithmic axis has neither zero nor infinity: they are drawn at its ends.
+        # A logarithmic axis has no 0 and no infinity: they are drawn at its ends.
         values = np.clip(values, 1e-8, 1e8)
         axes.plot(at, values, label=layer, color=peers.COLOURS[layer], **STYLE[layer])
     axes.set(xscale="log", yscale="log", ylim=(5e-9, None), ylabel="error of y")
     axes.locator_params(axis="y", numticks=8)
     axes.minorticks_off()
-    # The labels lie outside: between the two lines is where eqx-norm should be.
+    # The labels are outside of the lines, because eqx-norm should be between them.
     bounds = (Y, "the bound of eqx-norm, 1e-6", 2.2), (2.0**-24, "half an ulp of float32", 0.4)
     for level, label, away in bounds:
         axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
@@ -380,7 +380,7 @@ def draw_sweep(axes: Axes, layers: Sequence[str], at: list[float], table: NDArra
 
 
 def draw_constants(axes: Axes, layers: Sequence[str], at: list[float], table: NDArray) -> None:
-    """Draws what a constant channel comes out as, which is zero in exact arithmetic."""
+    """Draws the output for a constant channel, which is exactly zero."""
     colors = [peers.COLOURS[layer] for layer in layers]
     for high, values, marker in zip(at, table, 2 * "o^s", strict=True):
         look: Any = {"marker": marker, "facecolors": "none", "edgecolors": colors}
@@ -397,7 +397,7 @@ def draw_errors(axes: Axes, layers: Sequence[str], of: list[Case], table: NDArra
     """Draws the error of y by case and layer: its exponent as text and colour."""
     table = np.where(np.isinf(table), np.nan, table)
     exponents = np.log10(np.where(table == 0, 1e-99, table))
-    # White is the bound: blue is better, the other end worse.
+    # White is the bound, blue is better, red is worse.
     ends = [report.BLUE, "#FFFFFF", report.VERMILION]
     scale = LinearSegmentedColormap.from_list("bound", ends).with_extremes(bad="#DDDDDD")
     norm = TwoSlopeNorm(-6, -8, 1)
@@ -446,7 +446,7 @@ def main() -> int:
         fail = report.publish(
             folder,
             name,
-            asked="How accurate is batch norm where that is hard? "
+            asked="How accurate is batch norm on hard inputs? "
             "[Caffe #3963](https://github.com/BVLC/caffe/issues/3963)",
             answer=f"error of y at mean/std = 1e3: {said}",
             tables=[table],

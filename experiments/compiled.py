@@ -1,15 +1,15 @@
-"""What do the layers move on a GPU? Counted in programs compiled for an H200, with none there.
+"""Counts the bytes that the layers move on an H200, in compiled programs, without a GPU.
 
-    make gpu-compile-check                  all of it (6 minutes), in an environment of its own
-    python -m experiments.compiled          the same, where jax's CUDA plugin is installed
+    make gpu-compile-check                  all of it (6 minutes), in its own environment
+    python -m experiments.compiled          the same, if jax's CUDA plugin is installed
     python -m experiments.compiled --quick  a few programs, under 30 seconds
 
-Normalisation's time on a GPU is the time to move its arrays between memory and processor. XLA
-compiles for a GPU from its description, and what a program moves can be read off it: in units
-of the bytes of x, at least 3 forward and 5 backward. Nothing runs; only compiling is timed.
-Where y and its cotangent are known at once ("forward + backward"), XLA saves a read of x, which
-in training it cannot ("forward, then backward"). "eqx-norm" is by XLA, "eqx-norm, pallas" has
-this package's kernel for the statistics. What follows for a GPU: docs/gpu.md.
+On a GPU, normalisation takes the time to move its arrays between memory and processor. XLA
+compiles for a GPU from its description, and the program shows how much it moves, here in units
+of the bytes of x: at least 3 forward and 5 backward. Nothing runs; only compilation is timed.
+If y and its cotangent are known together ("forward + backward"), XLA saves a read of x, which
+it cannot in training ("forward, then backward"). "eqx-norm" is compiled by XLA, "eqx-norm,
+pallas" uses this package's kernel for the statistics. docs/gpu.md says what follows for a GPU.
 """
 
 import functools
@@ -44,7 +44,7 @@ RELU, LAYER_NORM, BETWEEN = "BatchNorm + ReLU", "LayerNorm", "conv, BatchNorm + 
 ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
 NO_NORM, LAYERS = "no norm", (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
 DTYPES, DENSE, IMAGES = ("bfloat16", "float32"), (65536, 256), (64, 64, 32, 32)
-# Of a ResNet-50, channels side by side as convolutions leave them on a GPU.
+# Shapes of a ResNet-50, with the channels last as convolutions return them on a GPU.
 COLUMNS = (DENSE, (802816, 64), (6272, 1024), (1568, 2048))
 CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination is compiled
 GRIDS = (
@@ -60,7 +60,7 @@ MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)
 
 
 def mesh_of(count: int) -> Mesh:
-    """Returns a mesh of so many H200s on one host, whose axis is "devices"."""
+    """Returns a mesh of `count` H200s on one host, with the axis "devices"."""
     target = Path(__file__).with_name("data") / "h200.txtpb"
     about = {"target_config": target.read_text(), "topology": f"{count}x1x1"}
     described = topologies.get_topology_desc(platform="cuda", **about)
@@ -68,16 +68,16 @@ def mesh_of(count: int) -> Mesh:
 
 
 def like(tree: Any, mesh: Mesh, *axes: str) -> Any:
-    """Returns shapes and dtypes in place of arrays, split along axes of a mesh."""
+    """Replaces arrays by their shapes and dtypes, split along axes of a mesh."""
     placed = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, jax.P(*axes)))
     return jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), tree)
 
 
 def build(mesh: Mesh, f: Any, *given: Any) -> tuple[Any, float]:
-    """Returns a program, and the processor's seconds to lower and compile it."""
+    """Returns a compiled program, and the processor time to lower and compile it."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced, start = jax.jit(f).trace(*given), time.process_time()
-        # Choosing among algorithms for a convolution means timing them on a GPU.
+        # Without autotuning of convolutions, which needs a GPU.
         program = traced.lower().compile(compiler_options={"xla_gpu_autotune_level": "0"})
         return program, time.process_time() - start
 
@@ -85,10 +85,10 @@ def build(mesh: Mesh, f: Any, *given: Any) -> tuple[Any, float]:
 # ---------------------------------------------------------------------- what a program moves
 #
 # On a GPU every operation of the entry computation that is not a mere view is a kernel: it
-# reads each operand from memory once (or slices of it), and writes its result there. Caches are
-# not seen, nor access patterns that waste bandwidth. JAX's `cost_analysis()` will not do
-# (0.12.0.1): there is none for a GPU that is not there, and the CPU's takes this package's
-# kernel for nothing, and an operand that is read in two places of an operation for two.
+# reads each operand from memory once (or slices of it), and writes its result there. The count
+# ignores caches and access patterns that waste bandwidth. JAX's `cost_analysis()` (0.12.0.1)
+# needs a GPU; on a CPU it counts this package's kernel as nothing, and an operand that an
+# operation reads in two places twice.
 
 _VIEWS = {"bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter", "tuple"}
 _SLICES = {"dynamic-slice", "gather", "slice"}
@@ -112,7 +112,7 @@ class Op(NamedTuple):
 
 
 def parse(text: str) -> dict[str, dict[str, Op]]:
-    """Returns all computations of a program by name, that of the whole as "ENTRY"."""
+    """Returns all computations of a program by name; "ENTRY" is the whole program."""
     computations, current = {}, {}
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         # A computation starts in the first column: "ENTRY %main (x: f32[3]) -> f32[3] {".
@@ -131,10 +131,10 @@ def parse(text: str) -> dict[str, dict[str, Op]]:
 
 
 def launches(text: str) -> dict[str, int]:
-    """Returns the bytes that each operation moves which a program has the device run."""
+    """Returns the bytes that each operation of a program moves on the device."""
     computations, moved = parse(text), {}
     for name, op in computations["ENTRY"].items():
-        if _UNCOUNTED.fullmatch(op.opcode):  # the text alone does not tell its traffic
+        if _UNCOUNTED.fullmatch(op.opcode):  # its traffic is not in the text
             raise NotImplementedError(f"%{name} = {op.opcode}(...) is not counted")
         called = re.search(r"\bcalls=%?([\w.-]+)", op.attributes)
         body = computations[called[1]] if called else {}
@@ -153,7 +153,7 @@ def launches(text: str) -> dict[str, int]:
 
 
 def _demanded(body: dict[str, Op], value: str) -> int:
-    """Returns how many elements of a value its users in a fusion ask for, and are computed."""
+    """Returns how many elements of a value its users in a fusion read."""
     users = {name: op for name, op in body.items() if value in op.operands}
     if not users or {op.opcode for op in users.values()} - _SLICES - _ONE_TO_ONE:
         return body[value].elements
@@ -163,7 +163,7 @@ def _demanded(body: dict[str, Op], value: str) -> int:
 
 
 def count(mesh: Mesh, program: str, shape: Any, direction: str, name: str, dtype: str) -> Row:
-    """Compiles a norm and its activation, and returns what they move, in units of x."""
+    """Compiles a norm and its activation, and returns the bytes moved, in units of x."""
     case = dict(zip(CASE, (program, shape, direction, name, dtype), strict=True))
     channels, conv, key = shape[1], eqx.nn.Identity(), jax.random.key(0)
     affine = (jnp.ones(channels), jnp.ones(channels))
@@ -201,7 +201,7 @@ def with_norm(layer: str, dtype: str, **how: Any) -> Any:
 
 
 def send(mesh: Mesh, dtype: str, way: str, layer: str) -> Row:
-    """Compiles a training step over several devices, and returns what it sends."""
+    """Compiles a training step over several devices, and returns its collectives."""
     axis, split = "batch" if way == JIT else ("batch", "devices"), jax.P("devices")
     norm, state = eqx.nn.make_with_state(with_norm(layer, dtype, axis_name=axis))(CHANNELS)
     weights, static = eqx.partition(norm, eqx.is_array)
@@ -227,7 +227,7 @@ def send(mesh: Mesh, dtype: str, way: str, layer: str) -> Row:
 
 
 def train(mesh: Mesh, dtype: str, layer: str, recomputes: bool) -> Row:
-    """Compiles a step of ResNet-50 on 32 images; returns the MB that JAX keeps, and XLA."""
+    """Compiles a step of ResNet-50 on 32 images; returns the memory of JAX and XLA, in MB."""
     make = eqx.nn.make_with_state(training.resnet_50)
     model, state = make(with_norm(layer, dtype, axis_name="batch"), jnp.dtype(dtype))
     weights, static = eqx.partition(model, eqx.is_inexact_array)
@@ -256,20 +256,20 @@ def train(mesh: Mesh, dtype: str, layer: str, recomputes: bool) -> Row:
 
 # --------------------------------------------------------------------------------- verdicts
 
-# A fifth of a unit is for partial sums. The kernel reads x once for the statistics, XLA twice;
-# but columns only: an image is written out first. 5 (25.1 without a norm) and 6 are counts.
+# 0.2 are for partial sums. For the statistics the kernel reads x once, XLA twice; but the
+# kernel needs columns, so an image is written first. 5 (25.1 without a norm) and 6 are counts.
 MOST = {
-    "1. a norm by XLA: at most 8.2 times x": (ALONE, (DENSE, IMAGES), (BOTH,), (OURS,), 8.2),
-    "2. by pallas, of columns: 7.2": (ALONE, (DENSE,), (BOTH,), (OURS_PALLAS,), 7.2),
-    "3. by pallas, of images: 9.2": (ALONE, (IMAGES,), (BOTH,), (OURS_PALLAS,), 9.2),
-    "4. by pallas, forward: 3.06": (ALONE, COLUMNS, (FORWARD,), (OURS_PALLAS,), 3.06),
-    "5. with two convolutions: 30.3": ((BETWEEN,), (IMAGES,), (BOTH,), LAYERS[:3], 30.3),
-    "6. LayerNorm by XLA: 8.3": ((LAYER_NORM,), (DENSE,), (BOTH,), (OURS,), 8.3),
+    "1. by XLA: at most 8.2 times x's bytes": (ALONE, (DENSE, IMAGES), (BOTH,), (OURS,), 8.2),
+    "2. by Pallas, on columns: at most 7.2": (ALONE, (DENSE,), (BOTH,), (OURS_PALLAS,), 7.2),
+    "3. by Pallas, on images: at most 9.2": (ALONE, (IMAGES,), (BOTH,), (OURS_PALLAS,), 9.2),
+    "4. by Pallas, forward: at most 3.06": (ALONE, COLUMNS, (FORWARD,), (OURS_PALLAS,), 3.06),
+    "5. between convolutions: at most 30.3": ((BETWEEN,), (IMAGES,), (BOTH,), LAYERS[:3], 30.3),
+    "6. LayerNorm, by XLA: at most 8.3": ((LAYER_NORM,), (DENSE,), (BOTH,), (OURS,), 8.3),
 }
 
 
 def moves_little(rows: list[Row]) -> list[report.Verdict]:
-    """Judges each of `MOST` of which there are programs."""
+    """Judges each claim of `MOST` for which there are programs."""
     verdicts = []
     for claim, (*case, most) in MOST.items():
         where = dict(zip(CASE[:4], case, strict=True))
@@ -281,7 +281,7 @@ def moves_little(rows: list[Row]) -> list[report.Verdict]:
 
 
 def kernels_are_clean(folder: Path) -> report.Verdict:
-    """Judges what jaxlib wrote of this package's kernels: PTX, and what the assembler said."""
+    """Judges jaxlib's dumps of this package's kernels: PTX, and the assembler's messages."""
     wrong = re.compile(r"\b[1-9]\d* bytes spill|\b(atom|red)\.")
     ptx = {path: wrong.search(path.read_text()) for path in folder.glob("eqx_norm_*.ptx*")}
     measured = f"{sum(map(bool, ptx.values()))} of {len(ptx) // 2} kernels"
@@ -289,7 +289,7 @@ def kernels_are_clean(folder: Path) -> report.Verdict:
 
 
 def scatters_nothing(rows: list[Row]) -> report.Verdict:
-    claim = "8. no program scatters, which on a GPU adds atomically unless it is sorted first"
+    claim = "8. no program has a scatter, which by default adds atomically on a GPU"
     number = sum(row["scatters"] > 0 for row in rows)
     return claim, f"{number} of {len(rows)} programs", number == 0
 
@@ -299,13 +299,13 @@ def sends_little(rows: list[Row]) -> report.Verdict:
     ours = [row for row in rows if row["layer"] == OURS]
     few = all(row["sends"] <= most[row["way"]] for row in ours)
     largest = max(row["largest"] for row in ours)
-    claim = "7. a step sends vectors, at most twice in shard_map and 4 times by jit"
+    claim = "7. a step sends only vectors, at most 2 under shard_map and 4 under jit"
     measured = f"{[row['sends'] for row in ours]}; {largest} numbers to a device"
     return claim, measured, few and largest <= 4 * COUNT * CHANNELS
 
 
 def shares(rows: list[Row], field: str, recomputes: bool, of: str = OURS) -> list[float]:
-    """Returns what a step needs, of each dtype, by what one with the layer `of` needs."""
+    """Returns a step's need relative to one with the layer `of`, for each dtype."""
     need = {(row["layer"], row["recomputes"], row["dtype"]): row[field] for row in rows}
     return [need[OURS, recomputes, dtype] / need[of, False, dtype] for dtype in DTYPES]
 
@@ -313,7 +313,7 @@ def shares(rows: list[Row], field: str, recomputes: bool, of: str = OURS) -> lis
 def recomputing_saves(rows: list[Row]) -> report.Verdict:
     most = {"kept": 0.4, "temporaries": 0.75, "moved": 1.15}
     found = {field: max(shares(rows, field, True)) for field in most}
-    claim = "10. recompute_outputs: kept 0.4, temporaries 0.75, moved 1.15 at most"
+    claim = "10. recompute_outputs: at most 0.4 kept, 0.75 temporaries, 1.15 moved"
     measured = ", ".join(f"{field} {value:.2f}" for field, value in found.items())
     return claim, measured, all(found[field] <= most[field] for field in most)
 
@@ -321,15 +321,15 @@ def recomputing_saves(rows: list[Row]) -> report.Verdict:
 def main() -> int:
     options = report.parser("compiled", __doc__, "few programs, no ResNet").parse_args()
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        raise report.UserError("jax's CUDA plugin is missing: make gpu-compile-check has it")
-    jax.config.update("jax_platforms", "cpu")  # or jax would look for a GPU, and fail
+        raise report.UserError("jax's CUDA plugin is missing: run make gpu-compile-check")
+    jax.config.update("jax_platforms", "cpu")  # otherwise jax looks for a GPU and fails
     every = dict.fromkeys(case for grid in GRIDS for case in itertools.product(*grid))
     ways = [*itertools.product(DTYPES, ((JIT, OURS), (SHARD_MAP, OURS), (JIT, EQUINOX)))]
     nets = [*itertools.product(DTYPES, ((OURS, False), (OURS, True), (EQUINOX, False)))]
     if options.quick:
         every, nets = list(every)[:4], []
     with report.unfinished(options.out) as folder, tempfile.TemporaryDirectory() as code:
-        # jaxlib writes what becomes of kernels, and complains that it has no disassembler.
+        # jaxlib dumps its kernels, and complains that it has no disassembler.
         os.environ["MOSAIC_GPU_DUMP_TO"] = code
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -342,14 +342,14 @@ def main() -> int:
         if any(Path(code).glob("*.ptxas")):
             verdicts.append(kernels_are_clean(Path(code)))
         else:
-            print("this jaxlib does not tell what becomes of kernels: that claim is left out")
+            print("this jaxlib does not dump its kernels: claim 9 is left out")
         if steps:
             verdicts.append(recomputing_saves(steps))
             found = shares(steps, "temporaries", True), shares(steps, "seconds", False, EQUINOX)
             kept, time_ = (f"{bfloat16:.2f}, {float32:.2f}" for bfloat16, float32 in found)
             limits = "convolutions' outputs alone are 0.51", "more operations, larger fusions"
-            goals.append(("recompute_outputs: 0.6 of XLA's temporaries", kept, limits[0]))
-            goals.append(("ResNet-50: 1.2 of Equinox's time to compile", time_, limits[1]))
+            goals.append(("recompute_outputs: 0.6 of XLA's temporary memory", kept, limits[0]))
+            goals.append(("ResNet-50: at most 1.2 of Equinox's compile time", time_, limits[1]))
         made = {"programs": programs, "devices": sent} | ({"memory": steps} if steps else {})
         for name, rows in made.items():
             hidden = {FORWARD, APART, "float32"} if rows is programs else set()
@@ -361,8 +361,8 @@ def main() -> int:
         fail = report.publish(
             folder,
             "compiled",
-            asked="What moves on a GPU that is not there?",
-            answer=f"forward and backward {programs[0]['units']:.1f} times the bytes of x",
+            asked="How many bytes do the layers move on a GPU?",
+            answer=f"forward and backward: {programs[0]['units']:.1f} times the bytes of x",
             tables=tables,
             verdicts=verdicts,
             goals=goals,

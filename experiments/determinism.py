@@ -1,14 +1,15 @@
-"""Do two runs agree to the last bit, what does that take, and where do they part if not?
+"""Tests which runs agree to the last bit, and where the others first differ.
 
     python -m experiments.determinism           about 4 minutes on 2 cores
     python -m experiments.determinism --quick   under 30 seconds; fails if a claim fails
 
-The table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911), for JAX: the
-stability experiment's network is trained on MNIST again and again, each time in a new process,
-with probes of weights, layers and gradients: `eqx_norm.determinism.compare` names the first
-that differs. Varied are the seed of NumPy's generator, which shuffles the images; threads and
-cores; the recipe, `eqx_norm.determinism.deterministic`; a CPU's devices; one bit of a weight.
-Then: what probes cost. https://developer.nvidia.com/gtc/2019/video/S9911
+It is the table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911), for JAX.
+The network of the stability experiment is trained on MNIST several times, each time in a new
+process, with probes on weights, layers and gradients; `eqx_norm.determinism.compare` names the
+first difference. Runs differ in the seed of NumPy's generator, which shuffles the images; in
+threads and cores; in the recipe, `eqx_norm.determinism.deterministic`; in the number of CPU
+devices; or in one bit of a weight. At the end the time that probes cost is measured.
+https://developer.nvidia.com/gtc/2019/video/S9911
 """
 
 import itertools
@@ -35,7 +36,7 @@ from eqx_norm.determinism import Ledger, monitor, monitor_module
 from .common import mnist, report, timer, training
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
-AT_ONCE = 2  # processes: most of a run is one thread that compiles; bits do not depend on it
+AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
 NO_SEED, SEEDED, THREADS = "no seed", "a seed", "a seed, other threads"
 RECIPE, ON_TWO = "the recipe", "the recipe, 2 devices"
 DEVICES, FAULT = "the recipe, other devices", "the recipe, one bit flipped"
@@ -52,7 +53,7 @@ class Run(NamedTuple):
 
 
 def runs_of(quick: bool) -> dict[str, dict[str, Run]]:
-    """Returns named runs, which are to be compared with the first of their setting."""
+    """Returns runs by setting and name; each is compared with the first of its setting."""
     steps, repeats, at = (4, 2, 2) if quick else (100, 5, 37)  # 5 as in the talk
     seeded, recipe = Run(steps), Run(steps, recipe=True)
     names = [f"run {i}" for i in range(1, repeats + 1)]
@@ -77,7 +78,7 @@ def runs_of(quick: bool) -> dict[str, dict[str, Run]]:
 
 
 def make(network: str, wrap: Any = lambda model: model) -> tuple[Any, eqx.nn.State, Any]:
-    """Returns a model, its state and the optimiser's memory."""
+    """Returns a model, its state and the optimiser state."""
     made = eqx.filter_jit(eqx.nn.make_with_state(training.NETWORKS[network]))
     make_norm = eqx.Partial(BatchNorm, axis_name=training.AXIS, approach="batch")
     model, state = made(make_norm, jax.random.key(SEED))
@@ -86,7 +87,7 @@ def make(network: str, wrap: Any = lambda model: model) -> tuple[Any, eqx.nn.Sta
 
 
 def train(run: Run, ledger: str) -> tuple[str, str, str]:
-    """Returns the sum of the weights, their fingerprint and the final loss of a new process."""
+    """Trains; returns the sum of the weights, their fingerprint and the final loss."""
     if run.one_core and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if run.recipe:
@@ -114,7 +115,7 @@ def train(run: Run, ledger: str) -> tuple[str, str, str]:
 
 
 def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -> Any:
-    """Returns model, state and the optimiser's memory after a step, and its loss."""
+    """Returns model, state and optimiser state after a step, and its loss."""
     images = monitor(images, "images")
 
     def loss_of(model: Any) -> Any:
@@ -137,13 +138,13 @@ class Result(NamedTuple):
     sum_of_weights: str
     fingerprint: str  # of the weights
     final_loss: str
-    parts: str  # where from the first run of the setting; nothing where it does not
-    by_step: tuple[int, ...]  # the number of all bits that the probes saw, from `numbered`
-    by_probe: tuple[int, ...]  # of those that each saw in the first step in which a run parts
+    parts: str  # the first difference from the first run of the setting, or empty
+    by_step: tuple[int, ...]  # numbers of the bits that the probes saw in each step
+    by_probe: tuple[int, ...]  # and of each probe in the first step with a difference
 
 
 def start(run: Run, ledger: Path) -> list[str]:
-    """Returns what `train` does, in a process that finds so many threads and devices."""
+    """Returns the result of `train` in a process with the run's threads and devices."""
     given, described = os.environ.get("XLA_FLAGS", ""), json.dumps(run._asdict())
     flags = f"{given} --xla_force_host_platform_device_count={run.devices}"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -154,7 +155,7 @@ def start(run: Run, ledger: Path) -> list[str]:
 
 
 def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]]:
-    """Returns what the runs gave and where they part, and the probes in the program's order."""
+    """Returns the results and first differences of the runs, and the probes in order."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(runs))]
         ended = pool.map(start, runs.values(), ledgers)
@@ -172,7 +173,7 @@ def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]
 
 
 def numbered(runs: list[Any]) -> list[tuple[int, ...]]:
-    """Returns numbers in place of bits, place by place: in the order of first meeting them."""
+    """Replaces bits, place by place, by numbers in the order of their first occurrence."""
     numbers = [[list(dict.fromkeys(p)).index(x) for x in p] for p in zip(*runs, strict=True)]
     return list(zip(*numbers, strict=True))
 
@@ -184,18 +185,18 @@ OUTPUTS, APPENDED = "outputs", "outputs, into a ledger"
 
 class Cost(NamedTuple):
     network: str
-    transport: str  # how the fingerprints of a step leave it
+    transport: str  # how the fingerprints leave a step
     probes: int
-    bytes: int  # that leave the device for all probes of a step
+    bytes: int  # that leave the device in a step, for all probes
     callbacks: int  # in the program
     unchanged: bool  # whether the step gives the same bits as without probes
-    median: float  # of a step's time by that without probes, round by round; and percentiles
+    median: float  # of the time with / without probes, round by round; and percentiles
     low: float
     high: float
 
 
 def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 0.9 to 1.2
-    """Measures a training step with what every layer returns, and its cotangent, monitored."""
+    """Measures a training step in which each layer's output and cotangent are monitored."""
     data, first, steps = mnist.load().train, slice(training.BATCH_SIZE), itertools.count()
     batch = jnp.asarray(mnist.scaled(data.images[first])), jnp.asarray(data.labels[first], int)
     plain, probed = (*make(network), *batch), (*make(network, monitor_module), *batch)
@@ -227,7 +228,7 @@ def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 
 
 
 def sets_of_bits(runs: list[Result]) -> int:
-    """Returns how many there are at the end."""
+    """Returns the number of different results at the end of the runs."""
     return len({(row.fingerprint, row.final_loss, row.by_step[-1]) for row in runs})
 
 
@@ -244,18 +245,18 @@ def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
     number, step = sets_of_bits(runs), runs[-1].run.removeprefix("before ")
     found = parting(runs) == f"{step}: `weights.linear2.weight` forward"
     claim, holds = {
-        NO_SEED: ("1. without a seed every run is another", number == len(runs)),
-        SEEDED: ("2. with a seed, on one machine: the same bits", number == 1),
-        RECIPE: ("3. with the recipe, on all cores and on one: the same bits", number == 1),
-        ON_TWO: ("4. with the recipe, on 2 devices: the same bits", number == 1),
-        DEVICES: ("5. on other numbers of devices: other bits", number == len(runs)),
-        FAULT: ("6. one bit of linear2.weight flipped before a step: found in it", found),
+        NO_SEED: ("1. without a seed, every run gives other bits", number == len(runs)),
+        SEEDED: ("2. with a seed, runs on one machine give the same bits", number == 1),
+        RECIPE: ("3. with the recipe, all cores and one core give the same bits", number == 1),
+        ON_TWO: ("4. with the recipe, runs on 2 devices give the same bits", number == 1),
+        DEVICES: ("5. other numbers of devices give other bits", number == len(runs)),
+        FAULT: ("6. a flipped bit of linear2.weight is found, in the right step", found),
     }[setting]
     return claim, "; ".join(filter(None, (gave(runs), parting(runs)))), holds
 
 
 def judge_probes(costs: list[Cost]) -> report.Verdict:
-    claim = "7. as outputs, probes add 8 bytes each to a step, no callback, and change no bit"
+    claim = "7. a probe adds 8 bytes to a step's outputs, no callback, and changes no bit"
     rows = [row for row in costs if row.transport == OUTPUTS]
     counts = [f"{r.probes} probes, {r.bytes} bytes, {r.callbacks} callbacks" for r in rows]
     holds = [(r.bytes, r.callbacks, r.unchanged) == (8 * r.probes, 0, True) for r in rows]
@@ -297,14 +298,15 @@ def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
 
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
-    parser.add_argument("--run", nargs=2, metavar=("JSON", "LEDGER"), help="be one of the runs")
+    about = "used internally: run one process, and write its ledger"
+    parser.add_argument("--run", nargs=2, metavar=("JSON", "LEDGER"), help=about)
     options = parser.parse_args()
     if options.run:
         print(json.dumps(train(Run(**json.loads(options.run[0])), options.run[1])))
         return 0
 
     results, probes = {}, []
-    if options.quick:  # these steps take less time than to make them fast
+    if options.quick:  # optimising takes longer than these few steps
         fast = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = fast
     with report.unfinished(options.out) as out:
@@ -319,16 +321,16 @@ def main() -> int:
         found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
         ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
         times = [(*cost[:5], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
-        cost_table = report.table((*Cost._fields[:5], "time of a step without"), times)
+        cost_table = report.table((*Cost._fields[:5], "time with / without probes"), times)
         verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
-        aim = "a step with all probes: at most 1.05 of the time without (small; large network)"
+        aim = "a step with all probes: at most 1.05 times as long (small; large network)"
         fail = report.publish(
             out,
             "determinism",
             asked="Do two runs agree to the last bit? "
             "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
             answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
-            tables=[report.table(("MNIST", "gave", "parts from first at"), found), cost_table],
+            tables=[report.table(("MNIST", "result", "first difference"), found), cost_table],
             verdicts=[*verdicts, judge_probes(costs)],
             goals=[(aim, "; ".join(ratios[::2]), "each fingerprint reads its value once more")],
             steps=len(results[RECIPE][0].by_step),

@@ -1,14 +1,16 @@
-"""Do several processes train as one does, go on from a checkpoint, and notice a killed one?
+"""Tests whether several processes train as one, restore a checkpoint, and notice a crash.
 
     python -m experiments.distributed           2 and 4 processes: about a minute on 2 cores
     python -m experiments.distributed --quick   2, under 30 seconds; fails if a claim fails
 
-Each trains the stability experiment's network on its part of each batch of MNIST, on this
-machine's CPU, and is compared with one process of as many devices. In the end one of them is
-killed, and fewer go on from a checkpoint. What each runs can be started by any launcher that
-JAX knows (Slurm, Open MPI, Kubernetes, https://docs.jax.dev/en/latest/multi_process.html):
+Each process trains the network of the stability experiment on its part of each batch of MNIST,
+on this machine's CPU, and is compared with one process with as many devices. At the end one
+process is killed, and fewer processes continue from a checkpoint. Any launcher that JAX knows
+(Slurm, Open MPI, Kubernetes) can start the processes:
 
     srun python -m experiments.distributed --run '{"folder": "/shared/run"}'
+
+https://docs.jax.dev/en/latest/multi_process.html
 """
 
 import json
@@ -40,27 +42,27 @@ from .common.report import Verdict
 
 ONE, SEVERAL, RESTORED = "one process", "several", "restored"
 SEED = 0
-# Not Adam: the gradient of a bias before a norm is nothing but rounding errors, which differ by
-# the order of a sum, and which Adam scales up to whole steps.
+# Not Adam: the gradient of a bias before a norm consists of rounding errors, which depend on
+# the order of sums, and which Adam scales up to whole steps.
 OPTIMISER = optax.sgd(0.1)
 DEVICES = "devices"  # the axis of the mesh
-# A process that is gone is missed after so many seconds (JAX's default: 100), and ends the
-# others. As long as the longest pause between two signs of life of a process that lives.
+# Seconds until JAX misses a dead process, and ends the others (default: 100). It must exceed
+# the longest pause between two heartbeats of a live process.
 HEARTBEAT = 10
-# Few: later on a rounding error decides the sign of a ReLU's input or which of two pixels a
-# pooling takes, and runs part by 1e-4, whatever the layer does (seen after 20 steps).
+# Few: after about 20 steps a rounding error decides the sign of a ReLU's input or the pixel
+# that a pooling takes, and runs differ by 1e-4, whatever the layer does.
 STEPS = 10
 
 
 class Run(NamedTuple):
-    """Says what a process is to do; all processes of a run are given the same but `process`."""
+    """Describes a run. All its processes get the same values, except `process`."""
 
-    folder: str  # of the checkpoint and the weights; all processes reach it
+    folder: str  # for the checkpoint and the weights; all processes must reach it
     steps: int = STEPS
-    saved_after: int = 5  # so many steps a checkpoint is written
-    restored: bool = False  # whether it goes on from there
-    killed: bool = False  # whether the last process is killed after the last step
-    processes: int | None = None  # None: as JAX finds
+    saved_after: int = 5  # the number of steps before the checkpoint
+    restored: bool = False  # whether to start from the checkpoint
+    killed: bool = False  # whether to kill the last process after the last step
+    processes: int | None = None  # None: JAX finds out
     process: int | None = None
     coordinator: str | None = None
 
@@ -71,7 +73,7 @@ class Run(NamedTuple):
 def carry_out(run: Run) -> None:
     """Joins the other processes, if there are any, and trains with them."""
     if run.processes != 1:
-        # XLA:CPU alone sends nothing from process to process.
+        # XLA:CPU cannot communicate between processes without it.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             run.coordinator, run.processes, run.process, heartbeat_timeout_seconds=HEARTBEAT
@@ -81,12 +83,12 @@ def carry_out(run: Run) -> None:
     except jax.errors.JaxRuntimeError as error:
         about = f"process {jax.process_index()}: another is gone"
         print(f"{about}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        # As usual it would wait, when it ends, until all others have come to their end, too.
+        # A normal exit would wait for all other processes.
         os._exit(1)
 
 
 def train(run: Run) -> None:
-    """Trains, and prints as JSON what processes and runs are compared by."""
+    """Trains, and prints the results to compare, as JSON."""
     mesh = jax.make_mesh(
         (jax.device_count(),), (DEVICES,), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -148,7 +150,7 @@ def part_of_batch(i: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def named(arrays: Any) -> dict[str, Any]:
-    """Returns the arrays by where they are, as any version of these classes can read them."""
+    """Returns the arrays by their paths, which any version of these classes can read."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -161,26 +163,26 @@ class Process(NamedTuple):
 
     run: str
     processes: int
-    devices: int  # of the run, as many for each process
+    devices: int  # of the run, divided equally among the processes
     process: int
-    code: int  # the negative signal where it was killed
-    seconds: float  # from the end of the process that is killed to this one's
-    error: float  # of the weights, to those of one process, in units of the largest
-    loss: float  # that of the last step
-    first_memory: str  # the fingerprint of all that is remembered after its first step
+    code: int  # the exit status; negative if killed by a signal
+    seconds: float  # from the end of the killed process to the end of this one
+    error: float  # of the weights, relative to those of one process
+    loss: float  # of the last step
+    first_memory: str  # the fingerprint of the running statistics after the first step
     memory: str
     weights: str
 
 
 def run_all(devices: int, steps: int, folder: str) -> list[Process]:
-    """Returns how all processes ended; what was killed goes on in fewer, of more devices."""
+    """Runs one process, several with one killed, and fewer that restore; returns all ends."""
     found = []
     for name, count in ((ONE, 1), (SEVERAL, devices), (RESTORED, devices // 2)):
         of_run = Path(folder, ONE if name == ONE else SEVERAL)  # with the checkpoint
         of_run.mkdir(exist_ok=True)
         with socket.socket() as bound:
             bound.bind(("localhost", 0))
-            coordinator = f"localhost:{bound.getsockname()[1]}"  # a port that is free
+            coordinator = f"localhost:{bound.getsockname()[1]}"  # a free port
         asked = {"steps": steps, "saved_after": steps // 2, "restored": name == RESTORED}
         run = Run(str(of_run), **asked, killed=name == SEVERAL, processes=count)
         runs = [run._replace(process=i, coordinator=coordinator) for i in range(count)]
@@ -197,7 +199,7 @@ def run_all(devices: int, steps: int, folder: str) -> list[Process]:
 
 
 def start(run: Run, devices: int) -> tuple[int, float, dict[str, Any]]:
-    """Returns a process's exit code, when it ended, and what it printed."""
+    """Returns a process's exit status, the time when it ended, and its printed results."""
     given = os.environ.get("XLA_FLAGS", "")
     flags = f"{given} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
@@ -207,22 +209,22 @@ def start(run: Run, devices: int) -> tuple[int, float, dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,  # seconds: then it hangs
+        timeout=300,  # seconds
     )
     if not done.stdout or (done.returncode and not run.killed):
         raise RuntimeError(f"{run} ended with {done.returncode}:\n{done.stderr}")
-    # Before it come Gloo's own lines.
+    # The last line: Gloo prints some before.
     return done.returncode, time.monotonic(), json.loads(done.stdout.splitlines()[-1])
 
 
 # --------------------------------------------------------------------------------- verdicts
 
-MARGIN = 5  # seconds beyond HEARTBEAT: until a process is asked for, and the error is told
+MARGIN = 5  # seconds beyond HEARTBEAT, to check for the process and report the error
 BOUND = 1e-5  # sums in another order differ by 2.5e-7
 
 
 def same_bits(claim: str, rows: list[Process], *columns: str) -> Verdict:
-    """Judges whether rows of as many devices have the same in these columns."""
+    """Judges whether rows with the same number of devices agree in these columns."""
     found: dict[int, set[Any]] = {row.devices: set() for row in rows}
     for row in rows:
         found[row.devices].add(tuple(getattr(row, name) for name in columns))
@@ -240,16 +242,16 @@ def others_end(rows: list[Process]) -> Verdict:
     others = [row for row in rows if row.code != -signal.SIGKILL]
     late = max(row.seconds for row in others)
     holds = late <= HEARTBEAT + MARGIN and all(row.code for row in others)
-    claim = f"4. where one is killed, the others end with an error in {HEARTBEAT + MARGIN} s"
+    claim = f"4. if one is killed, the others end with an error within {HEARTBEAT + MARGIN} s"
     return claim, f"after {late:.1f} s", holds
 
 
 def judge(rows: list[Process]) -> list[Verdict]:
     runs = {run: [row for row in rows if row.run == run] for run in (ONE, SEVERAL, RESTORED)}
-    bits = "1. all processes have the same weights and memory, to the bit"
-    first = "2. after a step the memory of one process with as many devices"
-    weights = "3. the weights of one process with as many devices"
-    restored = "5. restored in fewer processes, the weights of a whole run"
+    bits = "1. all processes have the same weights and statistics, to the bit"
+    first = "2. after a step, the statistics are those of one process with as many devices"
+    weights = "3. the weights are those of one process with as many devices"
+    restored = "5. restored in fewer processes, the weights are those of a whole run"
     return [
         same_bits(bits, runs[SEVERAL], "memory", "weights"),
         same_bits(first, runs[ONE] + runs[SEVERAL], "first_memory"),
@@ -264,14 +266,15 @@ def judge(rows: list[Process]) -> list[Verdict]:
 
 def main() -> int:
     parser = report.parser("distributed", __doc__, "2 processes, 4 steps")
-    parser.add_argument("--run", metavar="JSON", help="be one process: the fields of Run")
+    about = "run one process, with these fields of Run; for launchers"
+    parser.add_argument("--run", metavar="JSON", help=about)
     options, found = parser.parse_args(), []
     if options.run:
         carry_out(Run(**json.loads(options.run)))
         return 0
 
     processes, steps = (2, 4), STEPS
-    if options.quick:  # these steps take less time than to make them fast
+    if options.quick:  # optimising takes longer than these few steps
         processes, steps = (2,), 4
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     with report.unfinished(options.out) as out:
@@ -286,7 +289,7 @@ def main() -> int:
             "distributed",
             asked="Do several processes train as one does? "
             "[jax.distributed](https://docs.jax.dev/en/latest/multi_process.html)",
-            answer=f"{max(processes)} processes: one memory, to the bit",
+            answer=f"{max(processes)} processes: equal weights and statistics, to the bit",
             tables=[table],
             verdicts=judge(found),
             settings={"processes": processes, "steps": steps, "heartbeat": HEARTBEAT},

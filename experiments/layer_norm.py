@@ -1,14 +1,15 @@
-"""Are layer norm and its gradients right? OneFlow issue #6149, with this layer and its peers.
+"""Measures the errors of layer norm and its gradients: this package, Equinox, Flax, PyTorch.
 
     python -m experiments.layer_norm           about a minute on 2 cores
     python -m experiments.layer_norm --quick   under 30 seconds; fails if a claim fails
 
-(a) The pair of that issue, [-1.83965693, -1.82964566] at eps = 1e-5: its output, and the
-    gradient of the sum of its output, which is exactly 0. Then pairs as close together at
-    other means.
-(b) The gradients of weight and bias over shapes of 1 to 4 dimensions, with and without either,
-    in float32, float64 and bfloat16, against extended precision. OneFlow had exchanged them,
-    so the error of the right answer with both exchanged stands beside the others.
+(a) For the pair of OneFlow issue #6149, [-1.83965693, -1.82964566] at eps = 1e-5: the output,
+    and the gradient of the output's sum, which is exactly 0. Then for pairs with the same
+    distance at other means.
+(b) For shapes of 1 to 4 dimensions in float32, float64 and bfloat16: the gradients of weight
+and
+    bias, with and without either, compared with extended precision. OneFlow had exchanged them,
+    so "exchanged" shows the errors of that mistake.
 
 https://github.com/Oneflow-Inc/oneflow/issues/6149
 """
@@ -31,10 +32,10 @@ from .common.report import Verdict
 
 LAYERS = OURS, EQUINOX, FLAX, FLAX_TWO_PASS, TORCH
 PAIR = (-1.83965693, -1.82964566)
-MEANS = np.geomspace(0.01, 1e4, 61)  # of pairs as close together as that one
+MEANS = np.geomspace(0.01, 1e4, 61)  # of pairs with the same distance
 DTYPES = ("float32", "float64", "bfloat16")
 AFFINE = ((True, True), (True, False), (False, True))  # with weight, with bias
-EXCHANGED = "exchanged"  # the right answer, with dweight and dbias exchanged
+EXCHANGED = "exchanged"  # the exact answer with dweight and dbias exchanged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +44,20 @@ class Settings:
     dimensions: tuple[int, ...] = (1, 2, 3, 4)  # of an example
 
 
-QUICK = Settings(LAYERS[:2], (1, 2))  # the layers are installed wherever the package is
+QUICK = Settings(LAYERS[:2], (1, 2))  # layers of the packages that this one requires
 
 # ------------------------------------------------------------------------------ measurement
 
 
 class Pair(NamedTuple):
-    """Holds what a layer gives for a pair whose output is summed."""
+    """Holds a layer's answer for a pair whose output is summed."""
 
     dtype: str
     layer: str
     mean: float  # of the pair
-    y: float  # of the second value; the first one's is its opposite
-    error: float  # of y, the larger of both
-    dx: float  # the larger of both; 0 is right
+    y: float  # for the second value; for the first it is the negative
+    error: float  # of y, the larger of two
+    dx: float  # the larger of two; exactly 0
 
 
 class Gradients(NamedTuple):
@@ -65,13 +66,13 @@ class Gradients(NamedTuple):
     dtype: str
     shape: tuple[int, ...]  # of an example
     layer: str
-    dweight: float  # NaN where there is no weight
+    dweight: float  # NaN without a weight
     dbias: float
     dx: float
 
 
 def pairs(layers: Sequence[str], dtype: str, x: Any) -> Iterator[Pair]:
-    """Yields what the layers give for pairs, [N, 2]."""
+    """Yields the layers' answers for pairs, [N, 2]."""
     x = np.asarray(x, dtype)
     batch = Batch(x, np.ones_like(x), None, None)
     right = exact.layer_norm(batch).answer.y
@@ -84,7 +85,7 @@ def pairs(layers: Sequence[str], dtype: str, x: Any) -> Iterator[Pair]:
 
 
 def batches(dtype: str, dimensions: Iterable[int]) -> Iterator[Batch]:
-    """Yields batches of drawn shapes, of every such rank with weight, bias or both."""
+    """Yields batches of random shapes: for each rank with weight, bias or both."""
     for rank, (with_weight, with_bias) in itertools.product(dimensions, AFFINE):
         random = np.random.RandomState([rank, with_weight, with_bias])
         shape = tuple(random.randint(2, 13 if rank < 3 else 7, rank))
@@ -100,12 +101,12 @@ def batches(dtype: str, dimensions: Iterable[int]) -> Iterator[Batch]:
 
 
 def gradients(settings: Settings) -> Iterator[Gradients]:
-    """Yields the errors of the layers, and of the right gradients exchanged."""
+    """Yields the errors of the layers, and of the exchanged gradients."""
     given = [(d, batch) for d in DTYPES for batch in batches(d, settings.dimensions)]
     for dtype, batch in tqdm(given, desc="gradients", unit="batch", disable=None):
         right = exact.layer_norm(batch)
         gave = {layer: peers.answer_of_layer_norm(layer, batch) for layer in settings.layers}
-        dweight, dbias = right.answer.dbias, right.answer.dweight  # the fault of the issue
+        dweight, dbias = right.answer.dbias, right.answer.dweight  # the bug of the issue
         gave[EXCHANGED] = right.answer._replace(
             dweight=None if batch.weight is None else dweight,
             dbias=None if batch.bias is None else dbias,
@@ -117,7 +118,7 @@ def gradients(settings: Settings) -> Iterator[Gradients]:
 
 # --------------------------------------------------------------------------------- verdicts
 
-# float64 has 29 bits more than float32, of which the bounds are a few roundings.
+# The bounds are a few roundings of float32; float64 has 29 bits more.
 SCALE = {"float32": 1.0, "bfloat16": 1.0, "float64": 2.0**-29}
 
 
@@ -126,14 +127,14 @@ def within(rows: Sequence[Any], claim: str, quantity: str, bound: float) -> Verd
     worst: dict[str, float] = {}
     for row in rows:
         error = getattr(row, quantity)
-        if row.layer == OURS and not np.isnan(error):  # of what it does not have
+        if row.layer == OURS and not np.isnan(error):  # NaN: without weight or bias
             worst[row.dtype] = max(error, worst.get(row.dtype, 0))
     holds = all(error <= bound * SCALE[dtype] for dtype, error in worst.items())
     return claim, ", ".join(f"{error:.2g} ({dtype})" for dtype, error in worst.items()), holds
 
 
 def told_apart(rows: Sequence[Gradients]) -> Verdict:
-    """Judges whether the errors would tell, had dweight and dbias been exchanged."""
+    """Judges whether the errors show that dweight and dbias are not exchanged."""
     ours, others = (
         [(row.dweight, row.dbias) for row in rows if row.layer == layer]
         for layer in (OURS, EXCHANGED)
@@ -144,14 +145,14 @@ def told_apart(rows: Sequence[Gradients]) -> Verdict:
 
 
 def judge(pair: Sequence[Pair], found: Sequence[Gradients]) -> list[Verdict]:
-    """Returns the verdicts on what this package claims of its layer norm."""
-    dweight = "3. dweight to 1e-7 of sum abs(dy) (1 + 4.3 abs(xhat))"
+    """Returns the verdicts on this package's layer norm."""
+    dweight = "3. error of dweight <= 1e-7 sum abs(dy) (1 + 4.3 abs(xhat))"
     return [
         within(pair, "1. OneFlow's pair gives 0.8454, to 1e-6", "error", 1e-6),
-        within(pair, "2. and its sum has a gradient of exactly 0", "dx", 0),
+        within(pair, "2. the gradient of the sum of its output is exactly 0", "dx", 0),
         within(found, dweight, "dweight", 1e-7),
-        within(found, "4. dbias to 2e-7 of sum abs(dy)", "dbias", 2e-7),
-        within(found, "5. dx to 1e-6 of max abs(dy weight) / std", "dx", 1e-6),
+        within(found, "4. error of dbias <= 2e-7 sum abs(dy)", "dbias", 2e-7),
+        within(found, "5. error of dx <= 1e-6 max abs(dy weight) / std", "dx", 1e-6),
         told_apart(found),
     ]
 
@@ -160,8 +161,8 @@ def judge(pair: Sequence[Pair], found: Sequence[Gradients]) -> list[Verdict]:
 
 
 def tables(pair: Sequence[Pair], found: Sequence[Gradients]) -> list[str]:
-    """Returns what the issue's pair gives, and the largest errors of the gradients."""
-    header = ("the pair in", "layer", "output", "its error", "gradient of the sum")
+    """Returns tables of the answers for the pair, and of the gradients' largest errors."""
+    header = ("dtype", "layer", "output", "its error", "gradient of the sum")
     lines = [(r.dtype, r.layer, f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}") for r in pair]
     layers = list(dict.fromkeys(row.layer for row in found))
 
@@ -173,10 +174,7 @@ def tables(pair: Sequence[Pair], found: Sequence[Gradients]) -> list[str]:
         (f"{quantity}, {dtype}", *(worst(dtype, quantity, layer) for layer in layers))
         for dtype, quantity in itertools.product(DTYPES, ("dweight", "dbias", "dx"))
     ]
-    return [
-        report.table(header, lines),
-        report.table(("largest error", *layers), of_gradients),
-    ]
+    return [report.table(header, lines), report.table(("largest error", *layers), of_gradients)]
 
 
 STYLE: dict[str, dict[str, Any]] = {
@@ -186,11 +184,11 @@ STYLE: dict[str, dict[str, Any]] = {
     TORCH: {"linestyle": ":", "linewidth": 2},
     OURS: {"linewidth": 2.4, "marker": "o", "markersize": 3},
 }
-ZERO = 1e-8  # where 0 is drawn, which a logarithmic axis does not have
+ZERO = 1e-8  # 0 is drawn here, because a logarithmic axis has no 0
 
 
 def draw(found: Sequence[Pair]) -> Figure:
-    """Draws the errors of pairs by their distance from zero."""
+    """Draws the errors for pairs by their distance from zero."""
     figure = report.figure(10, 4.2)
     distance = -float(np.mean(PAIR))
     for axes, quantity, title in zip(
@@ -234,7 +232,7 @@ def main() -> int:
     with report.unfinished(options.out) as folder:
         files = {"pair": pair, "means": means, "gradients": found}
         for name, rows in files.items():
-            # Nine digits, as float32 has: 0.8454272 is a number, no error.
+            # Nine digits, which float32 has: y is a value, not an error.
             path = folder / "results" / f"layer_norm_{name}.csv"
             report.save_csv(path, rows[0]._fields, rows, digits=9)
         report.save_figure(folder, "layer_norm", draw(means))
@@ -244,7 +242,7 @@ def main() -> int:
             "layer_norm",
             asked="Are layer norm and its gradients right? "
             "[OneFlow #6149](https://github.com/Oneflow-Inc/oneflow/issues/6149)",
-            answer=f"the pair in float32, where 0.8454272 is right: {', '.join(single)}",
+            answer=f"the pair in float32 (exact: 0.8454272): {', '.join(single)}",
             tables=tables(pair, found),
             verdicts=judge(pair, found),
             settings=dataclasses.asdict(settings),

@@ -1,14 +1,14 @@
-"""Which normalisation trains with small batches? On MNIST, batches of 2 to 64 images.
+"""Compares normalisation layers with small batches: on MNIST, 2 to 64 images.
 
     python -m experiments.small_batches              about 30 minutes on 2 cores
     python -m experiments.small_batches --quick      under 30 seconds; fails if a claim fails
 
-Batch normalisation normalises a small batch by bad estimates, and inference by good ones. Batch
-Renormalisation corrects the former to the latter; group and layer normalisation need no batch.
-Ghost groups are parts of a batch of 64 that are normalised apart, as noisily as small batches.
-One network with four norm layers is trained with each, at each size, on the same 12,800 images
-in the same order: with batches of 2, in 32 times as many steps as with batches of 64. Then
-follows which claims of papers are reproduced.
+Batch normalisation uses noisy statistics of small batches in training, and accurate ones in
+inference. Batch Renormalisation corrects the former to the latter; group and layer
+normalisation need no batch. Ghost groups are parts of a batch of 64 that are normalised
+separately, with the noise of small batches. One network with four norm layers is trained with
+each layer and size, on the same 12,800 images in the same order, so batches of 2 take 32 times
+as many steps as batches of 64. A table shows which claims of the papers are reproduced.
 
 Ioffe, https://arxiv.org/abs/1702.03275; Wu and He, https://arxiv.org/abs/1803.08494;
 Hoffer, Hubara and Soudry, https://arxiv.org/abs/1705.08741
@@ -36,12 +36,12 @@ from eqx_norm.strategies import Ramp, Renorm
 from .common import mnist, report, training
 from .common.report import UserError, Verdict
 
-Setting = tuple[str, int]  # norm, and how many images are normalised together
+Setting = tuple[str, int]  # norm, and the number of images that are normalised together
 Measured = dict[str, np.ndarray]  # by the names in MEASURED: [seeds]
 Runs = dict[Setting, Measured]
 
 BATCH, RENORM, GHOST, SMOOTH = "batch", "renorm", "ghost groups", "smooth_start"
-GROUP, LAYER = ALONE = "group norm", "layer norm"  # which normalise each image by itself
+GROUP, LAYER = ALONE = "group norm", "layer norm"  # they normalise each image by itself
 LINES = {
     BATCH: {"color": report.BLUE, "linestyle": "-"},
     RENORM: {"color": report.VERMILION, "linestyle": "--"},
@@ -51,13 +51,13 @@ LINES = {
     LAYER: {"color": report.PURPLE, "linestyle": "--"},
 }
 SIZES = (2, 4, 8, 16, 32, 64)
-LARGEST = training.BATCH_SIZE  # 64, of which ghost groups are cut
-GROUPS = "group"  # the name of the axis over which groups, or batches to test with, are mapped
+LARGEST = training.BATCH_SIZE  # 64, which ghost groups divide
+GROUPS = "group"  # the axis over which ghost groups, or test batches, are mapped
 MEASURED = ("accuracy_inference", "accuracy_training", "disagreement", "loss", "first_losses")
-ROUNDED = 1e-3  # of a loss; and of test images, those between two digits
-FIRST = 3  # steps, after which a rounding error has not grown yet
-# Of 64 images, and of fewer a root of it: all sizes average over as many images. With 0.99 that
-# is all of such a short run: `batch` infers 83% (of 2) and 79% (of 64); with 0.9, 88% and 89%.
+ROUNDED = 1e-3  # rounding: relative, of a loss; and the share of test images between two digits
+FIRST = 3  # steps in which a rounding error does not grow yet
+# For 64 images; for fewer a root of it, so that all sizes average over equally many. 0.99
+# averages over the whole short run: `batch` infers 83% (2) and 79% (64); with 0.9, 88% and 89%.
 MOMENTUM = 0.9
 
 
@@ -65,7 +65,7 @@ MOMENTUM = 0.9
 class Settings:
     trained: tuple[Setting, ...] = tuple(itertools.product(LINES, SIZES))
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    images: int = 12_800  # seen by every run: in 200 batches of 64, or in 6,400 of 2
+    images: int = 12_800  # of each run, in 200 batches of 64 or 6,400 of 2
 
 
 QUICK = Settings(((BATCH, 64), (GHOST, 64), (GROUP, 4), (RENORM, 4)), (0,), 1600)
@@ -74,21 +74,21 @@ QUICK = Settings(((BATCH, 64), (GHOST, 64), (GROUP, 4), (RENORM, 4)), (0,), 1600
 
 
 def norm_of(norm: str, batch: int, images: int) -> training.MakeNorm:
-    """Returns what makes the norm layers, for a run that sees so many images in batches."""
+    """Returns a function that makes the norm layers of a run, from its numbers of images."""
     if norm in ALONE:
         return lambda channels: GroupNorm(8 if norm == GROUP else 1, channels)
     momentum, steps = MOMENTUM ** (batch / LARGEST), images // batch
     how: Any = {"approach": BATCH if norm == GHOST else norm, "momentum": momentum}
     if norm == GHOST:
         how["memory_axis_name"] = GROUPS
-    if norm == RENORM:  # the paper's schedule, its 40,000 steps shortened to those of this run
+    if norm == RENORM:  # the paper's schedule, with 40,000 steps shortened to those of the run
         r_max, d_max = Ramp(1, 3, steps // 8, steps), Ramp(0, 5, steps // 8, 5 * steps // 8)
         how = {"approach": Renorm(momentum, r_max, d_max)}
     return lambda channels: BatchNorm(channels, training.AXIS, **how)
 
 
 def loss_of(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> Any:
-    """Returns loss and state after a batch, or after one of ghost groups [groups, n, ...]."""
+    """Returns loss and state after a batch, which may have ghost groups [groups, n, ...]."""
     loss = training.loss_of
     if images.ndim == 5:
         axes: Any = {"in_axes": (None, None, 0, 0), "out_axes": (0, (0, 0, None))}
@@ -98,10 +98,10 @@ def loss_of(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> An
 
 
 def measure(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> list[Array]:
-    """Returns the accuracy in either mode, and the share of images they give other digits.
+    """Returns the accuracy in each mode, and the share of images on which they disagree.
 
-    In training mode the images are normalised in the batches they come in, [batches, n, ...];
-    the state after is dropped. In inference mode they are one batch.
+    In training mode the images are normalised in the given batches, [batches, n, ...], and the
+    new state is dropped. In inference mode they are one batch.
     """
 
     def digits(model: Any, images: Array) -> Array:
@@ -114,12 +114,12 @@ def measure(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> li
 
 
 def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqdm) -> Measured:
-    """Trains a network from each seed, and measures it; compiles once for all of them."""
+    """Trains and measures a network from each seed; compiles once for all of them."""
     norm, size = setting
     batch = LARGEST if norm == GHOST else size
-    # The rate of training.OPTIMISER, scaled as is usual for Adam: by the root of the size. In
-    # the last quarter it falls to 0: of a network that still changes, what is remembered is
-    # late, and inference in `batch` differs by 25 points from seed to seed.
+    # The rate of training.OPTIMISER, scaled by the root of the size, as usual for Adam. It
+    # falls to 0 in the last quarter: while a network changes, its running statistics lag
+    # behind, and inference with `batch` differs by 25 points between seeds.
     rate, steps = 3e-3 * (batch / LARGEST) ** 0.5, settings.images // batch
     optimiser = optax.adam(optax.linear_schedule(rate, 0, steps // 4, steps - steps // 4))
 
@@ -131,7 +131,7 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
 
     _, static = start(0)
 
-    # Not eqx.filter_jit, whose every call takes 4 ms for the state: a small batch takes 2.
+    # Not eqx.filter_jit, which takes 4 ms a call for the state: a small batch takes 2 ms.
     @jax.jit
     def step(arrays: Any, images: Array, labels: Array) -> tuple[Any, Array]:
         model, state, memory = eqx.combine(arrays, static)
@@ -143,7 +143,7 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
 
     measured = jax.jit(lambda arrays, *given: measure(*eqx.combine(arrays, static)[:2], *given))
     images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
-    count = len(data.test.images) // LARGEST * LARGEST  # 1,984: all sizes can be cut of them
+    count = len(data.test.images) // LARGEST * LARGEST  # 1,984, which all sizes divide
     unseen = mnist.scaled(data.test.images[:count]), data.test.labels[:count].astype(np.int32)
     found = []
     for seed in settings.seeds:
@@ -161,7 +161,7 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
     return dict(zip(MEASURED, np.array(found, np.float64).T, strict=True))
 
 
-# --------------------------------------------- figure, tables, what the papers say, verdicts
+# -------------------------------------- figure, tables, statements of the papers, verdicts
 
 
 def draw(runs: Runs) -> Figure:
@@ -185,7 +185,7 @@ def draw(runs: Runs) -> Figure:
 
 
 def median(runs: Runs, norm: str, size: int, name: str = "accuracy_inference") -> float:
-    """Returns the median over seeds; NaN of what was not trained."""
+    """Returns the median over seeds, or NaN for a setting that was not trained."""
     return float(np.median(runs[norm, size][name])) if (norm, size) in runs else np.nan
 
 
@@ -197,25 +197,25 @@ def rows(runs: Runs) -> Iterator[tuple[str, ...]]:
         yield norm, mode, *("-" if np.isnan(share) else f"{share:.1%}" for share in found)
 
 
-POINT = 0.01  # two standard errors of an accuracy of 95%, measured on 2,000 images
+POINT = 0.01  # two standard errors of an accuracy of 95% on 2,000 images
 RULE = """\
-By the medians over seeds, in inference mode: "more" and "less" are by more than a point, "no
-worse" is less by a point at most, "hardly" is a range over all sizes of a point at most.
-Every run sees as many images, so batches of 2 take 32 times as many steps as those of 64."""
+Judged by medians over seeds, in inference mode: "more" and "less" mean by more than a point,
+"no worse" by a point at most, "hardly" that the range over all sizes is a point at most. Every
+run sees equally many images, so batches of 2 take 32 times as many steps as batches of 64."""
 SAID = (
     "Ioffe: with batches of 2, renorm is more accurate than batch",
-    "Ioffe: with batches of 4, too",
+    "Ioffe: with batches of 4, renorm is more accurate than batch",
     "Ioffe: with batches of 64, renorm is no worse than batch",
     "Ioffe: with batches of 2, renorm's modes disagree on fewer images than batch's",
     "Wu and He: batch is less accurate with batches of 2 than of 64",
     "Wu and He: group norm's accuracy hardly depends on the batch size",
-    "Wu and He: nor does layer norm's",
+    "Wu and He: layer norm's accuracy hardly depends on the batch size",
     "Hoffer et al.: groups of 16 and 32 of a batch of 64 are no worse than all of it",
 )
 
 
 def said(runs: Runs) -> Iterator[tuple[str, str, str]]:
-    """Yields what a paper says, what was measured, and whether that reproduces it."""
+    """Yields a statement of a paper, the measurement, and whether it reproduces that."""
     few, many = (median(runs, BATCH, n) for n in (2, 64))
     at_2, at_4, at_64 = (median(runs, RENORM, n) - median(runs, BATCH, n) for n in (2, 4, 64))
     of_16, of_32 = (median(runs, GHOST, n) - many for n in (16, 32))
@@ -236,22 +236,22 @@ def said(runs: Runs) -> Iterator[tuple[str, str, str]]:
 
 
 def of_each_image(runs: Runs) -> Verdict:
-    claim = "1. group and layer norm: the digit of an image does not depend on its batch"
+    claim = "1. group and layer norm: an image's digit does not depend on its batch"
     most = np.max([found["disagreement"] for (n, _), found in runs.items() if n in ALONE])
     return claim, f"other digits to {most:.2%} of images", bool(most <= ROUNDED)
 
 
 def one_ghost(runs: Runs) -> Verdict:
-    claim = f"2. one ghost group of 64 is batch with 64: equal losses in {FIRST} steps"
+    claim = f"2. one ghost group of 64 trains as batch with 64: equal losses in {FIRST} steps"
     losses = [runs[norm, 64]["first_losses"] for norm in (GHOST, BATCH)]
     apart = np.max(np.abs(losses[0] / losses[1] - 1))
-    return claim, f"apart by {apart:.1e} at most", bool(apart <= ROUNDED)
+    return claim, f"they differ by {apart:.1e} at most", bool(apart <= ROUNDED)
 
 
 def renorm_agrees(runs: Runs) -> Verdict:
-    claim = "3. renorm, its bounds open: training gives the digits that inference gives"
+    claim = "3. renorm with open bounds gives the same digits in both modes"
     most = np.max([found["disagreement"] for (n, _), found in runs.items() if n == RENORM])
-    return claim, f"others to {most:.2%} of images at most", bool(most <= POINT)
+    return claim, f"other digits to {most:.2%} of images", bool(most <= POINT)
 
 
 # ------------------------------------------------------------------------------ the command
@@ -260,13 +260,13 @@ def renorm_agrees(runs: Runs) -> Verdict:
 def main() -> int:
     parser = report.parser("small_batches", __doc__, "4 settings, 1 seed, 1,600 images")
     add = parser.add_argument
-    add("--seeds", nargs="+", type=int, metavar="N", help="of each run (default: 0 1 2 3 4)")
+    add("--seeds", nargs="+", type=int, metavar="N", help="seeds to run (default: 0 1 2 3 4)")
     add("--data", type=Path, metavar="DIR", default=mnist.SUBSET, help=mnist.HELP)
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings()
     settings = dataclasses.replace(settings, seeds=tuple(options.seeds or settings.seeds))
     if not all(0 <= seed < 2**31 for seed in settings.seeds):
-        raise UserError("--seeds must be from 0 to 2147483647")
+        raise UserError(f"--seeds {options.seeds}: seeds must be from 0 to 2147483647")
 
     data, runs = mnist.load(options.data), {}
     with report.unfinished(options.out) as folder:

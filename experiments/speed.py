@@ -1,19 +1,18 @@
-"""How fast are these layers beside Equinox, Flax and PyTorch? On a CPU, or on a GPU.
+"""Times the layers of this package, Equinox, Flax and PyTorch, on a CPU or a GPU.
 
     python -m experiments.speed                about 10 minutes on 2 cores
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
-    python -m experiments.speed --device gpu   on a machine that has one
+    python -m experiments.speed --device gpu   on a machine with a GPU
 
-It times batch norm with its running statistics and a ReLU, forward and backward and in
-inference, on what the norms of a ResNet-50, a MobileNetV2 and perceptrons are given; layer,
-group and RMS norm; and training steps of networks. What it times, it first compares with exact
-sums.
-This layer takes part with its ReLU inside (activation=) and after it, as a changed import
-gives. A time is hot where the program has just run, and cold where no cache holds its arrays.
+It times batch norm with running statistics and a ReLU, forward and backward and in inference,
+on the shapes of a ResNet-50, a MobileNetV2 and perceptrons; layer, group and RMS norm; and
+training steps of networks. First it compares each result with exact sums. This package's layer
+has its ReLU inside (activation=) or after it, as in a model in which only the import is
+changed. A time is "hot" if the program has just run, and "cold" if its arrays are in no cache.
 
-Compare the numbers of one run with each other, not with another's. Leave the machine alone:
-where something else takes a core, PyTorch's threads wait for each other for up to 90 ms, and
-nobody else's do. Flax and PyTorch take part where they are installed (`make benchmark`).
+Compare only numbers of the same run, and run nothing else: if another process takes a core,
+PyTorch's threads wait for each other for up to 90 ms, and the others' do not. Flax and PyTorch
+are included if they are installed (`make benchmark`).
 """
 
 import dataclasses
@@ -42,24 +41,24 @@ from .common.timer import Program
 
 BATCH_NORM, NETWORK = "batch norm + ReLU", "network"
 LAYER_NORM, GROUP_NORM, RMS_NORM = "layer norm", "group norm", "RMS norm"
-# Of those that normalise one example: its name, and what computes it exactly.
+# For layers that normalise one example: the name, and the function that computes it exactly.
 KINDS: dict[str, tuple[str, Any]] = {
     LAYER_NORM: (peers.LAYER_NORM, exact.layer_norm),
     GROUP_NORM: (peers.GROUP_NORM, functools.partial(exact.group_norm, groups=peers.GROUPS)),
     RMS_NORM: (peers.RMS_NORM, exact.rms_norm),
 }
 BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
-# What is measured.
+# The measured quantities.
 MS, GROWTH, DEVIATION = "ms", "ms in place", "deviation"
 COMPILING, TEMPORARIES = "s to compile", "MB of temporaries"
-OTHERS = (EQUINOX, FLAX, TORCH)  # of Equinox's two modes "batch", the faster one
-TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of the largest: 160 and 12 roundings
+OTHERS = (EQUINOX, FLAX, TORCH)  # Equinox in mode "batch", its faster one
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of the largest value: 160 and 12 roundings
 
-# What the norms of each are given for images of 224, as published: channels x height x width.
+# Inputs of the norms for images of 224, as published: channels x height x width.
 RESNET_50 = (
     "64x112x112 64x56x56 256x56x56 128x28x28 512x28x28 256x14x14 1024x14x14 512x7x7 2048x7x7"
 )
-MOBILENET_V2 = (  # but what ResNet-50 has, too
+MOBILENET_V2 = (  # without those that ResNet-50 has, too
     "32x112x112 16x112x112 96x112x112 96x56x56 24x56x56 144x56x56 144x28x28 32x28x28 192x28x28 "
     "192x14x14 64x14x14 384x14x14 96x14x14 576x14x14 576x7x7 160x7x7 960x7x7 320x7x7 1280x7x7"
 )
@@ -79,15 +78,15 @@ class Settings:
     groups: tuple[str, ...] = ("32x64x56x56", "32x256x28x28", "32x512x7x7", "32x64x17x23")
     dtypes: tuple[str, ...] = ("float32",)
     caches: tuple[str, ...] = (HOT, COLD)
-    rounds: int = 10  # fewer where x is large: as many as 150 MB have of it, or 5; compiled: 3
-    # N of N x 64 x 16 x 16. Arrays of a power of two in size, one after the other, get in each
-    # other's way, even in a plain addition: so there are powers of three, too.
+    rounds: int = 10  # fewer for large x (150 MB / its size, at least 5); compilations: 3
+    # N of N x 64 x 16 x 16. Adjacent arrays whose size is a power of two slow each other down,
+    # even in a plain addition: so there are powers of three, too.
     growth: tuple[int, ...] = (*(2**i for i in range(12)), *(3**i for i in range(1, 7)))
     networks: tuple[str, ...] = tuple(NETWORKS)
 
 
-# Arrays of a ResNet-50 that have 100 MB in bfloat16, too, and rows of as much: on a GPU the
-# time to launch a program does not count then, and no cache holds them.
+# Arrays of a ResNet-50 with at least 100 MB in bfloat16, and such rows: on a GPU launch times
+# are then negligible, and the arrays fit into no cache.
 LARGE = ("256x64x112x112", "256x256x56x56", "256x512x28x28", "256x1024x14x14")
 LARGE_ROWS = ("65536x1024", "8192x8192")
 GPU = Settings(
@@ -98,7 +97,7 @@ QUICK = Settings(("16x64x32x32",), (), (), rounds=1, growth=(), networks=("perce
 
 class Case(NamedTuple):
     layer: str
-    shape: str  # of x: N x C x space, or of a layer norm N x values
+    shape: str  # of x: N x C x space, or N x values for a layer norm
     dtype: str = "float32"
 
     @property
@@ -111,7 +110,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Holds one number of one peer, to compare with others' where all before it is equal."""
+    """Holds one number of one peer; those with equal fields before `peer` are compared."""
 
     layer: str
     shape: str
@@ -129,18 +128,18 @@ class Row(NamedTuple):
 
 
 def drawn(case: Case) -> Batch:
-    """Returns x, of mean 0.3, and dy; a weight near 1 and a bias near 0 in float32."""
+    """Draws x, of mean 0.3, and dy; a weight near 1 and a bias near 0, in float32."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (jax.random.normal(key, case.sizes, case.dtype) for key in keys[:2])
     weight, bias = 0.1 * jax.random.normal(keys[2], (2, case.sizes[1]))
-    # There is none in the RMS norm of Flax and PyTorch.
+    # The RMS norms of Flax and PyTorch have no bias.
     bias = None if case.layer == RMS_NORM else bias
     arrays: Any = 0.3 + x, dy, 1 + weight, bias
     return Batch(*arrays)
 
 
 def make(name: str, case: Case, program: str, given: Batch) -> Program:
-    """Returns what gives y, memory and ((dweight, dbias), dx), or in inference y."""
+    """Returns a program that computes y, memory and ((dweight, dbias), dx); in inference y."""
     kind, train = KINDS.get(case.layer, (None,))[0], program == BOTH
     if name == TORCH:
         return peers.program_of_torch(given, kind, train=train)
@@ -153,8 +152,8 @@ def make(name: str, case: Case, program: str, given: Batch) -> Program:
 
 
 def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
-    """Yields how far y and gradients of each peer are from the same in extended precision."""
-    # Of every other channel the ReLU lets all values pass, of the others none.
+    """Yields the errors of each peer's y and gradients, relative to extended precision."""
+    # The ReLU passes all values of every second channel, and none of the others.
     sign = jnp.where(jnp.arange(case.sizes[1]) % 2, -1, 1)
     given = drawn(case)._replace(bias=20.0 * sign) if case.layer == BATCH_NORM else drawn(case)
     arrays: Any = (None if values is None else np.asarray(values) for values in given)
@@ -198,10 +197,10 @@ def timed(milliseconds: Any, *where: str) -> Row:
 
 
 def grow(settings: Settings) -> Iterator[Row]:
-    """Yields the time of this layer on ever larger arrays.
+    """Yields the times of this layer on arrays of growing size.
 
-    Results are written over those of the call before: large ones would be new pages of the
-    system, which take longer to get than to fill.
+    Each call overwrites the results of the call before: new memory pages for large results
+    would take longer to allocate than to fill.
     """
 
     def in_place(case: Case) -> Program:
@@ -222,9 +221,9 @@ def grow(settings: Settings) -> Iterator[Row]:
 
 
 def run_network(network: str, settings: Settings) -> Iterator[Row]:
-    """Yields the time of a step without the optimiser, and what it takes to compile and run.
+    """Yields a step's time without the optimiser, its compile time and temporary memory.
 
-    The norm is all that differs, as where an import is changed: each ReLU is a module.
+    Only the norm differs, as in a model in which only the import is changed.
     """
     make_network, shape = NETWORKS[network]
     ours = functools.partial(BatchNorm, approach="batch")
@@ -259,7 +258,7 @@ def chosen(rows: list[Row], **fields: Any) -> list[Row]:
 
 
 def ratios(rows: list[Row], other: str, ours: str = OURS) -> list[tuple[float, str]]:
-    """Returns this layer's number over the other's, and where, array by array."""
+    """Returns, for each array, this layer's number divided by the other's, and the array."""
     theirs = {row[:6]: row.value for row in rows if row.peer == other}
     return [
         (row.value / theirs[row[:6]], f"{row.shape} {row.cache}".strip())
@@ -269,7 +268,7 @@ def ratios(rows: list[Row], other: str, ours: str = OURS) -> list[tuple[float, s
 
 
 def speed_ups(rows: list[Row], other: str, ways: int = len(WAYS)) -> dict[str, float]:
-    """Returns how many times as long the other takes, by way and cache: geometric means."""
+    """Returns geometric means of the other's time / this layer's time, by way and cache."""
     found = {}
     for cache, way in itertools.product((COLD, HOT, ""), list(WAYS)[:ways]):
         layer, program, ours = WAYS[way]
@@ -283,7 +282,7 @@ def speed_ups(rows: list[Row], other: str, ways: int = len(WAYS)) -> dict[str, f
 def agree(rows: list[Row]) -> Verdict:
     worst = {r.dtype: r for r in sorted(chosen(rows, unit=DEVIATION), key=lambda r: r.value)}
     measured = (f"{r.dtype} to {r.value:.1e} ({r.peer})" for r in worst.values())
-    claim = "1. all that is timed computes the same: float32 to 1e-5, bfloat16 to 0.05"
+    claim = "1. all timed layers compute the same: float32 to 1e-5, bfloat16 to 0.05"
     return (
         claim,
         ", ".join(measured),
@@ -293,7 +292,7 @@ def agree(rows: list[Row]) -> Verdict:
 
 def needs_little(rows: list[Row]) -> Verdict:
     shares = ratios(chosen(rows, unit=TEMPORARIES), EQUINOX, SEPARATE)
-    claim = "2. a network's step needs no more temporaries than with Equinox's norm"
+    claim = "2. a network's step needs no more temporary memory than with Equinox's norm"
     measured = ", ".join(f"{share:.2f}" for share, _ in shares)
     return claim, f"{measured} of its bytes", max(shares)[0] <= 1
 
@@ -321,7 +320,7 @@ def grows_linearly(rows: list[Row]) -> Verdict:
 
 
 def power_law(rows: list[Row]) -> tuple[float, float]:
-    """Returns exponent and factor; below 2^18 values a call is mostly dispatch."""
+    """Returns exponent and factor of a fit from 2^18 values on; below, dispatch dominates."""
     found = [(Case(*row[:3]).bytes / 4, row.value) for row in chosen(rows, unit=GROWTH)]
     values, ms = np.log([point for point in found if point[0] > 2**18]).T
     exponent, intercept = np.polyfit(values, ms, 1)
@@ -329,7 +328,7 @@ def power_law(rows: list[Row]) -> tuple[float, float]:
 
 
 def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
-    """Returns the verdicts; of less than the whole job those that no timing decides."""
+    """Returns the verdicts; without the full settings, only those that need no timings."""
     verdicts = [agree(rows)] + ([needs_little(rows)] if settings.networks else [])
     if settings != Settings():
         return verdicts
@@ -337,26 +336,26 @@ def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
     return [*verdicts, *faster, grows_linearly(rows), examples_are_fast(rows)]
 
 
-# What is aimed at, and what limits it, as far as it is known: docs/design.md, "Limits".
-CALLS = "small arrays: a call of JAX is ten loops or so; [N, C]: not known"
-RAGGED = "rows of 7 or 14 values: XLA's loops follow the axes that a fusion returns"
-TWICE = "forward reads x twice, where theirs is one call that reads it once"
-LARGER = "more operations, and larger fusions: vectors are computed in each pass"
+# Goals, and their known limits: docs/design.md, "Limits".
+CALLS = "small arrays: a call runs about ten loops; [N, C]: not known"
+RAGGED = "rows of 7 or 14 values: XLA's loops follow the axes of a fusion's output"
+TWICE = "the forward pass reads x twice, theirs once"
+LARGER = "more operations and larger fusions, which compute vectors in each pass"
 FACTORS = {
-    EQUINOX: (2.5, "large arrays are new pages of memory in every call, for every layer"),
+    EQUINOX: (2.5, "every call gets new memory pages for large arrays, with every layer"),
     FLAX: (1.3, RAGGED),
     TORCH: (1.2, CALLS),
 }
-LARGEST = (  # how many times as long this layer takes, over all arrays
+LARGEST = (  # bounds for this layer's time / the other's, on every array
     (BATCH_NORM, BOTH, 1.1, TORCH, CALLS),
-    (BATCH_NORM, INFERENCE, 1.0, EQUINOX, "a call passes 10 arrays, not 5"),
+    (BATCH_NORM, INFERENCE, 1.0, EQUINOX, "a call passes 10 arrays instead of 5"),
     (LAYER_NORM, INFERENCE, 1.0, EQUINOX, TWICE),
     (LAYER_NORM, BOTH, 1.5, TORCH, TWICE),
 )
 
 
 def goals(rows: list[Row]) -> list[Goal]:
-    """Returns what is aimed at, what was measured, and what limits it."""
+    """Returns the goals, their measurements, and their limits."""
     found = []
     for other, (factor, limit) in FACTORS.items():
         aim = f"{BATCH_NORM}: {factor} times as fast as {other}"
@@ -367,7 +366,7 @@ def goals(rows: list[Row]) -> list[Goal]:
             found.append((aim, "{:.2f} on {}".format(*max(mine)), limit))
     compiling = ratios(chosen(rows, layer=NETWORK, unit=COMPILING), EQUINOX, SEPARATE)
     said = ", ".join(f"{ratio:.2f}" for ratio, _ in compiling)
-    found.append(("networks: at most 1.1 of Equinox's time to compile", said, LARGER))
+    found.append(("networks: at most 1.1 of Equinox's compile time", said, LARGER))
     return [goal for goal in found if goal[1]]
 
 
@@ -375,7 +374,7 @@ def goals(rows: list[Row]) -> list[Goal]:
 
 
 def a_dozen(rows: list[Row]) -> dict[str, list[Row]]:
-    """Returns what is shown of times: every third of 36 shapes by size, all of a few."""
+    """Returns the times to show: of about a dozen shapes, ordered by size."""
     where = {"layer": BATCH_NORM, "program": BOTH, "dtype": "float32", "unit": MS}
     shown = [row for row in chosen(rows, **where) if row.cache != HOT]
     shapes = sorted({row.shape for row in shown}, key=lambda s: Case(BATCH_NORM, s).bytes)
@@ -402,7 +401,7 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Draws the others' times over this layer's, by shape, and how its time grows."""
+    """Draws the others' times / this layer's, by shape, and how this layer's time grows."""
     lines, grown = a_dozen(rows), chosen(rows, unit=GROWTH)
     figure = report.figure(10, 1.6 + 0.28 * len(lines))
     left, *right = figure.subplots(1, 2 if grown else 1, squeeze=False)[0]
@@ -444,7 +443,7 @@ def main() -> int:
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "gpu":
-        raise UserError("--device gpu: JAX finds none here; where there is one, run make gpu")
+        raise UserError("--device gpu: JAX finds no GPU; on a machine with one, run make gpu")
 
     norms = {BATCH_NORM: peers.present((OURS, SEPARATE, *OTHERS))}
     alone = tuple(name for name in norms[BATCH_NORM] if name != SEPARATE)
@@ -473,8 +472,8 @@ def main() -> int:
         fail = report.publish(
             folder,
             name,
-            asked="How fast is it beside Equinox, Flax and PyTorch?",
-            answer=f"batch norm + ReLU takes 1, as a mean over shapes, {said}",
+            asked="How fast are the layers compared with Equinox, Flax and PyTorch?",
+            answer=f"batch norm + ReLU, mean time / time of eqx-norm: {said}",
             tables=tables(rows),
             verdicts=judge(rows, settings),
             goals=goals(rows) if settings == Settings() else [],

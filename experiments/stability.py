@@ -1,15 +1,15 @@
-"""Which batch normalisation makes training unstable? Equinox issue #659, on MNIST.
+"""Compares the training stability of batch normalisations: Equinox issue #659, on MNIST.
 
     python -m experiments.stability                  about 2 minutes on 2 cores
     python -m experiments.stability --quick          under 30 seconds; fails if a claim fails
     python -m experiments.stability --network large --steps 300
 
-Batch normalisation remembers a running mean and variance, for inference. `ema` normalises the
-batches of training by them, too. At momentum 0.99 they still are nearly the first batch's when
-the parameters have long moved on, and the issue sees gradients spike in the first steps.
-`batch` normalises by the batch alone; `adam` and `smooth_start` are what the issue proposes.
-One network is trained with each of them: from the same parameters, on the same images in the
-same order. https://github.com/patrick-kidger/equinox/issues/659
+Batch normalisation keeps a running mean and variance for inference. `ema` also normalises
+training batches by them. At momentum 0.99 they stay near those of the first batch while the
+parameters change, and the issue reports that gradients spike in the first steps. `batch`
+normalises by the batch alone; the issue proposes `adam` and `smooth_start`. A network is
+trained with each, from the same parameters and on the same images in the same order.
+https://github.com/patrick-kidger/equinox/issues/659
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ Setting = tuple[str, float]  # approach, momentum
 Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
 Runs = dict[Setting, Curves]
 
-MOMENTA = (0.5, 0.99, 0.9999)  # a column of figure 2 each; add a momentum here
+MOMENTA = (0.5, 0.99, 0.9999)  # the columns of figure 2; add a momentum here
 
-# Trained with these momenta, drawn as this line; add an approach here.
+# The momenta to train with and the line to draw; add an approach here.
 APPROACHES: dict[str, tuple[tuple[float, ...], dict[str, str]]] = {
     "batch": (MOMENTA, {"color": report.BLUE, "linestyle": "-"}),
     "adam": (MOMENTA, {"color": report.ORANGE, "linestyle": "--"}),
     "smooth_start": (MOMENTA, {"color": report.GREEN, "linestyle": "-."}),
     "ema": (MOMENTA, {"color": report.VERMILION, "linestyle": "-"}),
-    # It clips from step 200 on, and is `batch` until then: one momentum is enough.
+    # It clips from step 200 on and is `batch` until then, so one momentum is enough.
     "variance_clip": ((0.99,), {"color": report.PURPLE, "linestyle": ":"}),
 }
 EVERY = [(approach, m) for approach, (momenta, _) in APPROACHES.items() for m in momenta]
@@ -62,7 +62,7 @@ class Settings:
     trained: tuple[Setting, ...] = tuple(dict.fromkeys((*FIGURE_1, *JUDGED, *EVERY)))
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # ema's peak is 3 to 12 times batch's, by seed
     steps: int = 100  # the issue's, whose gradients spike in the first five
-    # Test accuracy after these steps and the last: early on, inference is where they differ.
+    # Steps after which to measure test accuracy, and the last: early ones differ most.
     evaluated: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
@@ -72,10 +72,10 @@ QUICK = Settings(trained=JUDGED, seeds=(0, 1), evaluated=())
 
 
 def train(settings: Settings, setting: Setting, seed: int, data: mnist.Mnist) -> Curves:
-    """Trains one network; its first parameters and its batches depend on the seed alone.
+    """Trains one network; its initial parameters and batches depend only on the seed.
 
-    Returns arrays [steps]: what `train_step` records, among it the norm of each parameter's
-    gradient as "gradient.conv.weight"; and "test_accuracy", NaN where it was not measured.
+    Returns arrays [steps]: the records of `train_step`, which include gradient norms as
+    "gradient.conv.weight", and "test_accuracy", which is NaN where it was not measured.
     """
     approach, momentum = setting
 
@@ -101,12 +101,12 @@ def train(settings: Settings, setting: Setting, seed: int, data: mnist.Mnist) ->
 
 
 def stack(found: list[Any]) -> Curves:
-    """Makes one dictionary of many: its arrays have one axis more than theirs, the first."""
+    """Stacks the values of several dictionaries along a new first axis."""
     return {name: np.array([each[name] for each in found], np.float64) for name in found[0]}
 
 
 def steps_of(runs: Runs, names: list[str], seeds: dict[int, int]) -> Iterator[list[Any]]:
-    """Yields a line of the CSV for each step; `seeds` gives seeds by their place in arrays."""
+    """Yields a line of the CSV for each step; `seeds` maps places in arrays to seeds."""
     for setting, curves in runs.items():
         for i, seed in seeds.items():
             for step in range(curves["loss"].shape[1]):
@@ -150,7 +150,7 @@ def draw_gradients(runs: Runs, i: int, seed: int) -> Figure:
 
 
 def draw_momenta(runs: Runs) -> Figure:
-    """Draws, for each momentum, the largest gradient and what the norm layer returned."""
+    """Draws, for each momentum, the largest gradient and the norm layer's output."""
     figure = report.figure(3 * len(MOMENTA), 7.5)
     axes = figure.subplots(3, len(MOMENTA), sharex=True, sharey="row", squeeze=False)
     for momentum, panels in zip(MOMENTA, axes.T, strict=True):
@@ -196,10 +196,10 @@ def draw_seeds(runs: Runs) -> Figure:
 
 # --------------------------------------------------------------------------------- verdicts
 
-FIRST_STEPS = 10  # the issue's gradients spike "2-3 iterations in"; this leaves room for seeds
-SPIKE = 2.0  # a spike is twice as large as any gradient that `batch` has in these steps
+FIRST_STEPS = 10  # the issue's gradients spike "2-3 iterations in"; seeds vary
+SPIKE = 2.0  # a spike is twice as large as any gradient of `batch` in these steps
 AS_WELL = 1.05  # "as well as": a mean loss at most 5% higher; "higher": more than that
-SAME = 1.02  # "the same": within 2%, from every seed
+SAME = 1.02  # "as batch does": within 2%, for every seed
 
 
 def peak(curves: Curves) -> np.ndarray:
@@ -213,7 +213,7 @@ def mean_loss(curves: Curves) -> np.ndarray:
 
 
 def ratios(runs: Runs, a: Setting, b: Setting) -> tuple[np.ndarray, np.ndarray]:
-    """Returns peak and mean loss of a by those of b, seed by seed: [seeds]."""
+    """Returns a's peak and mean loss divided by b's, for each seed: [seeds]."""
     return peak(runs[a]) / peak(runs[b]), mean_loss(runs[a]) / mean_loss(runs[b])
 
 
@@ -244,7 +244,7 @@ def adam_still_spikes(runs: Runs) -> Verdict:
     (to_ema, _), (to_batch, _) = ratios(runs, ADAM, EMA), ratios(runs, ADAM, BATCH)
     measured = f"peak adam/ema {spread(to_ema)}, adam/batch {spread(to_batch)}"
     holds = np.median(to_ema) < 1 and np.median(to_batch) >= SPIKE
-    return "3. adam at 0.99 helps, and still spikes", measured, bool(holds)
+    return "3. adam at 0.99 spikes less than ema, but still spikes", measured, bool(holds)
 
 
 def smooth_is_better(runs: Runs) -> Verdict:
@@ -259,11 +259,11 @@ def smooth_is_batch(runs: Runs) -> Verdict:
     measured = f"peak smooth_start/batch {spread(peaks)}, loss {spread(losses)}"
     both = np.concatenate([peaks, losses])
     holds = both.max() <= SAME and both.min() >= 1 / SAME
-    return "5. smooth_start at 0.9999 is the same as batch", measured, bool(holds)
+    return "5. smooth_start at 0.9999 trains as batch does", measured, bool(holds)
 
 
 def judge(runs: Runs, network: str) -> list[Verdict]:
-    """Returns the verdicts on the claims of the issue."""
+    """Returns the verdicts on the issue's claims."""
     first = [ema_spikes(runs), low_ema_trains(runs, network), adam_still_spikes(runs)]
     return [*first, smooth_is_better(runs), smooth_is_batch(runs)]
 
@@ -274,9 +274,9 @@ def judge(runs: Runs, network: str) -> list[Verdict]:
 def main() -> int:
     parser = report.parser("stability", __doc__, "6 settings, 2 seeds")
     add = parser.add_argument
-    add("--seeds", nargs="+", type=int, metavar="N", help="of each run (default: 0 1 2 3 4)")
-    add("--steps", type=int, metavar="N", help="of each run (default: 100)")
-    about = "small (default): the issue's; large: four norm layers, 3 times as long"
+    add("--seeds", nargs="+", type=int, metavar="N", help="seeds to run (default: 0 1 2 3 4)")
+    add("--steps", type=int, metavar="N", help="training steps of each run (default: 100)")
+    about = "small (default): the issue's; large: four norm layers, takes 3 times as long"
     add("--network", choices=training.NETWORKS, help=about)
     add("--data", type=Path, metavar="DIR", default=mnist.SUBSET, help=mnist.HELP)
     options = parser.parse_args()
@@ -333,9 +333,9 @@ def main() -> int:
         fail = report.publish(
             folder,
             name,
-            asked="Which batch normalisation makes training unstable? "
-            "[Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)"
-            + (", on a network with four norm layers" if settings.network == "large" else ""),
+            asked="Which batch normalisation makes training unstable"
+            + (", with four norm layers" if settings.network == "large" else "")
+            + "? [Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
             answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
             tables=[report.table(header, medians)],
             verdicts=judge(runs, settings.network),

@@ -1,15 +1,16 @@
-"""Who updates the running statistics of batch normalisation, when, and by what?
+"""Tests which calls update the running statistics of batch normalisation, and how.
 
     python -m experiments.state_consistency          about a minute on 2 cores
     python -m experiments.state_consistency --quick  under 30 seconds; fails if a claim fails
 
 In https://github.com/apache/mxnet/issues/21111 the answer depends on the device, on whether a
-backward pass follows, and on which library computes the layer; and one value per channel gives
-NaN. The thread's script is the one here: evaluate, call once in training mode, evaluate again;
-then once more, with another batch. It is run forward only and with a backward pass, op by op,
-under `jax.jit`, `jax.checkpoint` and `lax.scan`; with one value per channel (n = 1); and with a
-number in the second batch that is NaN, infinite, or so large that its square is. (Equinox's
-mode="ema" evaluates by a variance of 0 before its first batch: its difference is large.)
+backward pass follows, and on the library that computes the layer; and one value per channel
+gives NaN. This is the thread's script: evaluate, call once in training mode, evaluate again;
+then again with another batch. It runs forward only and with a backward pass, op by op, under
+`jax.jit`, `jax.checkpoint` and `lax.scan`; with one value per channel (n = 1); and with a
+number in the second batch that is NaN, infinite, or so large that its square is infinite.
+(Equinox's mode="ema" evaluates with a variance of 0 before its first batch, so its difference
+is large.)
 """
 
 import functools
@@ -28,9 +29,9 @@ from tqdm import tqdm
 from .common import peers, report
 from .common.report import Verdict
 
-EPS = 1e-3  # that of the thread's script
-# The share of the running average that an update leaves. Near 0, so that the average is nearly
-# the batch's; a power of two, so that what is left of the old average can be taken out again.
+EPS = 1e-3  # as in the thread's script
+# The share of the running average that an update keeps. Near 0, so that the average is nearly
+# the batch's; a power of two, so that the old average can be subtracted exactly.
 MOMENTUM = 1 / 16
 
 OURS = (peers.OURS, peers.OURS_UNBIASED)
@@ -44,32 +45,32 @@ OP_BY_OP, JIT, CHECKPOINT = "op by op", "jit", "checkpoint, op by op"
 
 
 class Row(NamedTuple):
-    # What is run.
+    # The run.
     layer: str
     dtype: str
     shape: tuple[int, ...]
     way: str
     backward: bool
-    batch: str = FINITE  # or which number that is not finite the second batch holds
-    # What came of it. NaN: it cannot be told here, or has no meaning.
-    raised: str = ""  # the kind of error, by a training call
+    batch: str = FINITE  # or the number in the second batch that is not finite
+    # The results. NaN: it cannot be measured, or has no meaning.
+    raised: str = ""  # the type of the error that a training call raised
     evaluation_changed: bool = False  # whether an evaluation changed the memory
     difference: float = math.nan  # largest, of the evaluations before and after one update
-    kept: bool = False  # whether what raised, or the second batch, left the memory as it was
-    finite: bool = True  # all that was given; after a bad batch, what is left of it later
+    kept: bool = False  # whether the error, or the second batch, left the memory unchanged
+    finite: bool = True  # whether all results are; for a bad batch, those of later batches
     updates: float = math.nan  # of the running average, by the second training call
-    # Relative errors of what that took in, beside mean and variances computed in float64.
+    # Relative errors of that update's mean and variance, compared with float64.
     mean_error: float = math.nan
     biased_error: float = math.nan
     unbiased_error: float = math.nan
 
     @property
-    def n(self) -> int:  # how many values a channel has
+    def n(self) -> int:  # the number of values per channel
         return math.prod(self.shape) // self.shape[1]
 
 
 def rows_of(layer: str, dtype: str, shapes: Sequence[tuple[int, ...]]) -> Iterator[Row]:
-    """Yields the rows of a layer, of which nothing is measured yet."""
+    """Yields the rows of a layer, without results."""
     torch = peers.package(layer) == "torch"
     ways, usual = ((OP_BY_OP, CHECKPOINT), OP_BY_OP) if torch else (WAYS, JIT)
     for shape, way, backward in itertools.product(shapes, ways, (False, True)):
@@ -101,7 +102,7 @@ class InJax:
         return [np.asarray(leaf) for leaf in jax.tree.leaves((y, gradients))]
 
     def memory(self) -> list[NDArray]:
-        """Returns means, variances, and what else is remembered: first what both weigh."""
+        """Returns means, variances, and then their weight or another statistic."""
         return [np.asarray(array) for array in self._layer.statistics(self._memory)[:3]]
 
 
@@ -125,7 +126,7 @@ WAYS: dict[str, Callable[[peers.Apply], peers.Apply]] = {
 
 @functools.cache  # compiled once for all batches
 def _steps(name: str, dtype: str, shape: tuple[int, ...], way: str, backward: bool) -> Any:
-    """Returns a layer, and how it trains and evaluates when run in that way."""
+    """Returns a layer, and its functions to train and evaluate in that way."""
     layer = peers.batch_norm(name, shape[1], momentum=MOMENTUM, eps=EPS)
     apply, evaluate = WAYS[way](layer.train), WAYS[way](layer.evaluate)
 
@@ -172,8 +173,8 @@ class InTorch:
 
 
 def play(row: Row, subject: Any) -> Row:
-    """Returns the row with what came of it: evaluate, train on a batch, evaluate; and again."""
-    count = 2 if row.batch == FINITE else 12  # ten good batches after one that is bad
+    """Returns the row with its results: evaluate, train on a batch, evaluate; and again."""
+    count = 2 if row.batch == FINITE else 12  # ten good batches after a bad one
     values = 2 + 1.5 * np.random.RandomState(0).standard_normal((count, *row.shape))
     if row.batch != FINITE:
         values[1].flat[-1] = float(row.batch)
@@ -201,7 +202,7 @@ def play(row: Row, subject: Any) -> Row:
     )
     if later or row.n == 1:
         return row
-    # What this layer remembers is debiased: the average from 0, over its weight.
+    # This layer stores debiased averages: the average from 0, divided by its weight.
     weights = [memory[2] if row.layer in OURS else 1 for memory in memories]
     before, after = (np.array(memories[i][:2], float) * weights[i] for i in (1, 2))
     return Row(*row[:-4], *update(before, after, second))
@@ -212,10 +213,10 @@ def same(one: Sequence[NDArray], other: Sequence[NDArray]) -> bool:
 
 
 def update(before: NDArray, after: NDArray, x: NDArray) -> list[float]:
-    """Returns how many updates `after` is from `before`, and the errors of what one took in."""
+    """Returns the number of updates from `before` to `after`, and the errors of one."""
     values = np.moveaxis(x.astype(float), 1, 0).reshape(x.shape[1], -1)
     right = np.stack([values.mean(1), values.var(1), values.var(1, ddof=1)])
-    # An update leaves the share MOMENTUM of the running mean's distance from the batch's.
+    # An update keeps the share MOMENTUM of the running mean's distance from the batch's.
     left, was = (np.linalg.norm(average[0] - right[0]) for average in (after, before))
     taken = (after - MOMENTUM * before) / (1 - MOMENTUM)
     errors = abs(taken[[0, 1, 1]] / right - 1).max(1)
@@ -238,7 +239,7 @@ def counted(row: Row) -> str:
 
 
 def variance(rows: list[Row]) -> str:
-    # Where a call is two updates, what one of them took in cannot be told.
+    # The statistics of one update are unknown if a call makes two.
     errors = [row[-2:] for row in rows if counted(row) == "1"]
     if not errors:
         return joined(map(counted, rows))
@@ -257,7 +258,7 @@ def after_bad(row: Row) -> str:
 
 
 def columns(found: list[Row]) -> dict[str, str]:
-    """Returns the line of a layer in the table, by header."""
+    """Returns a layer's line of the table, by header."""
     single, half = ([r for r in usual(found) if r.dtype == dtype] for dtype in DTYPES)
     # The first is forward only, op by op.
     unusual = (row for row in single if counted(row) != counted(single[0]))
@@ -293,7 +294,7 @@ def evaluation_reads(ours: list[Row]) -> Verdict:
 
 
 def right_statistics(ours: list[Row]) -> Verdict:
-    claim = "3. it takes in the batch's mean, and the variance that `unbiased` says, to 1e-6"
+    claim = "3. an update uses the batch's mean and variance, unbiased if set so, to 1e-6"
     said = {peers.OURS: "biased_error", peers.OURS_UNBIASED: "unbiased_error"}
     errors = [(row.mean_error, getattr(row, said[row.layer])) for row in usual(ours)]
     most = float(np.max(errors))  # NaN, if there is one
@@ -301,13 +302,13 @@ def right_statistics(ours: list[Row]) -> Verdict:
 
 
 def one_value_works(ours: list[Row]) -> Verdict:
-    claim = "4. n = 1: all is finite; unbiased: ValueError, memory as it was"
+    claim = "4. n = 1: all is finite; unbiased: ValueError, memory unchanged"
     right = {peers.OURS: "finite", peers.OURS_UNBIASED: "ValueError"}
     return in_all(claim, [one_value(row) == right[row.layer] for row in ours if row.n == 1])
 
 
 def bad_kept_out(ours: list[Row]) -> Verdict:
-    claim = "5. a batch with NaN, inf: memory as it was, and all finite ten batches later"
+    claim = "5. a batch with NaN, inf: memory unchanged, and all finite ten batches later"
     return in_all(claim, [after_bad(row) == "kept" for row in ours if row.batch != FINITE])
 
 
@@ -329,9 +330,9 @@ def main() -> int:
         fail = report.publish(
             folder,
             "state_consistency",
-            asked="Who updates the running statistics, when, and by what? "
+            asked="Which calls update the running statistics, and how? "
             "[MXNet #21111](https://github.com/apache/mxnet/issues/21111)",
-            answer=f"a training call, by one update (not so: {' and '.join(unlike) or 'none'})",
+            answer=f"each training call, by one update (not {' and '.join(unlike) or 'none'})",
             tables=[report.table([*lines[0]], [[*line.values()] for line in lines])],
             verdicts=[claim(ours) for claim in claims],
             settings={"layers": layers, "eps": EPS, "momentum": MOMENTUM},

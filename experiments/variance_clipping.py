@@ -1,15 +1,16 @@
-"""What does variance clipping prevent? Ginsburg's proposal in Caffe #3963, on MNIST.
+"""Tests which failures variance clipping prevents: Ginsburg's proposal in Caffe #3963, on
+MNIST.
 
     python -m experiments.variance_clipping          about a minute on 2 cores
     python -m experiments.variance_clipping --quick  under 30 seconds; fails if a claim fails
 
-One corrupted batch can ruin what batch normalisation remembers. The thread proposes to clip the
-variance of each batch to near the running one, and names two failures that this prevents:
-gradients explode and training accuracy collapses (A); training looks fine, and test accuracy is
-ruined by corrupted running statistics (B). Here a small network is trained with `batch`, `ema`
-and `smooth_start`, each with and without clipping, and three of its batches are corrupted in
-one of several ways: which failures are seen, and what does it cost that a batch of huge
-variance is divided by a small one? https://github.com/BVLC/caffe/issues/3963
+One corrupted batch can ruin the running statistics of batch normalisation. The thread proposes
+to clip the variance of each batch to near the running variance, and names two failures that
+this prevents: (A) gradients explode and training accuracy collapses; (B) training looks fine,
+but corrupted running statistics ruin test accuracy. Here a small network is trained with
+`batch`, `ema` and `smooth_start`, with and without clipping, and three batches are corrupted in
+one of several ways. The results show the failures with and without clipping, and its cost: a
+batch of huge variance is divided by a small one. https://github.com/BVLC/caffe/issues/3963
 """
 
 import itertools
@@ -34,31 +35,31 @@ from eqx_norm.strategies import VarianceClip, named
 from .common import mnist, report, training
 from .common.report import Verdict
 
-Setting = tuple[str, bool, str]  # approach, whether it is clipped, corruption
+Setting = tuple[str, bool, str]  # approach, whether to clip, corruption
 Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
 
 MOMENTUM = 0.99
-# Ginsburg's factor. He starts after 200 batches; here training has settled after 100. (All of
-# it 100 steps later has the same verdicts.)
+# Ginsburg's factor. He starts after 200 batches; here training has settled after 100. (All
+# steps shifted by 100 give the same verdicts.)
 RATIO, START = 4.0, 100
-# Soon after clipping has started. A third of a corrupted batch is left in the running average
-# at the end, a hundred steps after the last: a momentum of 0.99 forgets slowly.
+# Soon after clipping has started. At the end, a hundred steps after the last of them, a third
+# of a corrupted batch is left in the running average of momentum 0.99.
 CORRUPTED = (110, 120, 130)
 STEPS = 230
-WINDOW = 20  # "soon after" and "at the end" are the means over so many steps
-DRAWN_FROM = 90  # steps before are alike in all runs of an approach and seed
+WINDOW = 20  # steps: "soon after" and "at the end" are means over these
+DRAWN_FROM = 90  # earlier steps are equal in all runs of an approach and seed
 # Right before and after the corrupted batches, and in between.
 EVALUATED = {*range(DRAWN_FROM, STEPS, 10), *(step - 1 for step in CORRUPTED), STEPS}
 
 CLEAN = "none"
 SCALED, CONTRAST, ONE_IMAGE = "scaled by 1e3", "contrast by 1e3", "one image by 1e3"
 CONSTANT, LOUD, FAINT = "constant", "constant 1e3", "scaled by 1e-3"
-DRAWN = {SCALED: "scaled", ONE_IMAGE: "one_image"}  # a figure each, of this name
+DRAWN = {SCALED: "scaled", ONE_IMAGE: "one_image"}  # the names of their figures
 
-# What is done to a batch in which 0 is black and 1 is white; add a corruption here.
+# Functions of a batch in which 0 is black and 1 is white; add a corruption here.
 CORRUPTIONS: dict[str, Callable[[NDArray], NDArray]] = {
     SCALED: lambda ink: 1e3 * ink,  # a variance 1e6 times as large, a mean 1e3 times
-    # As large a variance, too, but the mean of every pixel over the batch stays.
+    # An equally large variance, but an unchanged mean of every pixel over the batch.
     CONTRAST: lambda ink: ink.mean(axis=0) + 1e3 * (ink - ink.mean(axis=0)),
     # The first of 64: a variance 2e4 times as large, a mean 20 times.
     ONE_IMAGE: lambda ink: np.concatenate([1e3 * ink[:1], ink[1:]]),
@@ -67,7 +68,7 @@ CORRUPTIONS: dict[str, Callable[[NDArray], NDArray]] = {
     FAINT: lambda ink: 1e-3 * ink,  # a variance 1e-6 times as large
 }
 
-# Approaches, corruptions and seeds, most of which must have a failure for it to count.
+# Approaches, corruptions and seeds. A failure counts if most seeds have it.
 WHOLE = (("batch", "ema", "smooth_start"), (CLEAN, *CORRUPTIONS), (0, 1, 2, 3, 4))
 QUICK = (("batch", "ema"), (CLEAN, SCALED, CONTRAST, ONE_IMAGE, LOUD), (0,))
 
@@ -75,10 +76,10 @@ QUICK = (("batch", "ema"), (CLEAN, SCALED, CONTRAST, ONE_IMAGE, LOUD), (0,))
 
 
 class Perceptron(eqx.Module):
-    """Is linear, norm, ReLU, linear: what happens to an image happens to the norm's input.
+    """Is linear, norm, ReLU, linear: the norm's input is a linear function of the image.
 
-    No bias, no pooling and no other normalisation lies between the two, so a batch scaled by
-    1e3 has 1e6 times the variance in every channel. And it trains in a millisecond a step.
+    So a batch scaled by 1e3 has 1e6 times the variance in every channel. A training step takes
+    a millisecond.
     """
 
     linear1: eqx.nn.Linear
@@ -92,18 +93,18 @@ class Perceptron(eqx.Module):
         self.linear2 = eqx.nn.Linear(64, 10, key=keys[1])
 
     def __call__(self, x: Float[Array, "1 28 28"], state: eqx.nn.State) -> training.Output:
-        # Black is 0 and stays 0. As -1, the pixels that are black in every image would have
-        # gradients of rounding errors alone, which Adam scales up to whole steps.
+        # Black is 0 here. As -1, pixels that are black in every image would have gradients of
+        # rounding errors alone, which Adam scales up to whole steps.
         ink = (jnp.ravel(x) + 1) / 2
         normed, state = self.norm(self.linear1(ink), state)
         return jax.nn.log_softmax(self.linear2(jax.nn.relu(normed))), normed, state
 
 
 def train(setting: Setting, seed: int, data: mnist.Mnist) -> Curves:
-    """Trains one network; its first parameters and its batches depend on the seed alone.
+    """Trains one network; its initial parameters and batches depend only on the seed.
 
-    Returns arrays [steps]: what `train_step` records, "running_variance" (mean over channels),
-    and "test_accuracy" (NaN where it was not measured).
+    Returns arrays [steps]: the records of `train_step`, "running_variance" (mean over
+    channels), and "test_accuracy" (NaN where it was not measured).
     """
     approach, clipped, corruption = setting
     strategy: Any = named(approach, MOMENTUM)
@@ -175,18 +176,18 @@ A1: the largest gradient is more than 10 times the clean run's.
 A2: training accuracy is below 50% in the {WINDOW} steps after the last corrupted batch.
 ruined: at the end, test accuracy is 10 points or more below the clean run's.
 B: ruined, and training accuracy is within 2 points of the clean run's.
-All are medians over the seeds; a failure counts where most of the seeds have it."""
+All are medians over the seeds; a failure counts if most seeds have it."""
 
 
 class Cell(NamedTuple):
-    """Holds what a setting shows beside its approach on clean batches: medians over seeds."""
+    """Compares a setting with its approach on clean batches: medians over seeds."""
 
-    failures: str  # those that LEGEND names
+    failures: str  # as named in LEGEND
     lost_at_once: float  # points of test accuracy, right after the last corrupted batch
     lost: float  # points of test accuracy, at the end
-    gradient: float  # the largest norm since the first corrupted batch, by the clean run's
-    accuracy_after: float  # in training on clean batches, soon after the last corrupted one
-    growth: float  # of the running variance: the largest factor in one step, of any seed
+    gradient: float  # the largest norm since the first corrupted batch / the clean run's
+    accuracy_after: float  # in training, soon after the last corrupted batch
+    growth: float  # of the running variance: the largest factor in one step, over seeds
 
 
 Pairs = dict[tuple[str, str], tuple[Cell, Cell]]  # by approach, corruption: un-, clipped
@@ -219,7 +220,7 @@ def compare(found: Curves, clean: Curves) -> Cell:
 
 
 def prevented(pairs: Pairs, failure: str, still: str) -> str:
-    """Returns in how many cells clipping prevents a failure, and is not `still` another."""
+    """Returns in how many cells with `failure` clipping leaves no failure `still`."""
     failing = [clipped for plain, clipped in pairs.values() if failure in plain.failures]
     gone = sum(still not in clipped.failures for clipped in failing)
     return f"in {gone} of {len(failing)} cells"
@@ -229,12 +230,12 @@ def failures_happen(pairs: Pairs) -> Verdict:
     plain = [cell for (_, corruption), (cell, _) in pairs.items() if corruption != CLEAN]
     a, b = (sum(name in cell.failures for cell in plain) for name in ("A", "B"))
     measured = f"A in {a} and B in {b} of {len(plain)} cells"
-    return "1. without clipping, A happens, and so does B", measured, a > 0 and b > 0
+    return "1. without clipping, both A and B happen", measured, a > 0 and b > 0
 
 
 def bounded(pairs: Pairs) -> Verdict:
-    # A clipped variance is at most c (g + mean g), 2 c times the mean of g in the mean over
-    # channels, and has this share of the running average. The last term is rounding.
+    # A clipped variance is at most c (g + mean g), whose mean over channels is 2 c mean g, and
+    # has this share of the running average. The last term is rounding.
     share = (1 - MOMENTUM) / (1 - MOMENTUM**START)
     bound = 1 + (2 * RATIO - 1) * share + 1e-5
     without, clipped = (max(pair[i].growth for pair in pairs.values()) for i in (0, 1))
@@ -243,8 +244,8 @@ def bounded(pairs: Pairs) -> Verdict:
     return claim, measured, clipped <= bound < without
 
 
-# In this network. In the stability experiment's two, 20 and 35 points are lost with clipping:
-# what the image's gradients do to the weights lasts longer there.
+# In this network. The stability experiment's two networks lose 20 and 35 points with clipping,
+# because the changes of the weights by the image's gradients last longer.
 def survived(pairs: Pairs) -> Verdict:
     plain, clipped = pairs["batch", ONE_IMAGE]
     claim = "3. clipping prevents B in batch after one corrupted image a batch"
@@ -254,7 +255,7 @@ def survived(pairs: Pairs) -> Verdict:
 
 def price(pairs: Pairs) -> Verdict:
     plain, clipped = pairs["batch", SCALED]
-    claim = "4. the price: batch, scaled by 1e3, has A1 with clipping only"
+    claim = "4. the cost: batch, scaled by 1e3, has A1 only with clipping"
     holds = "A1" in clipped.failures and "A1" not in plain.failures
     return claim, f"gradient: without {plain.gradient:.1f}, with {clipped.gradient:.1f}", holds
 
@@ -268,7 +269,7 @@ def mean_stays(pairs: Pairs) -> Verdict:
 
 def clean_stays(pairs: Pairs) -> Verdict:
     most = max(abs(clipped.lost) for (_, bad), (_, clipped) in pairs.items() if bad == CLEAN)
-    claim = "6. clipping leaves clean training as it is, to a point"
+    claim = "6. clipping changes the accuracy of clean training by a point at most"
     return claim, f"test accuracy changes by {most:.1f} points at most", most <= 1
 
 
@@ -324,9 +325,9 @@ def main() -> int:
             "variance_clipping",
             asked="Does clipping a batch's variance protect training and inference? "
             "[Caffe #3963](https://github.com/BVLC/caffe/issues/3963)",
-            answer=f"one corrupted image a batch costs {clipped.lost:.1f} points, not "
-            f"{plain.lost:.1f}; exploding gradients are prevented {hopes[0][1]}",
-            tables=[shown, LEGEND, report.table(("the thread hopes", "it is so"), hopes)],
+            answer=f"with one corrupted image a batch it loses {clipped.lost:.1f} points, not "
+            f"{plain.lost:.1f}; it prevents exploding gradients {hopes[0][1]}",
+            tables=[shown, LEGEND, report.table(("the thread expects", "observed"), hopes)],
             verdicts=[claim(pairs) for claim in claims],
             settings={"approaches": approaches, "corruptions": corruptions, "seeds": seeds},
         )

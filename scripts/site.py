@@ -1,6 +1,6 @@
 """Builds the site's pages from the repository: a hook of mkdocs, named in mkdocs.yml.
 
-Documents link to files by their paths in the repository, where they are readable, too. This hook
+Documents link to files by their paths in the repository, where they are readable, too. The hook
 adds the pages and figures from outside docs/, turns links to them into links between pages, and
 turns links to other files into links to the repository. Formulas become MathML, which browsers
 show without a script.

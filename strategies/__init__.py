@@ -1,6 +1,8 @@
-"""Strategies decide which statistics normalise a training batch, and what is remembered of it.
+"""Provides strategies, which choose the statistics that normalise a batch and are remembered.
 
-Import them as `eqx_norm.strategies`. One strategy a file; `README.md` compares them.
+`BatchNorm(approach=...)` takes a strategy object, or the name of one: `"batch"` (`Batch`),
+`"ema"` (`Ema`), `"adam"` (`Adam`), `"smooth_start"` (`SmoothStart`), `"renorm"` (`Renorm`) or
+`"variance_clip"` (`VarianceClip`). `AbstractStrategy` is the base class for your own.
 """
 
 from ._accumulated import Accumulated as Accumulated

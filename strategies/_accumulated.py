@@ -1,4 +1,4 @@
-"""`Accumulated`: micro-batches are collected, and remembered as one batch."""
+"""Defines `Accumulated`, which remembers several micro-batches as one batch."""
 
 import dataclasses
 from typing import Any
@@ -16,10 +16,11 @@ from ._wrapper import AbstractWrapper
 
 
 class Accumulation(eqx.Module):
-    """Holds the memory of a strategy, and the micro-batches that it has not taken in yet.
+    """Holds the memory of the wrapped strategy, and the micro-batches that it has not seen yet.
 
-    **Fields:** `remembered`, the memory; `pending`, the pooled moments of the micro-batches;
-    `batches`, how many they are; `skipped`, how many of all micro-batches were no update.
+    **Fields:** `remembered`: the wrapped strategy's memory; `pending`: the merged moments of
+    the pending micro-batches; `batches`: their number; `skipped`: the number of micro-batches
+    that did not update `remembered`. Both numbers are int32.
     """
 
     remembered: Any
@@ -29,37 +30,38 @@ class Accumulation(eqx.Module):
 
     @classmethod
     def begun(cls, remembered: Any, channels: int, dtype: DTypeLike) -> "Accumulation":
-        """Returns this memory with no micro-batch pending; `dtype` is the mean's."""
+        """Returns `remembered` with no pending micro-batch; `dtype` is that of the mean."""
         zero = jnp.zeros((), jnp.int32)
         return cls(remembered, Moments.zero(channels, dtype), zero, zero)
 
 
 class Accumulated(AbstractWrapper):
-    r"""Remembers `every` micro-batches as one batch, by the strategy that it wraps.
+    r"""Remembers `every` micro-batches as one batch, by the wrapped strategy.
 
-    A batch that does not fit into memory is split, and the gradients of its parts are added up,
-    by `optax.MultiSteps` for example. Each micro-batch is normalised as the wrapped strategy
-    says, with the memory from before all of them; so is inference. Their moments are merged
-    (Chan, Golub and LeVeque, 1979), and the last of them hands what is pooled to the wrapped
-    strategy. For a momentum $m$ and the pooled moments $b$ that is
+    Use it with gradient accumulation, by `optax.MultiSteps` for example. The wrapped strategy
+    normalises each micro-batch, using its memory from before all of them. `Moments.merge` pools
+    their moments (Chan, Golub and LeVeque, 1979), also of different sizes. After the last one,
+    the wrapped strategy is updated once by the pooled moments $b$. With a momentum $m$ that is
 
-    $$h \leftarrow m h + (1 - m) b$$
+    $$h \leftarrow m h + (1 - m) b,$$
 
-    once, where $k$ updates would keep $m^k$ of the past and leave the variance between the
-    micro-batches out. They may be of different sizes.
+    while $k$ updates would keep only $m^k$ of the past and ignore the variance between the
+    micro-batches.
 
     ```python
     wrap = lambda strategy: Accumulated(strategy, every=4)
     model, state = eqx_norm.models.reconfigure(model, state, approach=wrap)
     ```
 
-    A micro-batch that is not finite is left out, and the next one takes its place.
-    `accepted_index` counts micro-batches. A pool whose moments overflow is dropped.
+    The next micro-batch takes the place of one that is not finite. The layer's
+    `accepted_index` counts micro-batches. Pooled moments that overflow are dropped.
 
     **Arguments:**
 
     - `strategy`: the strategy to wrap.
-    - `every`: the number of micro-batches that are one batch, 1 or more.
+    - `every`: the number of micro-batches in a batch, 1 or more.
+
+    **Raises:** `ValueError` if `every` is less than 1.
     """
 
     strategy: AbstractStrategy[Any]
@@ -68,8 +70,8 @@ class Accumulated(AbstractWrapper):
     def __check_init__(self):
         if self.every < 1:
             raise ValueError(
-                f"every={self.every!r}: it is the number of micro-batches that are remembered "
-                "as one batch, 1 or more."
+                f"every={self.every!r}: it is the number of micro-batches to remember as one "
+                "batch, and must be 1 or more."
             )
 
     def init(self, channels: int, dtype: DTypeLike) -> Accumulation:
@@ -78,7 +80,7 @@ class Accumulated(AbstractWrapper):
     def update(
         self, batch: TrainingBatch, memory: Accumulation
     ) -> tuple[Moments, Accumulation]:
-        # The layer has counted micro-batches; the wrapped strategy has seen batches.
+        # The layer counts micro-batches, the wrapped strategy batches.
         batch = dataclasses.replace(batch, step=batch.step - memory.skipped)
         used, _ = self.strategy.update(batch, memory.remembered)
         pooled = memory.pending.merge(batch)

@@ -1,4 +1,4 @@
-"""`adam`: normalise by the running average, debiased as Adam debiases its averages."""
+"""Defines `Adam`, which normalises by a running average, debiased as in Adam."""
 
 import equinox as eqx
 
@@ -7,14 +7,18 @@ from ._running import AbstractRunningStrategy, Running
 
 
 class Adam(AbstractRunningStrategy):
-    r"""Training and inference are both normalised by the debiased average $h_k / w_k$.
+    r"""Normalises by the debiased running average, in training and in inference.
 
-    The first batch counts no more than its share, where `ema` starts from the first batch
-    alone. It helps, but the early averages still lag behind a network that changes quickly,
-    and the gradients of the first steps still spike.
+    $$\frac{h_k}{w_k}, \quad h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \quad w_k = 1 - m^k$$
 
-    Suggested by Kidger in https://github.com/patrick-kidger/equinox/issues/659; the
-    correction is that of Kingma and Ba, https://arxiv.org/abs/1412.6980.
+    with $b_k$ the moments of batch $k$. `Ema` starts from the first batch; here it gets no more
+    than its share. But early averages still lag behind a network that changes quickly, so the
+    gradients of the first steps still spike.
+
+    **Arguments:** `momentum`: $m$, between 0 and 1.
+
+    Suggested by Kidger in https://github.com/patrick-kidger/equinox/issues/659; debiasing as in
+    Kingma and Ba, https://arxiv.org/abs/1412.6980.
     """
 
     momentum: float = eqx.field(default=0.99, static=True)

@@ -1,4 +1,4 @@
-"""`Average`: normalise by the batch itself, and remember the average of all batches."""
+"""Defines `Average`, which remembers the average of the statistics of all batches."""
 
 import dataclasses
 
@@ -13,18 +13,14 @@ from ._training_batch import TrainingBatch
 
 
 class Average(AbstractStrategy[Running]):
-    r"""Training batch $k$ is normalised by its own moments $b_k$, inference by their average.
+    r"""Normalises batch $k$ by its own moments $b_k$, and inference by their average.
 
-    $$r_k = r_{k-1} + \frac{b_k - r_{k-1}}{k} = \frac{1}{k} \sum_{j \le k} b_j,$$
+    $$r_k = r_{k-1} + \frac{b_k - r_{k-1}}{k} = \frac{1}{k} \sum_{j \le k} b_j$$
 
-    of the means and of the variances, every batch with the same weight. This is PyTorch's
-    `BatchNorm(momentum=None)`, its cumulative moving average. There is no momentum to choose,
-    and the weight of early batches falls off as 1/k only.
-
-    The $k$ is the layer's: `TrainingBatch.step`, the number of batches that its memory has
-    taken in (`accepted_index`), plus one. So statistics that were learnt elsewhere over so
-    many batches are continued where that number is set beside them, as `from_torch` does;
-    left at 0, they are replaced by the first batch, as PyTorch's are.
+    of means and of variances, as PyTorch's `BatchNorm(momentum=None)`. The weight of early
+    batches decreases only as 1/k. $k$ is `TrainingBatch.step` plus one, which the layer counts
+    (`accepted_index`). To continue loaded statistics of n batches, set that count to n, as
+    `from_torch` does; if it is 0, the first batch replaces them, as in PyTorch.
 
     https://pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
     """

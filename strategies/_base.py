@@ -1,4 +1,4 @@
-"""Defines `AbstractStrategy`, the contract that every strategy keeps."""
+"""Defines `AbstractStrategy`, the base class of all strategies."""
 
 import abc
 from typing import ClassVar, Generic, TypeVar
@@ -13,30 +13,19 @@ Memory = TypeVar("Memory")
 
 
 class AbstractStrategy(eqx.Module, Generic[Memory]):
-    """Decides which moments normalise a training batch, and what is remembered of it.
+    """Chooses the moments that normalise a batch, and updates the memory.
 
-    A strategy object holds hyperparameters only (static fields). What it has learnt from
-    the batches, its *memory*, is a separate pytree of arrays: the layer keeps it in
-    `eqx.nn.State`, hands it in and takes it back. A strategy knows nothing of layers, axis
-    names, devices or kernels: it sees per-channel vectors and is written in plain JAX. It is
-    differentiated by JAX; the layer makes sure that no gradient flows into the memory.
-    `README.md` in this folder says how to write a strategy, and how to keep it exact.
+    A strategy object holds only hyperparameters, in static fields. Its memory (the strategy's
+    running statistics) is a separate pytree of arrays that the layer keeps in `eqx.nn.State`.
+    A strategy is plain JAX on vectors, with one number per channel, and needs no layers, axis
+    names, devices or kernels. JAX differentiates it; the layer stops the gradients into and out
+    of the memory. docs/own_strategy.md explains how to write one, and how to keep it exact.
 
-    It implements three methods:
+    Subclasses implement `init`, `update` and `infer`. (`infer` is not called `inference`, since
+    `eqx.nn.inference_mode` sets attributes of that name.) If a subclass sets `learns = False`,
+    its layers are always in inference, and their weights are constants.
 
-    - `init(channels, dtype) -> memory`: the memory before any batch. `dtype` is that of the
-      statistics: float32, or float64 under x64, or their complex counterparts.
-    - `update(batch, memory) -> (used, memory)`: training. `batch` is a `TrainingBatch`: its
-      `Moments`, the layer's `eps`, and the number of the `step`. `used` are the moments that
-      normalise this batch. The new memory has the structure, shapes and dtypes of the old.
-    - `infer(memory) -> used`: inference. Before any batch this must be the identity, mean 0
-      and variance 1. (Not called `inference`: `eqx.nn.inference_mode` looks for attributes
-      of that name.)
-
-    `learns` is true. Where a class says otherwise, its layers are always in inference, and
-    their weights are constants.
-
-    An example: normalise by the batch, and at inference by all the values ever seen.
+    This example normalises by the batch, and in inference by all values seen so far:
 
     ```python
     class Cumulative(AbstractStrategy[Moments]):
@@ -55,25 +44,33 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
 
     @abc.abstractmethod
     def init(self, channels: int, dtype: DTypeLike) -> Memory:
-        """Returns the memory before any batch."""
+        """Returns the memory before any batch, a pytree of arrays.
+
+        **Arguments:** `channels`: the number of channels; `dtype`: of the running mean, float32
+        (float64 under x64) or complex.
+        """
 
     @abc.abstractmethod
     def update(self, batch: TrainingBatch, memory: Memory) -> tuple[Moments, Memory]:
-        """Returns the moments that normalise a training batch, and the memory after it."""
+        """Returns the moments that normalise a training batch, and the memory after it.
+
+        **Arguments:** `batch`: the moments of the batch, with `eps` and `step`; `memory`: the
+        memory before the batch. The new memory must have its structure, shapes and dtypes.
+        """
 
     @abc.abstractmethod
     def infer(self, memory: Memory) -> Moments:
-        """Returns the moments that normalise at inference."""
+        """Returns the moments for inference; before any batch, mean 0 and variance 1."""
 
     def load(self, learnt: Moments) -> Memory:
-        """Returns the memory of one who has learnt these moments elsewhere.
+        """Returns a memory whose running statistics are those of `learnt`.
 
-        They may come from a pass over data, from another strategy, or from PyTorch. The running
-        variance is their `memory_variance`. Strategies that remember a `Running` have this; a
-        strategy of your own needs it only to take over statistics.
+        `reconfigure`, `recalibrate` and `from_torch` of `eqx_norm.models` call it. The running
+        variance is `learnt.memory_variance`.
+
+        **Raises:** `NotImplementedError` unless a subclass implements it.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot take over statistics that were learnt elsewhere: "
-            "give it a method `load(learnt: Moments)`, which returns the memory that it would "
-            "have learnt."
+            f"{type(self).__name__} cannot take over running statistics: give it a method "
+            "`load(self, learnt: Moments)`, which returns a memory with these statistics."
         )

@@ -1,4 +1,4 @@
-"""`batch`: normalise by the batch itself."""
+"""Defines `Batch`, which normalises by the statistics of the batch."""
 
 import equinox as eqx
 
@@ -7,11 +7,14 @@ from ._running import AbstractRunningStrategy, Running
 
 
 class Batch(AbstractRunningStrategy):
-    r"""Training batch $k$ is normalised by its own moments $b_k$, inference by $h_k / w_k$.
+    r"""Normalises batch $k$ by its own moments $b_k$, and inference by the running average.
 
-    The usual batch normalisation of PyTorch, Flax and Haiku, and the one to start with:
-    gradients see the whole of the normalisation, and training does not depend on the
-    momentum at all.
+    $$\frac{h_k}{w_k}, \quad h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \quad w_k = 1 - m^k$$
+
+    PyTorch, Flax and Haiku do the same. Start with it: gradients take the whole normalisation
+    into account, and training does not depend on the momentum.
+
+    **Arguments:** `momentum`: $m$, between 0 and 1.
 
     Ioffe and Szegedy, "Batch Normalization", https://arxiv.org/abs/1502.03167.
     """

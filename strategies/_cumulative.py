@@ -1,4 +1,4 @@
-"""`Cumulative`: normalise by the batch itself, and remember the moments of all values."""
+"""Defines `Cumulative`, which remembers the moments of all values seen."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ from ._training_batch import TrainingBatch
 
 
 class Seen(eqx.Module):
-    """Holds the moments of all values seen, and what rounding has left out of them.
+    """Holds the moments of all values seen, and rounding errors: float32 counts up to 2^24.
 
-    **Fields:** `moments`, with count, mean and sum of squared deviations; `count_rest` and
-    `m2_rest`. A single float32 would stop counting at 2^24.
+    **Fields:** `moments`: `count`, `()`, `mean` and `m2`, `(channels,)`; `count_rest` and
+    `m2_rest`: the rounding errors of `count` and `m2`, of their shapes.
     """
 
     moments: Moments
@@ -24,18 +24,18 @@ class Seen(eqx.Module):
 
 
 class Cumulative(AbstractStrategy[Seen]):
-    r"""Training batches are normalised by their own moments, inference by those of all values.
+    r"""Normalises training batches by their own moments, and inference by those of all values.
 
-    After batches of $n_k$ values with means $\mu_k$ and variances $\sigma_k^2$,
+    After batches of $n_k$ values with means $\mu_k$ and variances $\sigma_k^2$ these are
 
     $$\mu = \frac{1}{n} \sum_k n_k \mu_k, \qquad
       \sigma^2 = \frac{1}{n} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right), \qquad
       n = \sum_k n_k.$$
 
-    So it does not matter how the values were cut into batches, and batches of one value are as
-    good as others. (`Average` gives each batch the same weight, and leaves the spread of the
-    means out.) It is merged batch by batch (Chan, Golub and LeVeque, 1979), in pairs of floats.
-    `eqx_norm.models.recalibrate` passes over data with it.
+    So the result does not depend on how the values are cut into batches; batches of one value
+    work, too. (`Average` gives each batch the same weight, and ignores the variance between
+    batches.) Batches are merged in pairs of floats (Chan, Golub and LeVeque, 1979).
+    `eqx_norm.models.recalibrate` uses this strategy.
     """
 
     def init(self, channels: int, dtype: DTypeLike) -> Seen:

@@ -1,4 +1,4 @@
-"""`ema`: normalise by the running average."""
+"""Defines `Ema`, which normalises by the running average."""
 
 import dataclasses
 
@@ -10,23 +10,23 @@ from ._running import AbstractRunningStrategy, Running
 
 
 class Ema(AbstractRunningStrategy):
-    r"""Training and inference are both normalised by the running average
+    r"""Normalises by the running average, this batch included, in training and in inference.
 
-    $$r_k = m r_{k-1} + (1 - m) b_k, \qquad r_1 = b_1.$$
+    $$r_k = m r_{k-1} + (1 - m) b_k, \qquad r_1 = b_1$$
 
-    Training and inference agree, but gradients flow through $(1 - m) b_k$ only. At the usual
-    momentum of 0.99 nearly all of the normalisation is hidden from them, and training
-    becomes unstable in its first steps; at 0.5 it behaves.
+    Training and inference agree, but gradients flow only through $(1 - m) b_k$. At the usual
+    momentum of 0.99 they see nearly nothing of the normalisation, and training is unstable in
+    its first steps; at 0.5 it is stable. This is `mode="ema"` of `eqx.nn.BatchNorm`.
 
-    Equinox's first `BatchNorm`, today's `mode="ema"`;
-    https://github.com/patrick-kidger/equinox/issues/659.
+    **Arguments:** `momentum`: $m$, between 0 and 1.
+
+    https://github.com/patrick-kidger/equinox/issues/659
     """
 
     momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
-        # With weight 1 nothing is debiased: the first batch counts in full, and what another
-        # strategy has remembered does, too.
+        # Weight 1 debiases nothing: neither the first batch nor the memory of another strategy.
         one = jnp.ones_like(memory.weight)
         seen = (memory.weight > 0).astype(one.dtype)
         memory = dataclasses.replace(memory, weight=seen, weight_rest=0 * one)

@@ -1,4 +1,4 @@
-"""`Frozen`: normalise by what is remembered, and learn nothing."""
+"""Defines `Frozen`, which normalises by the running statistics and never updates them."""
 
 from typing import Any, ClassVar
 
@@ -9,16 +9,15 @@ from ._wrapper import AbstractWrapper
 
 
 class Frozen(AbstractWrapper):
-    r"""Normalises training batches as inference does, and keeps the memory as it is.
+    r"""Normalises training batches as in inference, and never changes the memory.
 
-    A layer with this approach is in inference, whatever `eqx.nn.inference_mode` or a call's
-    `inference=` says, and its weight and bias are constants: of all gradients only that of $x$
-    is not 0. It needs no enclosing `vmap`.
+    A layer with this approach is always in inference, whatever `eqx.nn.inference_mode` or
+    `inference=` says, and needs no enclosing `vmap`. Its weight and bias are constants: only
+    the gradient of `x` is not 0. `eqx_norm.models.freeze` wraps the strategies of a model.
 
-    **Arguments:** `strategy`: the strategy whose memory this is. `eqx_norm.models.freeze` wraps
-    those of a whole model.
+    **Arguments:** `strategy`: the strategy to wrap, whose memory the layer holds.
 
-    The wish for it: https://github.com/pytorch/pytorch/issues/66073.
+    https://github.com/pytorch/pytorch/issues/66073
     """
 
     strategy: AbstractStrategy[Any]

@@ -1,4 +1,4 @@
-"""Lists the strategies that a layer's `approach=` knows by name."""
+"""Maps the names for `approach=` to strategies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +19,17 @@ NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
     "renorm": Renorm,
     "variance_clip": lambda momentum: VarianceClip(Batch(momentum)),
 }
+"""Maps the names for `approach=` to functions that make a strategy from a momentum."""
 
 
 def named(name: str, momentum: float) -> AbstractStrategy[Any]:
-    """Returns the strategy of that name, made with `momentum`.
+    """Returns the strategy with this name in `NAMED`, made with `momentum`.
 
-    **Raises:** `ValueError` for an unknown name, with those that are known.
+    **Raises:** `ValueError` for an unknown name.
     """
     if name not in NAMED:
         raise ValueError(
-            f"approach={name!r} is not known. Known by name are "
+            f"approach={name!r} is not known. The known names are "
             f"{', '.join(map(repr, NAMED))}; or give a strategy object, for example "
             "approach=eqx_norm.strategies.Batch(momentum=0.9)."
         )

@@ -1,4 +1,4 @@
-"""`renorm`: normalise by the batch, corrected towards the running average."""
+"""Defines `Renorm` (Batch Renormalisation), and `Ramp`, a schedule for its bounds."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,9 +16,14 @@ Schedule = Callable[[Int[Array, ""]], Float[ArrayLike, ""]]
 
 
 class Ramp(eqx.Module):
-    """Goes linearly from `start`, until step `begin`, to `end`, from step `finish` on.
+    r"""Returns `start` until step `begin`, `end` from step `finish` on, and a line in between.
 
-    Ramps are compared by value, so that layers with equal ones share a compiled function.
+    $$\text{start} + (\text{end} - \text{start}) \operatorname{clip}\big(
+      \tfrac{\text{step} - \text{begin}}{\text{finish} - \text{begin}}, 0, 1\big)$$
+
+    Ramps compare by value, so that layers with equal ramps share a compiled function.
+
+    **Arguments:** `start`, `end`: floats; `begin`, `finish`: ints, numbers of batches.
     """
 
     start: float = eqx.field(static=True, converter=float)
@@ -27,31 +32,34 @@ class Ramp(eqx.Module):
     finish: int = eqx.field(static=True)
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """Returns the value at this step."""
         done = (step - self.begin) / max(1, self.finish - self.begin)
         return self.start + (self.end - self.start) * jnp.clip(done, 0.0, 1.0)
 
 
 class Renorm(AbstractRunningStrategy):
-    r"""Training batches are normalised by their own moments, corrected to the running ones.
+    r"""Normalises by the moments of the batch, corrected towards the running average.
 
     With $\mu_B, \sigma_B$ the mean of the batch and the root of its variance plus `eps`, and
-    $\mu, \sigma$ those of the debiased running average from before this batch,
+    $\mu, \sigma$ those of the debiased running average before this batch,
 
     $$\hat x = \frac{x - \mu_B}{\sigma_B} r + d, \qquad
       r = \operatorname{clip}\big(\tfrac{\sigma_B}{\sigma},
         \tfrac{1}{r_{\max}}, r_{\max}\big), \qquad
       d = \operatorname{clip}\big(\tfrac{\mu_B - \mu}{\sigma}, -d_{\max}, d_{\max}\big),$$
 
-    where $r$ and $d$ are constants to the gradient. Where neither is clipped, $\hat x$ is what
-    inference gives, so that small batches train the network that will be used. With
-    $r_{\max} = 1$ and $d_{\max} = 0$, and on the first batch, this is `batch` to the bit.
+    where $r$ and $d$ are constants to the gradient. If neither is clipped, $\hat x$ is what
+    inference gives with these running statistics. With $r_{\max} = 1$ and $d_{\max} = 0$, and
+    on the first batch, it is that of `Batch` to the bit. Inference is as in `Batch`.
 
     **Arguments:**
 
-    - `momentum`: of the running average, as in `batch`.
+    - `momentum`: of the running average, as for `Batch`.
     - `r_max`, `d_max`: numbers, or functions of `TrainingBatch.step`, the number of batches
-        remembered so far. Unless given they are the paper's: 1 and 0 for 5,000 batches, then
-        linearly to 3 at 40,000 and to 5 at 25,000. Scale these to the length of your run.
+        remembered so far. The defaults are the paper's: 1 and 0 for 5,000 batches, then
+        linearly to 3 at 40,000 and to 5 at 25,000. Scale them to the length of your run.
+
+    **Raises:** `ValueError` for an `r_max` below 1 or a `d_max` below 0.
 
     Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
     """
@@ -73,8 +81,8 @@ class Renorm(AbstractRunningStrategy):
             bound = getattr(self, name)
             if not callable(bound) and not bound >= least:
                 raise ValueError(
-                    f"{name}={bound!r}: it bounds the correction of a batch, and is a number "
-                    f"of {least} or more (at {least} there is none), or a function of the step."
+                    f"{name}={bound!r}: it bounds the correction of a batch, and must be "
+                    f"{least} or more ({least}: no correction), or a function of the step."
                 )
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:
@@ -86,12 +94,12 @@ class Renorm(AbstractRunningStrategy):
         apart = (batch.mean - running.mean) + (batch.mean_rest - running.mean_rest)
         most = (d_max * sigma).astype(apart.dtype)
         within = jnp.where(jnp.abs(apart) > jnp.abs(most), jnp.sign(apart) * most, apart)
-        # d sigma_b / r, by which the mean is moved: apart as it is where neither is clipped.
+        # The mean moves by d sigma_b / r, which is exactly `apart` if neither is clipped.
         shift = within * (sigma_b / sigma / r).astype(apart.dtype)
         r, shift = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, shift)))
-        # Of it d and r are constants, and sigma_b is not.
+        # To the gradient d and r are constants, but sigma_b is not.
         moving = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)
-        # x is to be divided by sigma_b / r, the root of what the layer adds eps to.
+        # Makes the layer, which adds eps, divide x by sigma_b / r.
         shrunk = 1 / (r * r)
         m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
         rest = batch.mean_rest - shift * moving

@@ -1,4 +1,4 @@
-"""Defines `Running`, the average that most strategies remember, and their common base."""
+"""Defines `Running`, the memory of most strategies, and the base class of these."""
 
 import dataclasses
 import functools
@@ -17,26 +17,23 @@ from ._pair import Pair, between, moved, rounded
 class Running(eqx.Module):
     r"""Holds the debiased exponential moving average of batch means and variances.
 
-    With $b_k$ the mean and variance of the $k$-th batch and $m$ the momentum,
+    With $b_k$ the mean and variance of batch $k$, and $m$ the momentum,
 
     $$h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \qquad
       w_k = m w_{k-1} + (1 - m), \quad w_0 = 0.$$
 
-    The weight $w_k = 1 - m^k$ is the share of all batches so far; $m^k$ is the share of the
-    zero that the average started from. Instead of $h_k$ and a step counter, this holds the
-    debiased average $r_k = h_k / w_k$ and $w_k$ itself, updated by
+    $w_k = 1 - m^k$ is the total weight of the batches, and $m^k$ that of the initial zero.
+    Instead of $h_k$, this holds the debiased average $r_k = h_k / w_k$, updated by
 
     $$r_k = \frac{m w_{k-1}}{w_k} r_{k-1} + \frac{1 - m}{w_k} b_k.$$
 
     This is equal in exact arithmetic and better in floating point: the first batch is
-    remembered to the bit, and a statistic that does not change stays as it is to the bit.
-    Statistics that are loaded from elsewhere have weight 1.
+    remembered to the bit, and statistics that do not change stay the same to the bit.
 
-    **Fields:** `mean` `(channels,)`, `variance` `(channels,)`: $r_k$; `weight` `()`: $w_k$.
-    Before any batch all are 0. For each there is a rest (`mean_rest`, `variance_rest`,
-    `weight_rest`; 0 unless given): what rounding has left out of it. One step moves an average
-    so little that a single float would stop moving: at a momentum of 0.99 with a variance
-    still off by 3e-6, and at 0.9999 with a weight of 0.9995.
+    **Fields:** `mean` and `variance`, `(channels,)`: $r_k$; `weight`, `()`: $w_k$. All are 0
+    before any batch. `mean_rest`, `variance_rest` and `weight_rest` are their rounding errors,
+    by default 0. Without them an average would stop moving: at a momentum of 0.99 with a
+    variance still wrong by 3e-6, and at 0.9999 with a weight of 0.9995.
     """
 
     mean: Inexact[Array, " channels"]
@@ -54,36 +51,35 @@ class Running(eqx.Module):
 
     @classmethod
     def empty(cls, channels: int, dtype: DTypeLike) -> "Running":
-        """Returns the average before any batch. `dtype` is the mean's; the others are real."""
+        """Returns the average before any batch; `dtype` is that of the mean."""
         mean = jnp.zeros((channels,), dtype)
         return cls(mean, mean.real, jnp.zeros((), mean.real.dtype))
 
     @classmethod
     def loaded(cls, mean: ArrayLike, variance: ArrayLike) -> "Running":
-        """Returns statistics learnt elsewhere, in PyTorch for example, with weight 1."""
+        """Returns given statistics, `(channels,)`, from PyTorch for example, with weight 1."""
         mean, variance = jnp.asarray(mean), jnp.asarray(variance)
         return cls(mean, variance, jnp.ones((), variance.dtype))
 
     def push(self, batch: Moments, momentum: float) -> "Running":
-        """Returns the average after one more batch, of which it takes the `memory_variance`."""
-        # Divided outside of the compiled call, so that a program run op by op divides as well:
-        # inside a larger program XLA may multiply by a reciprocal instead.
+        """Returns the average after one more batch; it uses the batch's `memory_variance`."""
+        # Outside of the compiled call, so that a program run op by op divides: inside a larger
+        # program XLA may multiply by a reciprocal instead.
         variance = rounded(batch.memory_variance)
         return _pushed(self, batch.mean, batch.mean_rest, variance, momentum)
 
     @property
     def moments(self) -> Moments:
-        """Returns the average as moments; before any batch mean 0 and variance 1."""
+        """Returns the average as moments; before any batch, mean 0 and variance 1."""
         variance = jnp.where(self.weight > 0, self.variance, 1)
         return Moments.of(self.mean, variance, self.mean_rest)
 
     def fill(self, batch: Moments) -> Moments:
-        """Returns `h + (1 - w) b`: the share of the starting zero is given to this batch."""
+        """Returns `h + (1 - w) b`: this batch gets the weight of the initial zero."""
         return batch.towards(self.moments, self.weight)
 
 
-# Compiled, so that it is traced once for all layers of one size, and is a single call in a
-# program that is run op by op.
+# Compiled, so that JAX traces it once for all layers of a size; run op by op it is one call.
 @functools.partial(jax.jit, static_argnums=4)
 def _pushed(
     running: Running, mean: Array, rest: Array, variance: Array, momentum: float
@@ -102,16 +98,19 @@ def _pushed(
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):
-    """Remembers a `Running`, by which inference normalises; the base of most strategies."""
+    """Remembers a `Running` and normalises inference by it; the base of most strategies.
+
+    **Fields:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
+    """
 
     momentum: eqx.AbstractVar[float]
 
     def __check_init__(self):
         if not 0 < self.momentum < 1:
             raise ValueError(
-                f"momentum={self.momentum!r}: the momentum is the share of the running "
-                "statistics that one batch leaves as it was, strictly between 0 and 1. "
-                "(PyTorch's `momentum` is the other share: its 0.1 is 0.9 here.)"
+                f"momentum={self.momentum!r}: it is the weight of the past in the running "
+                "statistics, and must be strictly between 0 and 1. (PyTorch's momentum is the "
+                "weight of the new batch: its 0.1 is 0.9 here.)"
             )
 
     def init(self, channels: int, dtype: DTypeLike) -> Running:

@@ -1,4 +1,4 @@
-"""`smooth_start`: normalise by the running average, filled up with the batch's own."""
+"""Defines `SmoothStart`, which normalises by a blend of running and batch statistics."""
 
 import equinox as eqx
 
@@ -7,11 +7,15 @@ from ._running import AbstractRunningStrategy, Running
 
 
 class SmoothStart(AbstractRunningStrategy):
-    r"""Training batch $k$ is normalised by $h_k + m^k b_k$, inference by $h_k / w_k$.
+    r"""Normalises batch $k$ by $h_k + m^k b_k$, and inference by $h_k / w_k$.
 
-    The weight $m^k = 1 - w_k$ that the past batches do not fill yet goes to this batch. So
-    the first steps are those of `batch`, and after about $1 / (1 - m)$ steps, when the network
-    has calmed down, training and inference agree as they do in `ema`.
+    $$h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \qquad w_k = 1 - m^k$$
+
+    with $b_k$ the moments of batch $k$, which gets the weight $m^k$ that past batches do not
+    have yet. So the first steps are those of `Batch`, and after about $1 / (1 - m)$ steps
+    training and inference agree as in `Ema`.
+
+    **Arguments:** `momentum`: $m$, between 0 and 1.
 
     Suggested by Dipper in https://github.com/patrick-kidger/equinox/issues/659.
     """

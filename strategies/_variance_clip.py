@@ -1,4 +1,4 @@
-"""`variance_clip`: clip the variance of each batch to near the running one."""
+"""Defines `VarianceClip`, which clips the variance of each batch."""
 
 import dataclasses
 from typing import Any
@@ -14,29 +14,27 @@ from ._wrapper import AbstractWrapper
 
 
 class VarianceClip(AbstractWrapper):
-    r"""Clips each batch's variance, and hands the batch on to the strategy that it wraps.
+    r"""Clips each batch's variance, and passes the batch on to the wrapped strategy.
 
-    With $g$ the running variance (what the wrapped strategy would use at inference), the
-    variance of a batch, after the first `start` of them, is first clipped to
+    With $g$ the running variance (of the wrapped strategy's `infer`), it clips the variance of
+    each batch after the first `start` to
 
     $$\left[\, g / c,\;\; c \,(g + \operatorname{mean}_{\text{channels}} g) \,\right].$$
 
-    Both the normalisation of this batch and the memory see the clipped variance, so the
-    running variance grows by a small factor at most. The average over channels lets a channel
-    recover that has been quiet for a long time. Where that average is at most the layer's
-    `eps`, the layer has seen constants only (from a network whose last weights start at zero,
-    for example); then $g$ says nothing about batches to come, and nothing is clipped. The mean
-    is not clipped, and a batch of huge variance divided by a clipped one has huge outputs and
-    gradients (measured in `experiments.variance_clipping`).
+    Both normalisation and memory use the clipped variance, so the running variance grows only
+    by a small factor. The mean over channels lets a channel recover from a variance near 0. If
+    that mean is at most `eps`, the layer has seen only constants (for example from weights that
+    start at 0), and nothing is clipped. The mean of the batch is not clipped. A batch of huge
+    variance gets huge outputs and gradients, because it is divided by the square root of the
+    clipped variance (measured in `experiments.variance_clipping`).
 
     **Arguments:**
 
-    - `strategy`: the strategy to wrap; `Batch()` unless given.
+    - `strategy`: the strategy to wrap, by default `Batch()`. The memory is this strategy's.
     - `ratio`: the constant $c$, greater than 1.
-    - `start`: the number of batches to learn from before clipping starts, 1 or more.
+    - `start`: the number of batches (`TrainingBatch.step`) before clipping starts, 1 or more.
 
-    Its memory is that of the wrapped strategy; batches are counted by the layer, as
-    `TrainingBatch.step`.
+    **Raises:** `ValueError` for other values of `ratio` and `start`.
 
     Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """
@@ -48,21 +46,20 @@ class VarianceClip(AbstractWrapper):
     def __check_init__(self):
         if not self.ratio > 1:
             raise ValueError(
-                f"ratio={self.ratio!r}: the variance is kept within a factor of `ratio` of "
-                "the running variance, so it must be greater than 1."
+                f"ratio={self.ratio!r}: the variance is clipped to within this factor of the "
+                "running variance, so it must be greater than 1."
             )
         if self.start < 1:
             raise ValueError(
-                f"start={self.start!r}: there is no running variance to clip to before the "
-                "first batch, so clipping can start after 1 batch at the earliest."
+                f"start={self.start!r}: there is no running variance before the first batch, "
+                "so clipping can start after 1 batch at the earliest."
             )
 
     def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
         running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
         clips = (batch.step >= self.start) & (running.mean() > batch.eps)
-        # m2 is clipped and not the variance, so that a batch within the bounds stays as it is
-        # to the bit.
+        # m2 and not the variance, so that a batch within the bounds stays the same to the bit.
         m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
         clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))
         return self.strategy.update(clipped, memory)

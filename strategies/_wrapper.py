@@ -1,4 +1,4 @@
-"""Defines `AbstractWrapper`, the base of strategies that wrap another one."""
+"""Defines `AbstractWrapper`, the base class of strategies that wrap another one."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ._moments import Moments
 
 
 class AbstractWrapper(AbstractStrategy[Any]):
-    """Hands everything but `update` on to the strategy that it wraps, whose memory it has.
+    """Passes everything but `update` on to the wrapped strategy, and has its memory.
 
     **Fields:** `strategy`: the strategy to wrap.
     """
@@ -19,7 +19,7 @@ class AbstractWrapper(AbstractStrategy[Any]):
 
     @property
     def momentum(self) -> float | None:
-        """Returns the wrapped strategy's momentum, `None` if it has none."""
+        """Returns the wrapped strategy's momentum, or `None`."""
         return getattr(self.strategy, "momentum", None)
 
     def init(self, channels: int, dtype: DTypeLike) -> Any:

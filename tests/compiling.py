@@ -1,8 +1,8 @@
-"""Compiles for tests that ask what a function is, and not how fast or by what instructions.
+"""Compiles without optimisation, for tests of values to a tolerance.
 
-XLA:CPU spends most of a test's time on making a program of a few numbers fast. Without that it
-takes a fifth. Tests of bits, of accuracy, of memory and of the compiled program itself compile
-by `jax.jit` and `eqx.filter_jit`, as users do.
+XLA:CPU spends most of a test's time on optimising small programs: without it a test takes a
+fifth. Tests of bits, accuracy, memory and the compiled program use `jax.jit` and
+`eqx.filter_jit`, as users do.
 """
 
 import functools
@@ -15,9 +15,9 @@ OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-if jax.__version_info__ < (0, 12):  # later versions have no choice left
+if jax.__version_info__ < (0, 12):  # later versions lack the option
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
-# These options as a variable of a process that is started by a test.
+# The options as an environment variable for processes that tests start.
 XLA_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)

@@ -10,18 +10,18 @@ import pytest
 # Before anything imports eqx_norm.
 jaxtyping.install_import_hook("eqx_norm", "beartype.beartype")
 
-# What JAX makes lives as long as its caches: to look through it for garbage every 700 objects,
-# as Python does by default, is a tenth of all the time.
+# JAX's objects live as long as its caches: searching them for garbage every 700 objects, as
+# Python does by default, takes a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
 
-# The first example of a shape compiles, which takes as long as it takes.
+# No deadline, because the first example of a shape compiles.
 hypothesis.settings.register_profile("eqx_norm", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("eqx_norm")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_programs_are_dropped():
-    """Drops what a file's tests have compiled: that of all of them together takes 5 GB."""
+    """Drops a file's compiled programs; those of all files together take 5 GB."""
     yield
     jax.clear_caches()
     gc.collect()

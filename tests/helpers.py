@@ -52,7 +52,7 @@ quick_call, quick_call_and_grad = filter_jit(_call), filter_jit(_call_and_grad)
 
 
 def copy(state: eqx.nn.State) -> eqx.nn.State:
-    """Returns a state that stays usable when the other is used up."""
+    """Returns a copy of a state, which stays valid when the original is used."""
     leaves, structure = jax.tree.flatten(state)
     return jax.tree.unflatten(structure, leaves)
 
@@ -68,18 +68,18 @@ def remembered(layer: BatchNorm, state: eqx.nn.State) -> tuple[np.ndarray, np.nd
 
 
 def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
-    """Returns the moments as a layer hands them to a strategy, after so many batches."""
+    """Returns the moments as a layer passes them to a strategy after `step` batches."""
     return TrainingBatch(**vars(batch), eps=eps, step=jnp.asarray(step, jnp.int32))
 
 
 def example(documented: Any, **names: Any) -> dict[str, Any]:
-    """Runs the Python example in a docstring; returns the names in it, which start as given."""
+    """Runs the Python example in a docstring with the given names, and returns all names."""
     (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(documented) or "", re.DOTALL)
     exec(code, names)
     return names
 
 
-# A strategy of a user's own: normalises by the batch, and at inference by all values ever seen.
+# A user's strategy: training normalises by the batch, inference by all values so far.
 Cumulative: Any = example(AbstractStrategy, AbstractStrategy=AbstractStrategy, Moments=Moments)[
     "Cumulative"
 ]
@@ -95,7 +95,7 @@ def f32(values: Any) -> Array:
 
 
 def floats(values: Any) -> Array:
-    """Returns an array of the dtype in which layers remember: float32, or float64 under x64."""
+    """Returns an array with the dtype of statistics: float32, or float64 under x64."""
     return jnp.asarray(values, float)
 
 

@@ -1,4 +1,4 @@
-"""Starts Python processes, for what users see without checked annotations, and for devices."""
+"""Starts Python processes, without checked annotations or with several devices."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 def python(
     *arguments: Any, fails: bool = False, cwd: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python ARGUMENTS`, which must succeed, or fail where it is said that it `fails`."""
+    """Runs `python ARGUMENTS`, which must succeed, or fail if `fails`."""
     finished = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, **environment},
@@ -28,6 +28,6 @@ def python(
 def on_devices(
     count: int, *arguments: str, fails: bool = False, flags: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python ARGUMENTS` with so many CPU devices, which is fixed when JAX starts."""
+    """Runs `python ARGUMENTS` with `count` CPU devices, fixed when JAX starts."""
     flags = f"--xla_force_host_platform_device_count={count} {flags}"
     return python(*arguments, fails=fails, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

@@ -1,11 +1,11 @@
 """Sums two arrays on a GPU in one reduction of one array.
 
-XLA:GPU (jax 0.12.0.1) fuses what computes an array into the reductions that read it if its
-model of costs says so. That model counts the arithmetic once for each operand of a reduction
-that it leads to, and takes a tanh for 467 operations, an exponential for 79. So the derivative
-of an activation, of which `reference.sums` needs two sums, would be written to memory first, in
-float32. Two float32 packed into one uint64 are one operand, and packing is no arithmetic, only
-a pair of registers. (Complex numbers would be one operand, too, but are read one by one.)
+XLA:GPU (jax 0.12.0.1) fuses the computation of an array into the reductions that read it if its
+cost model says so. The model counts the arithmetic once for each operand of the reduction, with
+467 operations for a tanh and 79 for an exponential. So XLA would write the derivative of an
+activation, of which `reference.sums` needs two sums, to memory first, in float32. Two float32
+packed into one uint64 are one operand, and packing costs no arithmetic. (Complex numbers would
+be one operand, too, but are read one by one.)
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ _BITS = np.uint64(32)
 
 
 def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """Returns one sum each, as any `reference.Total`, with the same roundings."""
+    """Returns one sum each, as a `reference.Total`, rounded as by `reference.plain`."""
     is_pair = len(arrays) == 2 and all(array.dtype == jnp.float32 for array in arrays)
-    if not is_pair or 0 not in axes:  # along rows XLA has better than a fused loop
+    if not is_pair or 0 not in axes:  # along rows XLA does better
         return reference.plain(arrays, axes)
     with jax.enable_x64(True):
         both = lax.reduce(_packed(*arrays), np.uint64(0), _add, tuple(axes))

@@ -1,10 +1,9 @@
-"""Finds where two runs part: probes, ledgers, and their comparison.
+"""Makes runs agree to the bit, and finds the first value at which two runs differ.
 
-Where two runs of one program do not give the same bits, the first value that differs says why.
-`monitor` and `monitor_module` say what to look at, forward and backward; `recorded` and
-`Ledger` write fingerprints of it down, step by step; `compare`, or `python -m
-eqx_norm.determinism compare A B`, names the first step and probe that differ. `summarise` tells
-of a whole tree in one line, and `deterministic` makes runs agree.
+`deterministic` sets what makes runs agree. `monitor` and `monitor_module` mark values, forward
+and backward; `recorded` and `Ledger` write their fingerprints to a file, step by step;
+`compare`, or `python -m eqx_norm.determinism compare A B`, names the first step and value that
+differ. `summarise` describes a whole tree in one line.
 
 After D. Riach, "Determinism in Deep Learning" (GTC 2019, S9911), whose tool was not released.
 """

@@ -1,4 +1,4 @@
-"""`python -m eqx_norm.determinism compare A B` tells where two runs part."""
+"""Defines the command `python -m eqx_norm.determinism compare A B`."""
 
 import argparse
 import sys
@@ -10,7 +10,10 @@ from ._ledger import LedgerError
 TEACHING: Any = {
     "formatter_class": argparse.RawDescriptionHelpFormatter,
     "description": """\
-Names the first step and probe at which two runs differ, by the ledgers of their probes:
+Names the first step and value at which two runs of one program differ.
+
+1. Record each run. A probe (monitor_module, or monitor for a single value) marks values, and a
+   ledger stores their fingerprints:
 
     from eqx_norm.determinism import Ledger, monitor_module, recorded
 
@@ -19,26 +22,30 @@ Names the first step and probe at which two runs differ, by the ledgers of their
         return jnp.mean((prediction - y) ** 2)
 
     step = eqx.filter_jit(recorded(train_step))             # train_step takes the gradient
-    with Ledger("a.jsonl") as ledger:
+    with Ledger("a.jsonl") as ledger:                       # "b.jsonl" in the second run
         for i in range(100):
             (model, optimiser_state), record = step(model, optimiser_state, *batch(i))
             ledger.append(i, record)
 
-Run it twice, with two names, and compare. With recorded(train_step, keep_values=True) the
-verdict also says how many elements differ, and by how much. What comes after the first
-difference may only have inherited it. If it is the forward row of a layer, look into that
-layer, and between it and the row before; if it is a cotangent, into the backward pass of what
-comes after it in the network.
+2. Compare the two files:
+
+    python -m eqx_norm.determinism compare a.jsonl b.jsonl
+
+3. Look for the cause: if the first difference is the forward row of a layer, in that layer or
+   between it and the row before; if it is a cotangent, in the backward pass of later layers.
+   With recorded(..., keep_values=True), compare also prints how many elements differ, and by
+   how much. Later differences may follow from the first.
 """,
-    "epilog": "exit status: 0 the same; 1 they differ, or one is cut off, so that they may; 2 "
-    "they\ncannot be compared, for the reason that is told",
+    "epilog": "exit status: 0 the same; 1 different, or a file is incomplete; 2 they cannot be "
+    "compared\n(the reason is printed)",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m eqx_norm.determinism", **TEACHING)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("compare", help="tells where two runs part", **TEACHING)
+    about = "names the first difference of two runs"
+    command = commands.add_parser("compare", help=about, **TEACHING)
     command.add_argument("a", metavar="A", help="the ledger of one run")
     command.add_argument("b", metavar="B", help="the ledger of the other")
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`compare` names the first row in which two ledgers differ, and says by how much."""
+"""Defines `compare`, which names the first row in which two ledgers differ."""
 
 import itertools
 import os
@@ -12,14 +12,18 @@ from ._ledger import RAN_BY, Contents, LedgerError, Row, read
 
 
 class Verdict(NamedTuple):
-    """Holds what `compare` has found; `str(verdict)` is for people.
+    """Holds the result of `compare`; prints as text.
 
-    `step`, `probe` and `kind` say what differs first, in the order of the program. They are
-    `None` where nothing differs, and where one run ends before the other, or was killed.
+    **Fields:**
+
+    - `same`: whether both ledgers are complete and all their rows agree to the bit.
+    - `agreed`: the number of rows before the first that differs.
+    - `text`: the result in words.
+    - `step`, `probe`, `kind`: the first row that differs, or `None` (where one run ends, too).
     """
 
     same: bool
-    agreed: int  # rows before the first that differs
+    agreed: int
     text: str
     step: int | None = None
     probe: str | None = None
@@ -30,28 +34,27 @@ class Verdict(NamedTuple):
 
 
 def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
-    """Returns the first row in which the ledgers of two runs of one program differ, and by how
-    much where values were kept.
+    """Compares the ledgers of two runs of one program, and returns their first difference.
 
     **Arguments:**
 
-    - `a`, `b`: the files.
+    - `a`, `b`: the paths of the ledgers.
 
-    **Returns:** a `Verdict`. An incomplete ledger is compared as far as it goes, and is never
-    the same as another, as what came next is not known.
+    **Returns:** a `Verdict`, which says by how much the values differ if both ledgers kept
+    them. The rows of an incomplete ledger are compared, but it is never the same as another.
 
-    **Raises:** `LedgerError` for a file that is no ledger or is damaged, for two that are not
-    of the same program (other probes or steps), and where neither has any rows.
+    **Raises:** `LedgerError` for a file that is not a ledger or is damaged, for ledgers of
+    different programs (other probes or steps), and if neither ledger has rows.
     """
     first, second = read(a), read(b)
     if not first.rows and not second.rows:
         raise LedgerError(
-            f"{first.path} and {second.path} have no rows: nothing was recorded. Use "
-            "monitor(value, name) or monitor_module(model) inside of the function that "
-            "recorded(...) goes around, and ledger.append(step, record)."
+            f"{first.path} and {second.path} have no rows: nothing was recorded. Call "
+            "monitor(value, name) or monitor_module(model) inside the function that you pass "
+            "to recorded, and ledger.append(step, record) after each step."
         )
 
-    pairs = zip(first.rows, second.rows, strict=False)  # all but what the values are called
+    pairs = zip(first.rows, second.rows, strict=False)  # compared without the values' names
     agreed = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0][:-1] == pair[1][:-1], pairs)
     )
@@ -61,15 +64,15 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
     if row and other:
         if row[:5] != other[:5]:  # step, probe, kind, iteration, again
             raise LedgerError(
-                f"{first.path} and {second.path} are not of the same program: where the one "
-                f"has {row.place}, the other has {other.place}. Compare runs with the same "
-                "probes and the same steps."
+                f"{first.path} and {second.path} are from different programs: the first has "
+                f"{row.place}, the other has {other.place}. Compare runs with the same probes "
+                "and the same steps."
             )
         at = row.step, row.probe, row.kind
         lines = [row.place, *_details(first, row, second, other)]
     elif next_row := row or other:
         shorter, longer = (second.path, first.path) if row else (first.path, second.path)
-        lines = [f"{shorter} ends before {next_row.place}, with which {longer} goes on"]
+        lines = [f"{shorter} ends before {next_row.place}, where {longer} continues"]
     else:
         steps = len({row.step for row in first.rows})
         agree = f"the same: {agreed} rows of {steps} steps agree, to the bit"
@@ -88,11 +91,11 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
         return [f"shape and dtype: {row.shape} {row.dtype} and {other.shape} {other.dtype}"]
     if row.fingerprint is None or other.fingerprint is None:
         taken = first if other.fingerprint is None else second
-        return [f"only {taken.path} has passed it: the other took another branch"]
+        return [f"only {taken.path} passed it: the other took another branch"]
     lines = [f"fingerprints {row.fingerprint} and {other.fingerprint}"]
     try:
         values, others = first.values(row), second.values(other)
-    except LedgerError as error:  # which does not change where they part
+    except LedgerError as error:  # the first difference is known all the same
         return [*lines, str(error)]
     if values is None or others is None:
         return [*lines, "values were not kept: recorded(step, keep_values=True) keeps them"]
@@ -108,14 +111,14 @@ def _notes(first: Contents, second: Contents) -> list[str]:
 
 
 def difference(a: Any, b: Any) -> list[str]:
-    """Returns in words in how many elements two arrays of one dtype differ, where first, and
-    the largest difference, for floats also in ulps."""
+    """Says how many elements of two arrays of one dtype differ, which is the first, and how
+    large the largest difference is, for floats also in ulps."""
     if a.shape != b.shape:
-        return [f"the values that were kept have the shapes {a.shape} and {b.shape}"]
+        return [f"the kept values have the shapes {a.shape} and {b.shape}"]
     raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
     differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
     if not differs.any():
-        return ["the values that were kept do not differ: they are not those of both runs"]
+        return ["the kept values do not differ: at least one file of values is of another run"]
     first = tuple(map(int, np.argwhere(differs)[0]))
     x, y = (v[differs].view(v.real.dtype) for v in (a, b))  # both parts of complex numbers
     with np.errstate(all="ignore"):  # it may be infinite, or not a number
@@ -129,7 +132,7 @@ def difference(a: Any, b: Any) -> list[str]:
 
 
 def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
-    """Returns the largest difference, in steps from a number of the dtype to the next."""
+    """Returns the largest difference, in steps between neighbouring numbers of the dtype."""
     magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
     bits = [v.view(f"i{v.itemsize}").astype(np.int64) for v in (x, y)]
     steps = [np.where(b < 0, -(b & magnitude), b) for b in bits]  # from 0

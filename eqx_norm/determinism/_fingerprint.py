@@ -1,7 +1,4 @@
-"""`fingerprint` sums the bits of an array to two integers, which no order of summing changes.
-
-`summarise` describes a whole tree in one line.
-"""
+"""Defines `fingerprint`, which sums bits in any order, and `summarise`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -26,28 +23,29 @@ _WIDE = ("int64", "uint64", "float64", "complex128")
 def fingerprint(tree: Any) -> UInt32[Array, "2"]:
     r"""Returns a fingerprint of the bits of an array, or of all arrays of a tree.
 
-    Let $w_0, w_1, \ldots$ be the array's bits in words of 32, in row-major order (a narrower
-    element is one word, a wider one several), $s_j = c + k j$ with a fixed $c$ and a fixed, odd
-    $k$, and $a_j = \mathrm{mix}(w_j \oplus s_j)$ with a fixed bijection. The fingerprint is
+    Let $w_0, w_1, \ldots$ be the array's bits as 32-bit words in row-major order (a narrower
+    element is one word, a wider one several), $s_j = c + k j$ with constants $c$ and odd $k$,
+    and $a_j = \mathrm{mix}(w_j \oplus s_j)$ with a fixed bijection. The fingerprint is
 
     $$\Big(\sum_j a_j, \; \sum_j (a_j + d) \, (s_j \mid 1)\Big) \bmod 2^{32}.$$
 
-    Sums of integers are exact, so it depends neither on the order in which the device sums nor
-    on how the array is sharded. A change in a single word always changes it, and any other goes
-    unseen with a chance of about $2^{-60}$. Zeros of either sign and NaNs are told apart.
+    Sums of integers are exact, so the fingerprint does not depend on the order of summation or
+    on the sharding. A change of a single word always changes it; any other change goes
+    unnoticed with a probability of about $2^{-60}$. Zeros of either sign, and NaNs, are
+    distinguished.
 
-    The fingerprint of several arrays is that of the array of their fingerprints, in the order
-    of the tree's leaves. It sees all 64 bits of NumPy's arrays; but `jax.jit` and `jax.vmap`,
-    under which it may be taken, hand it 32 of them without `jax_enable_x64`.
+    The fingerprint of a tree with several arrays is the fingerprint of the array of their
+    fingerprints, in the order of the leaves. It covers all 64 bits of NumPy's arrays, but under
+    `jax.jit` or `jax.vmap` without `jax_enable_x64` JAX passes only 32 of them.
 
     **Arguments:**
 
-    - `tree`: arrays of any dtype, keys included. Other leaves are left out.
+    - `tree`: arrays of any shape and dtype, including keys. Other leaves are ignored.
 
-    **Returns:** two numbers of 32 bits.
+    **Returns:** two integers, of shape `(2,)` and dtype uint32.
 
-    **Raises:** `ValueError` where there is no array; `TypeError` for a NumPy array of what JAX
-    has no numbers for (objects, text, dates), or with a mask.
+    **Raises:** `ValueError` if there is no array; `TypeError` for a NumPy array whose dtype JAX
+    lacks (objects, text, dates), or which is masked.
     """
     prints = [of_array(jnp.asarray(_narrowed(leaf))) for leaf in _arrays(tree, "fingerprint")]
     return prints[0] if len(prints) == 1 else of_array(jnp.stack(prints))
@@ -60,7 +58,7 @@ def hexadecimal(pair: UInt32[Array | np.ndarray, "2"]) -> str:
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array of JAX or NumPy. Tangents of integers have no bits."""
+    """Returns whether a leaf is an array of JAX or NumPy with bits, so not a float0 tangent."""
     is_any = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     return is_any and leaf.dtype != jax.dtypes.float0
 
@@ -68,14 +66,14 @@ def is_array(leaf: Any) -> bool:
 def _arrays(tree: Any, function: str) -> list[Any]:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     if not arrays:
-        raise ValueError(f"{function}({tree!r}): there is no array in it.")
+        raise ValueError(f"{function}({tree!r}): the tree has no array, so it has no bits.")
     return arrays
 
 
 def _narrowed(x: Any) -> Any:
-    """Returns NumPy's numbers of 64 bits as words of 32, lest JAX round them without x64."""
+    """Returns 64-bit numbers of NumPy as 32-bit words, which JAX does not round without x64."""
     if isinstance(x, np.ma.MaskedArray):
-        raise TypeError("fingerprint: what x.mask says would go unseen. Give x.filled().")
+        raise TypeError("fingerprint: it would ignore the mask of this array. Pass x.filled().")
     if isinstance(x, jax.Array) or x.dtype.name not in _WIDE:
         return x
     return np.ascontiguousarray(x, x.dtype.name).reshape(*x.shape, 1).view(np.uint32)
@@ -88,8 +86,8 @@ def of_array(
 ) -> UInt32[Array, "2"]:
     """Returns the fingerprint of `x.transpose(order)`.
 
-    With `part`, x is that part of an array which is cut up along its first axis: the parts'
-    fingerprints add up to that of the whole.
+    With `part`, `x` is that part of an array which is split along its first axis. The sum of
+    the parts' fingerprints is the fingerprint of the array.
     """
     words = _words(x)
     order = tuple(range(x.ndim)) if order is None else order
@@ -104,8 +102,8 @@ def of_array(
         return tuple(map(lax.add, sums, terms))
 
     def on_cpu(words: Array, start: Array) -> Array:
-        # Channels last, which is XLA:CPU's layout for convolutions: its loops follow the order
-        # of the axes, not the layout, and are 4 times as slow across the layout as along it.
+        # Channels last, XLA:CPU's layout for convolutions: its loops follow the order of the
+        # axes, and against the layout they are 4 times as slow.
         axes = (0, *range(2, words.ndim), 1) if words.ndim > 3 else tuple(range(words.ndim))
         terms = _terms(words.transpose(axes), [strides[axis] for axis in axes], start)
         # Both sums in one pass are 2 to 3 times as fast as two passes. Rows are summed first,
@@ -152,11 +150,15 @@ def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, A
     return mixed, (mixed + _SECOND) * (salt | np.uint32(1))
 
 
-# --- The sum of a tree, to compare by eye.
+# --- Summaries, to compare by eye.
 
 
 class Summary(NamedTuple):
-    """Holds the sum and the fingerprint of a tree: `print(summary)` gives the line."""
+    """Holds the sum and the fingerprint of a tree; prints as one line.
+
+    **Fields:** `name`; `total`, the sum; `fingerprint`, 16 hexadecimal digits; `values` and
+    `arrays`, their numbers in the tree.
+    """
 
     name: str
     total: complex | float
@@ -174,20 +176,20 @@ class Summary(NamedTuple):
 def summarise(tree: Any, name: str) -> Summary:
     """Returns the sum of all values of a tree, and its fingerprint.
 
-    The sum of the values, as float64, is exact and rounded once: it depends neither on the
-    order of summing nor on where a number is, unlike the fingerprint. After the line "Sum of
-    weights" in D. Riach, "Determinism in Deep Learning" (GTC 2019, S9911).
+    The sum is exact and rounded once, to float64. Unlike the fingerprint, it does not depend on
+    the order of the values. After the line "Sum of weights" in D. Riach, "Determinism in Deep
+    Learning" (GTC 2019, S9911).
 
     **Arguments:**
 
-    - `tree`: the weights, for example. Leaves that are no arrays are left out; keys count for
-        the fingerprint only.
-    - `name`: what the line begins with.
+    - `tree`: for example a model. Leaves that are not arrays are ignored; keys count for the
+        fingerprint only.
+    - `name`: the beginning of the line.
 
     **Returns:** a `Summary`, which prints as `weights: sum 3.25, fingerprint 0123456789abcdef
     (10 values in 2 arrays)`.
 
-    **Raises:** `ValueError` where there is no array.
+    **Raises:** `ValueError` if there is no array.
     """
     arrays = _arrays(tree, "summarise")
     keys = jax.dtypes.prng_key
@@ -195,7 +197,7 @@ def summarise(tree: Any, name: str) -> Summary:
     total: complex | float = _exact(x.real for x in numbers)
     if any(map(np.iscomplexobj, numbers)):
         total = complex(total, _exact(x.imag for x in numbers))
-    # All in one program, since each operation would be compiled for each shape.
+    # One program for all arrays: op by op, JAX would compile each operation for each shape.
     bits = hexadecimal(jax.jit(fingerprint)([*map(_narrowed, arrays)]))
     return Summary(name, total, bits, sum(x.size for x in arrays), len(arrays))
 

@@ -1,7 +1,7 @@
-"""`Ledger` writes the rows of a run to a file, step by step; `read` reads it.
+"""Defines `Ledger`, which writes the rows of a run to a file step by step, and `read`.
 
-The file has lines of JSON: a header that says what wrote it, then a `Row` each. Values that
-were kept are in a folder beside it, one file a step: `a.jsonl.values/37.npz`.
+Each line of the file is JSON: first a header that says what wrote it, then one `Row` a line.
+Kept values are in a folder beside it, one file for each step: `a.jsonl.values/37.npz`.
 """
 
 import json
@@ -20,22 +20,22 @@ from ._fingerprint import hexadecimal
 from ._probe import Record
 
 _FORMAT = "eqx_norm.determinism ledger, version 3"
-# What the header tells of the run besides.
+# The other fields of the header.
 RAN_BY = ("jax", "platform", "device")
 
 
 class Row(NamedTuple):
-    """Says what one probe saw in one step. `fingerprint` is `None` where it was not passed."""
+    """Holds what one probe saw in one step."""
 
     step: int
     probe: str
     kind: str
     iteration: tuple[int, ...]
-    again: int  # 1 where the name occurs for the first time, 2 for the second
-    fingerprint: str | None
+    again: int  # 1 if the name occurs for the first time in the step, 2 for the second
+    fingerprint: str | None  # `None` in a branch that was not taken
     shape: tuple[int, ...]
     dtype: str
-    values: str | None  # what they are called in the step's file
+    values: str | None  # their name in the step's file
 
     @property
     def label(self) -> str:
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class LedgerError(ValueError):
-    """Says why a file is no ledger, is damaged, or is of another program."""
+    """Says that a file is not a ledger, is damaged, or belongs to another program, and why."""
 
 
 def _beside(path: Path) -> Path:
@@ -57,7 +57,7 @@ def _beside(path: Path) -> Path:
 
 
 class Ledger:
-    """Writes a file of rows, one for each probe and step, to compare with another run's.
+    """Writes one row for each probe and step to a file, to compare with another run.
 
     ```python
     with Ledger("a.jsonl") as ledger:
@@ -65,23 +65,23 @@ class Ledger:
         ledger.append(i, record)
     ```
 
-    A run that is killed leaves all steps that it has appended, and perhaps a part of the next,
-    whose incomplete last line readers leave out. Values that were kept are in the folder
-    `a.jsonl.values/`: rename and delete the two together.
+    A killed run leaves all steps that it has appended, and perhaps an incomplete last line,
+    which readers ignore. Kept values are in the folder `a.jsonl.values/`: rename and delete the
+    file and the folder together.
 
     **Arguments:**
 
-    - `path`: of the file to make.
+    - `path`: the file to create.
 
-    **Raises:** `FileExistsError` where there is such a file or folder: none is written over.
+    **Raises:** `FileExistsError` if the file or its folder of values exists.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         if taken := [p for p in (self.path, _beside(self.path)) if p.exists()]:
             raise FileExistsError(
-                f"Ledger({str(path)!r}): there is {taken[0]}, and neither a ledger nor values "
-                "beside it are written over. Give another name, or delete both."
+                f"Ledger({str(path)!r}): {taken[0]} exists, and a ledger overwrites neither a "
+                "file nor its folder of values. Choose another name, or delete both."
             )
         device = jax.devices()[0]
         self._file = open(self.path, "x", encoding="ascii")  # noqa: SIM115 (`close` closes it)
@@ -90,32 +90,32 @@ class Ledger:
         self._write([{"format": _FORMAT, **dict(zip(RAN_BY, ran_by, strict=True))}])
 
     def append(self, step: SupportsIndex, record: Record) -> None:
-        """Writes the rows of one step, and leaves them to the system.
+        """Writes the rows of one step, and flushes them to the operating system.
 
         **Arguments:**
 
-        - `step`: its number, one that this ledger does not have yet.
-        - `record`: what `recorded` gave.
+        - `step`: a number that this ledger does not have yet.
+        - `record`: the `Record` of the step, from `recorded`.
 
-        **Raises:** `ValueError` for a step that is there already, for a record of several
-        steps or members, and for a ledger that has been closed.
+        **Raises:** `ValueError` for a step that the ledger has already, for a record of several
+        steps or members, and for a closed ledger.
         """
         step, prints = operator.index(step), np.asarray(record.fingerprints)
         if prints.ndim != 2:
             raise ValueError(
-                f"ledger.append({step}, record): the rows of this record have the shape "
-                f"{prints.shape}, those of a step (rows, 2). Take one out of a vmap or scan by "
-                "jax.tree.map(lambda a: a[i], record)."
+                f"ledger.append({step}, record): fingerprints of the shape {prints.shape} are "
+                "those of several steps or members; of one it is (rows, 2). Take one out of a "
+                "vmap or scan by jax.tree.map(lambda a: a[i], record)."
             )
         if step in self._steps:
             raise ValueError(
-                f"{self.path} has a step {step} already. Count the steps through, or give each "
-                "run a ledger of its own."
+                f"{self.path} has a step {step} already. Number the steps consecutively, and "
+                "use one ledger for each run."
             )
         rows, kept, seen = [], {}, Counter()
         for i, probe in enumerate(record.plan):
             seen[key := (probe.name, probe.kind, probe.iteration)] += 1
-            # Sums of 0 are those of a branch that was not taken, or of no values.
+            # Both sums are 0 in a branch that was not taken, and for an empty array.
             bits = hexadecimal(prints[i]) if prints[i].any() or 0 in probe.shape else None
             values = str(i) if record.values and bits else None
             if values:
@@ -145,17 +145,21 @@ class Ledger:
 
 
 class Contents(NamedTuple):
-    """Holds what is in a ledger: its rows, in the order in which they were appended."""
+    """Holds the contents of a ledger.
+
+    **Fields:** `path`; `header`, which names JAX's version and the device; `rows`, in the order
+    in which they were appended; `is_truncated`, whether the last line is incomplete.
+    """
 
     path: Path
     header: dict[str, Any]
     rows: tuple[Row, ...]
-    is_truncated: bool  # its last line is incomplete: the run was killed
+    is_truncated: bool
 
     def values(self, row: Row) -> NDArray[Any] | None:
-        """Returns the values that were kept for a row, or `None`; for keys, their data.
+        """Returns the kept values of a row (for keys, their data), or `None` if it has none.
 
-        **Raises:** `LedgerError` where they cannot be read.
+        **Raises:** `LedgerError` if they cannot be read.
         """
         if row.values is None:
             return None
@@ -163,18 +167,22 @@ class Contents(NamedTuple):
         try:
             with np.load(path) as file:
                 values = file[row.values]
-            # NumPy knows the bytes of small floats such as bfloat16, and not their dtype.
+            # NumPy loads bfloat16 and other small floats as bytes without their dtype.
             return values.view(jnp.dtype(row.dtype)) if values.dtype.kind == "V" else values
         except Exception as error:  # of NumPy, of ZIP, or of the system
             why = f"{path}, which cannot be read ({error})"
-            raise LedgerError(f"{self.path} has values kept in {why}.") from None
+            raise LedgerError(f"{self.path} has kept values in {why}.") from None
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """Returns what is in a ledger, but for an incomplete last line, as a killed run leaves it.
+    """Reads a ledger, without an incomplete last line.
 
-    **Raises:** `LedgerError` for a file that cannot be read, is no ledger, is of another
-    version, or is damaged, saying in which line.
+    **Arguments:** `path`: the file.
+
+    **Returns:** its `path`, `header`, `rows` and `is_truncated`, with a method `values(row)`.
+
+    **Raises:** `LedgerError` for a file that cannot be read, is not a ledger, has another
+    version, or is damaged; the message names the line.
     """
     path, rows, number = Path(path), [], 1
     try:
@@ -191,7 +199,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
         raise LedgerError(f"{path} cannot be read ({error.strerror}).") from None
     except (ValueError, LookupError, TypeError):
         raise LedgerError(
-            f"{path} is no ledger, or a damaged one: line {number} is not what an {_FORMAT}, "
-            "has there. (Only the last line may be incomplete.)"
+            f"{path} is not a ledger, or is damaged: line {number} is not a line of an "
+            f"{_FORMAT}. (Only the last line may be incomplete.)"
         ) from None
     return Contents(path, header, tuple(rows), bool(rest))

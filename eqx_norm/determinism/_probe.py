@@ -1,8 +1,8 @@
-"""`monitor` and `monitor_module` mark values in a program; `recorded` returns what they were.
+"""Defines `monitor` and `monitor_module`, which mark values, and `recorded`, which reads them.
 
-Without `recorded` the marks vanish in compilation. `recorded` evaluates the program that JAX is
-going to run, with all derivatives and maps. So rows have the order of the program, forward
-before backward; no transformation can miss a probe or pass it twice; no callback is needed.
+Without `recorded` the marks vanish in compilation. `recorded` evaluates the traced program,
+with all derivatives and maps. So rows have the order of the program, forward before backward;
+no transformation misses or repeats a probe; and no callback is needed.
 """
 
 import functools
@@ -22,10 +22,13 @@ Tree = TypeVar("Tree")
 
 
 class Record(eqx.Module):
-    """Holds what the probes of one step have seen: 8 bytes a row. For `Ledger.append`.
+    """Holds what the probes of one step saw, for `Ledger.append`.
 
-    It is a tree of arrays, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
+    It is a pytree, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
     `jax.tree.map(lambda a: a[i], records)` takes out one member or step.
+
+    **Fields:** `fingerprints`: uint32, two for each row; `values`: the kept values of each row,
+    if any; `plan`: the name, kind, shape and dtype of each row.
     """
 
     fingerprints: UInt32[Array | np.ndarray, "*mapped rows 2"]
@@ -36,7 +39,7 @@ class Record(eqx.Module):
 def recorded(
     function: Callable[..., Any], *, keep_values: bool = False
 ) -> Callable[..., tuple[Any, Record]]:
-    """Returns `function`, changed to return what its probes have seen as well.
+    """Returns a function that calls `function` and also returns what its probes saw.
 
     ```python
     step = eqx.filter_jit(recorded(train_step))
@@ -46,76 +49,76 @@ def recorded(
             ledger.append(i, record)
     ```
 
-    It goes around the whole step, including the part that takes the gradient, and inside of
-    `jit`, outside of which everything is compiled again at each call. Compare recorded runs
-    with recorded runs: XLA may not merge operations where a probe is between them.
+    Put `recorded` around the whole step, including its gradient, and inside `jit`; otherwise
+    each call compiles again. Compare recorded runs with each other: their bits may differ from
+    those of other runs, because XLA may not merge operations across a probe.
 
     **Arguments:**
 
-    - `function`: takes and returns any trees, and can be traced by `jax.jit`. Arguments that
-        are no arrays are static.
-    - `keep_values`: whether the record has the values of all probes, from which `compare` tells
-        by how much they differ. It takes much memory, and is meant for a few steps.
+    - `function`: any function that `jax.jit` can trace; arguments without arrays are static.
+    - `keep_values`: whether the record also has the values of all probes, from which `compare`
+        computes by how much they differ. That takes much memory: use it for a few steps.
 
-    **Returns:** a function of the same arguments, which returns the pair of `function`'s result
-    and a `Record`.
+    **Returns:** a function with the same arguments that returns the result and a `Record`.
 
-    **Raises:** on tracing, `NotImplementedError` for a probe in a `while_loop` or inside of an
-    operation that has programs of its own in it (a Pallas kernel for example); `ValueError`
-    where it stands inside a derivative.
+    **Raises:** while tracing, `NotImplementedError` for a probe in a `while_loop` or in another
+    operation with a program inside (such as a Pallas kernel); `ValueError` if `recorded` is
+    inside a derivative.
     """
 
     @functools.wraps(function)
     def with_record(*args: Any, **kwargs: Any) -> tuple[Any, Record]:
-        # Not `function` itself: Equinox warns of a layer behind `jax.vmap`.
+        # Wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
         jaxpr, outputs, rest = traced(*args, **kwargs)
         staged = stage(jaxpr, Context(keep_values))
-        # As one program, as the parts of a `jit` have no program of their own any more.
+        # One program for all, because an evaluated `jit` inside is not compiled separately.
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
         results = jax.jit(staged.run)(*arrays)
         output = jax.tree.unflatten(jax.tree.structure(outputs), results.outputs)
         record = Record(jnp.asarray(results.rows), results.values, staged.plan)
         return eqx.combine(output, rest), record
 
-    # Equinox follows it, finds such a layer, and warns.
+    # Equinox follows this attribute, finds such a layer, and warns.
     del with_record.__wrapped__
     return with_record
 
 
 def monitor(tree: Tree, name: str) -> Tree:
-    """Returns `tree` as it is; where the program is `recorded`, its fingerprint is taken.
+    """Returns `tree` unchanged; `recorded` takes the fingerprint of each of its arrays.
 
     ```python
     h = monitor(model.encoder(x), "encoder")
     ```
 
-    Each array gets a row in the record: `encoder` for an array, `encoder.0` and `encoder.mean`
-    for those of a tree. So do its tangent (forward mode) and its cotangent (reverse mode), as
-    rows of another kind. It may stand under `jit`, `grad`, `jvp`, custom derivative rules, and
+    Each array gets a row in the record: `encoder` for an array, `encoder.0` or `encoder.mean`
+    for arrays of a tree. Its tangent (forward mode) and cotangent (reverse mode) get rows, too.
+    `monitor` works under `jit`, `grad`, `jvp`, custom derivative rules, and
 
     - `vmap`: the batch is one value, with one row;
-    - `scan`: there is a row for each iteration;
-    - `cond`: the branch that is not taken has a row that says so (under `vmap` both are taken);
-    - `remat`: what is computed again for a gradient is recorded once;
-    - `shard_map`: the parts on all devices are one value, put together along the first axis;
-        if it is sharded like that, the row is the same on any number of devices. (With
-        `check_vma=False`, values that are the same on all devices are taken for parts, too.)
+    - `scan`: each iteration has a row;
+    - `cond`: the branch not taken has a row without a fingerprint (under `vmap` both are
+        taken);
+    - `remat`: values that are recomputed for a gradient are recorded once;
+    - `shard_map`: the parts on all devices are one value, concatenated along the first axis. If
+        the value is sharded so, its row does not depend on the number of devices. (With
+        `check_vma=False`, values that are equal on all devices also count as parts.)
 
-    **Use what it returns:** JAX drops from derivatives what nothing depends on.
+    **Use the returned tree:** JAX drops unused values from derivatives.
 
     **Arguments:**
 
-    - `tree`: any tree. Arrays of every dtype, keys included, are recorded.
-    - `name`: its name in the record. Where it occurs a second time in a step, `again` is 2.
+    - `tree`: any pytree. Arrays of every shape and dtype, including keys, are recorded.
+    - `name`: its name in the record. If a step uses the name twice, the second row has
+        `again=2`.
 
-    **Returns:** `tree`, the same values. NumPy's arrays become JAX's, which without
-    `jax_enable_x64` rounds those of 64 bits; so the record has what the program computes with.
+    **Returns:** `tree`. NumPy's arrays become JAX's, which without `jax_enable_x64` have at
+    most 32 bits a number; the record is of the values that the program computes with.
 
     **Raises:** `ValueError` without a name.
     """
     if not name or not isinstance(name, str):
-        raise ValueError(f"monitor(..., name={name!r}): give the name that the record shows.")
+        raise ValueError(f"monitor(..., name={name!r}): pass a name, which the record shows.")
 
     def marked(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not is_array(leaf):
@@ -133,15 +136,15 @@ def _inside(path: jax.tree_util.KeyPath) -> str:
 
 # --- All layers of a model.
 
-# The modules inside of these are parts of them: an activation, or a strategy's memory.
+# The modules inside these layers are not layers: an activation, or a strategy.
 _WHOLE = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 
-# The field that a monitored layer has in addition, out of the way of a layer's own.
+# The additional field of a monitored layer, whose name no layer uses.
 _NAME = "_monitored_as"
 
 
 def monitor_module(model: Tree, name: str = "") -> Tree:
-    """Returns the model, with what each of its layers returns monitored.
+    """Returns the model with the output of each of its layers monitored.
 
     ```python
     def loss(model, x):
@@ -149,32 +152,30 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
     ```
 
     gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is any
-    `eqx.Module` that can be called, wherever it is in the model. A block of layers has a row
-    after theirs, and so has the model if it is given a name; a model that is a single layer
-    goes by the name of its class. Left out are an `eqx.nn.State` that a layer returns,
-    functions (but `jax.nn.relu` in an `eqx.nn.Lambda`), methods other than `__call__`, and the
-    inside of a norm layer.
+    callable `eqx.Module` in the model. A block of layers has a row after its layers, and so has
+    the model if you pass a name; a model that is one layer has the name of its class. Not
+    monitored are an `eqx.nn.State` that a layer returns, functions (except those in an
+    `eqx.nn.Lambda`), methods other than `__call__`, and the inside of a norm layer.
 
-    Each layer becomes an instance of a subclass, with its fields and its leaves: all but `type`
-    works on the result as on the model. The model that is trained does not change.
+    Each layer becomes an instance of a subclass with the same fields and leaves.
 
     **Arguments:**
 
-    - `model`: any tree with `eqx.Module`s in it.
-    - `name`: what the paths start with, if anything: `monitor_module(encoder, "encoder")`.
+    - `model`: any pytree with `eqx.Module`s.
+    - `name`: an optional prefix of the paths: `monitor_module(encoder, "encoder")`.
 
-    **Returns:** the same tree of the same leaves.
+    **Returns:** a tree with the same leaves.
 
-    **Raises:** `ValueError` where there is no layer in it: nothing would be recorded.
+    **Raises:** `ValueError` if the model has no layer.
     """
     for start in (name, name or type(model).__name__):
         monitored = _monitor_layers(model, start)
         if any(map(_is_monitored, jax.tree.leaves(monitored, is_leaf=_is_monitored))):
             return monitored
     raise ValueError(
-        f"monitor_module(...): there is no layer in this {type(model).__name__}, no "
-        "eqx.Module that can be called, so that nothing would be recorded. Give the model "
-        "that is called, or use monitor(value, name) on what it computes."
+        f"monitor_module(...): there is no layer in this {type(model).__name__} (a callable "
+        "eqx.Module), so nothing would be recorded. Pass the model that you call, or use "
+        "monitor(value, name) on what it computes."
     )
 
 
@@ -201,7 +202,7 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
     return layer
 
 
-# One class for each, so that the trees of two models that are alike are alike.
+# Cached, so that equal models give equal trees.
 @functools.cache
 def _monitored(layer: type[eqx.Module]) -> type[eqx.Module]:
     original: Any = layer.__call__
@@ -222,7 +223,7 @@ def _monitored(layer: type[eqx.Module]) -> type[eqx.Module]:
 
 
 def _monitor_output(output: Any, name: str) -> Any:
-    """Monitors what a layer returns, but for an `eqx.nn.State`."""
+    """Monitors the output of a layer, except an `eqx.nn.State`."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, eqx.nn.State)

@@ -1,13 +1,13 @@
 """Marks values in a program, and evaluates a program with the fingerprint of each mark.
 
-A mark is a primitive of JAX that returns its operand: an equation of the traced program, whose
-derivative is a mark on the tangent, and the transpose of that a mark on the cotangent. `stage`
-evaluates a program equation by equation; an equation with a program inside of it is built anew
-by the public function that the user wrote it with, around the inside as evaluated here.
+A mark is a primitive of JAX that returns its operand. Its derivative marks the tangent, and the
+transpose of that marks the cotangent. `stage` evaluates a traced program equation by equation;
+it rebuilds an equation with a program inside (`scan`, `cond`, ...) with JAX's public function,
+around the inside as evaluated here.
 
-All that this package knows of JAX's insides is in this file: `jax.extend.core`,
-`jax.interpreters`, and the names and parameters of equations, which may change. Checked with
-jax 0.10.2 and 0.12.0.1, by tests/determinism/test_transformations.py.
+Only this file of the package depends on internals of JAX that may change: `jax.extend.core`,
+`jax.interpreters`, and the names and parameters of equations. Checked with jax 0.10.2 and
+0.12.0.1, by tests/determinism/test_transformations.py.
 """
 
 import functools
@@ -30,11 +30,11 @@ PROBE = Primitive("eqx_norm_probe")
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
-    """Marks the tangent too. Transposed, that mark is one on the cotangent."""
+    """Marks the tangent, too; the transpose of that mark marks the cotangent."""
     (x,), (tangent,) = primals, tangents
     if kind == "done":
         raise ValueError(
-            "recorded(...) stands inside a derivative (jax.grad, jax.jvp, ...), where it would "
+            "recorded(...) is inside a derivative (jax.grad, jax.jvp, ...), where it would "
             f"miss the cotangent of {rest['name']!r}. Put it around the whole step: "
             "jax.jit(recorded(step)), where step takes the gradient."
         )
@@ -58,8 +58,8 @@ def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> An
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
-    """Returns the marks of `remat` in its first pass and its second, whether the result is
-    unknown in the first and in the second, and what is saved, whatever the policy says."""
+    """Returns the marks for the first and second pass of `remat`, whether the result is unknown
+    in each, and what is saved, whatever the policy."""
     if unknown[0]:
         return None, equation, [True], [True], []
     again = equation.replace(params={**equation.params, "kind": "recomputed"})
@@ -73,28 +73,27 @@ ad.primitive_jvps[PROBE] = _jvp
 ad.primitive_transposes[PROBE] = _transpose
 batching.primitive_batchers[PROBE] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[PROBE] = _partial_eval
-# The kinds of marks that give no row: that of a value which is computed again for a derivative,
-# and that of one whose row has been taken.
+# Marks without a row: on a value recomputed for a derivative, and on one that has its row.
 _WITHOUT_ROW = ("recomputed", "done")
 
 
 class Probe(NamedTuple):
-    """Says what gives a row: a probe each time that it is passed."""
+    """Describes a row: one pass of a probe."""
 
     name: str
     kind: str  # "forward", "tangent" or "cotangent"
     shape: tuple[int, ...]  # of the whole value
     dtype: str
-    axes: tuple[str, ...]  # of the meshes over which the value is cut up, by `shard_map`
+    axes: tuple[str, ...]  # the mesh axes over which `shard_map` splits the value
     iteration: tuple[int, ...] = ()  # of each loop around it
 
 
-# In the order of the rows, which is that of the program.
+# In the order of the program.
 Plan = tuple[Probe, ...]
 
 
 class Results(NamedTuple):
-    """Holds what a part of a program returns, its rows, and, if they are kept, its values."""
+    """Holds the outputs of a part of a program, its rows, and its values if they are kept."""
 
     outputs: list[Any]
     rows: Any = np.zeros((0, 2), np.uint32)
@@ -102,23 +101,23 @@ class Results(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """Says which rows a part of a program gives, and evaluates it."""
+    """Holds the plan of the rows of a part of a program, and the function that runs it."""
 
     plan: Plan
     run: Callable[..., Results]
 
 
 class Context(NamedTuple):
-    """Says where in the program an equation stands."""
+    """Describes what is around an equation."""
 
     keep_values: bool
-    mesh_axes: tuple[tuple[str, int], ...] = ()  # of each `shard_map` around: name and size
-    check_vma: bool = True  # whether JAX knows over which of these a value varies
-    is_repeated: bool = False  # whether values are computed again, by `jax_remat3`
+    mesh_axes: tuple[tuple[str, int], ...] = ()  # name and size, of each `shard_map`
+    check_vma: bool = True  # whether JAX tracks over which of these a value varies
+    is_repeated: bool = False  # whether `jax_remat3` recomputes values here
 
 
 def stage(jaxpr: Any, context: Context) -> Staged:
-    """Returns the plan of a program's rows, and the program that gives them."""
+    """Returns the plan of a program's rows, and a function that computes them."""
     constants, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
     parts = [(equation, _stage_equation(equation, context)) for equation in jaxpr.eqns]
 
@@ -146,7 +145,7 @@ def stage(jaxpr: Any, context: Context) -> Staged:
 def _stage_equation(equation: Any, context: Context) -> Staged:
     primitive = equation.primitive
     if "rematted_computation" in str(equation.source_info.name_stack):
-        context = context._replace(is_repeated=True)  # there is no other sign of it
+        context = context._replace(is_repeated=True)  # JAX gives no other sign
     if primitive is PROBE:
         return _stage_probe(equation, context)
     name, params = _described(equation)
@@ -155,10 +154,10 @@ def _stage_equation(equation: Any, context: Context) -> Staged:
             return staged
     elif hidden := next(_names_in(equation), None):
         raise NotImplementedError(
-            f"monitor(..., {hidden!r}) stands in a {name!r}, inside of which recorded(...) "
-            "cannot see. Monitor its arguments and its result instead; in place of a loop that "
-            "runs for a number of times which is not known beforehand (lax.while_loop, or "
-            "lax.fori_loop with traced bounds) use lax.scan."
+            f"monitor(..., {hidden!r}) is in a {name!r}, and recorded(...) cannot look inside. "
+            "Monitor its arguments and result instead; use lax.scan in place of a loop whose "
+            "length is not known while tracing (lax.while_loop, or lax.fori_loop with traced "
+            "bounds)."
         )
 
     def run(*arguments: Any) -> Results:
@@ -169,14 +168,14 @@ def _stage_equation(equation: Any, context: Context) -> Staged:
 
 
 def _described(equation: Any) -> tuple[str, dict[str, Any]]:
-    """Returns a primitive's name and parameters; those of `jax_remat3` are in an object."""
+    """Returns a primitive's name and parameters, which `jax_remat3` keeps in an object."""
     known = equation.params.get("_prim")
     found = (type(known).__name__, known.params) if known else None
     return found or (equation.primitive.name, equation.params)
 
 
 def _array(x: Any, aval: Any) -> Array:
-    """Returns a literal, which may be a number of Python's or NumPy's, as an array."""
+    """Returns a value, which may be a Python or NumPy literal, as an array."""
     dtype = None if aval.weak_type else aval.dtype
     return x if isinstance(x, Array) else jnp.asarray(x, dtype)
 
@@ -198,12 +197,12 @@ def _stage_probe(equation: Any, context: Context) -> Staged:
         x = _array(x, aval)
         row = of_array(x, order, lax.axis_index(axes).astype(jnp.uint32) if axes else None)
         if others:
-            # The same on several devices, of which one counts, as `shard_map` sums the rows.
+            # Equal on several devices: only one counts, because `shard_map` sums the rows.
             row = jnp.where(lax.axis_index(others) == 0, row, jnp.zeros_like(row))
         y = PROBE.bind(x, name=name, kind="done", order=order)
         x = x.transpose(order)
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        # A part is put together with others along an axis.
+        # Parts are concatenated along an axis, so they need one.
         value = jnp.atleast_1d(x) if axes else x
         return Results([y], row[None], (value,) if context.keep_values else ())
 
@@ -246,7 +245,7 @@ def _checkpoint(equation: Any, params: Any, context: Context) -> Staged:
     inside = stage(params["jaxpr"], context)
 
     def run(*arguments: Any) -> Results:
-        # Keeps XLA from finding that all this has been computed before.
+        # Keeps XLA from reusing the results of the first pass.
         is_barred = params["differentiated"] and params["prevent_cse"]
         return inside.run(*(lax.optimization_barrier(arguments) if is_barred else arguments))
 
@@ -257,7 +256,7 @@ def _scan(equation: Any, params: Any, context: Context) -> Staged:
     inside = stage(params["jaxpr"], context)
 
     def count(outside: Any, avals: Any) -> int:
-        """Returns how many are scanned: they have an axis more outside than inside."""
+        """Returns how many are scanned: those with one more axis outside than inside."""
         return sum(x.aval.ndim != a.ndim for x, a in zip(outside, avals, strict=True))
 
     carries = len(equation.outvars) - count(equation.outvars, params["jaxpr"].out_avals)
@@ -277,7 +276,7 @@ def _scan(equation: Any, params: Any, context: Context) -> Staged:
         values = tuple(stack[i] for i in order for stack in values)
         return Results([*carry, *ys], rows.reshape(-1, 2), values)
 
-    order = range(params["length"])[:: -1 if params["reverse"] else 1]  # as they are run
+    order = range(params["length"])[:: -1 if params["reverse"] else 1]  # of execution
     plan = [p._replace(iteration=(i, *p.iteration)) for i in order for p in inside.plan]
     return Staged(tuple(plan), run)
 
@@ -286,8 +285,8 @@ def _cond(equation: Any, params: Any, context: Context) -> Staged:
     branches = [stage(branch, context) for branch in params["branches"]]
 
     def run(index: Array, *operands: Any) -> Results:
-        # In the rows of a branch that is not taken both sums are 0, as they are of a value with
-        # a chance of 2**-64.
+        # Rows of a branch that is not taken have two sums of 0; those of a value have them with
+        # a probability of 2**-64.
         shapes = [jax.eval_shape(branch.run, *operands)[1:] for branch in branches]
 
         def take(i: int, *operands: Any) -> Results:
@@ -307,7 +306,7 @@ def _shard_map(equation: Any, params: Any, context: Context) -> Staged:
     sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis in manual}
     all_axes = (*context.mesh_axes, *sizes.items())
     inside = stage(params["jaxpr"], context._replace(mesh_axes=all_axes, check_vma=check_vma))
-    # Where values are cut up, they are put together along the first axis.
+    # Split values are concatenated along the first axis.
     cut = [
         PartitionSpec(tuple(axis for axis in probe.axes if axis in sizes))
         for probe in (inside.plan if context.keep_values else ())
@@ -324,7 +323,7 @@ def _shard_map(equation: Any, params: Any, context: Context) -> Staged:
     return Staged(inside.plan, run)
 
 
-# A rule by the name of its primitive. That of `jax_remat3` has its barriers around it.
+# The rules, by the names of primitives. `jax_remat3` adds its own barriers.
 _RULES = {
     **dict.fromkeys(("closed_call", "core_call", "eval_jaxpr", "RematTraced"), _inline),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _inline),

@@ -1,4 +1,4 @@
-"""`deterministic` sets what makes two runs of one program give the same bits."""
+"""Defines `deterministic`, with which runs of one program give the same bits."""
 
 import os
 import random
@@ -7,16 +7,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-# An unknown flag ends the process, so there is only this one, which stands for several others:
-# XLA says that it "guarantees run-to-run determinism on GPU". Known to jaxlib 0.10.2 and
-# 0.12.0.1; tests/determinism/test_recipe.py starts JAX with it.
+# An unknown flag ends the process, so the recipe sets only this one, which includes several
+# others: XLA says that it "guarantees run-to-run determinism on GPU". Known to jaxlib 0.10.2
+# and 0.12.0.1; tests/determinism/test_recipe.py starts JAX with it.
 FLAG = "--xla_gpu_deterministic_ops"
 THREADS = "PJRT_NPROC"
 SET = "set, for when JAX starts"
 
 
 class Setting(NamedTuple):
-    """Holds one line of a `Recipe`."""
+    """Holds one setting of a `Recipe`: its name, value and status, and its purpose."""
 
     name: str
     value: str
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Holds what `deterministic` has set and found: `print(recipe)` gives a table."""
+    """Holds the `settings` that `deterministic` set or found; prints as a table."""
 
     settings: tuple[Setting, ...]
 
@@ -36,7 +36,7 @@ class Recipe(NamedTuple):
 
 
 def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
-    """Makes this process give the same bits as any other that runs the same program.
+    """Sets up this process to give the same bits as others that run the same program.
 
     ```python
     from eqx_norm.determinism import deterministic
@@ -44,27 +44,26 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     print(deterministic(seed=0, cpu_threads=2))  # before anything else
     ```
 
-    It sets what JAX reads when it starts, the seeds of Python's and NumPy's global generators,
-    and JAX's configuration, for the rest of the process; looks at what cannot be set from here;
-    and tells what each is for. The runs still need the same keys, device, number of devices and
-    versions: see `docs/determinism.md`.
+    It sets environment variables that JAX reads when it starts, the seeds of Python's and
+    NumPy's global generators, and JAX's configuration, for the rest of the process. It checks
+    `PYTHONHASHSEED`, which only the shell can set. The runs still need the same keys, device,
+    number of devices and versions: see docs/determinism.md.
 
     **Arguments:**
 
-    - `seed`: for Python's `random` and for `numpy.random`, where code uses them without a
-        generator of its own.
-    - `cpu_threads`: the number of threads by which XLA cuts up its work on a CPU, on which bits
-        may depend; the number of cores if `None`.
+    - `seed`: seeds the global generators of `random` and `numpy.random`.
+    - `cpu_threads`: the number of threads into which XLA divides its work on a CPU, on which
+        bits may depend. `None` means the number of cores.
 
     **Returns:** a `Recipe`, which prints as a table.
 
-    **Raises:** `RuntimeError` where JAX has started already, without a setting that matters;
-    `ValueError` where the environment says otherwise, and for a wrong seed or number of
-    threads. Nothing is changed then.
+    **Raises:** `RuntimeError` if JAX has started without a setting that matters; `ValueError`
+    if the environment contradicts a setting, or for an invalid seed or number of threads. An
+    error changes nothing.
     """
     call = f"deterministic(seed={seed}, cpu_threads={cpu_threads})"
     if not 0 <= seed < 2**32 or (cpu_threads is not None and cpu_threads < 1):
-        raise ValueError(f"{call}: seeds are from 0 to 2**32 - 1, threads from 1.")
+        raise ValueError(f"{call}: seed must be from 0 to 2**32 - 1, and cpu_threads from 1.")
     wanted = [
         (FLAG, "true", "no atomics, no algorithm that is chosen by timing it"),
         ("NCCL_NVLS_ENABLE", "0", "no sums in NVLink switches"),
@@ -72,7 +71,7 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     if cpu_threads is not None:
         pieces = "the same pieces of work on any number of cores"
         wanted.append((THREADS, str(cpu_threads), pieces))
-    # All are looked at, and may be errors, before the first is set.
+    # All are checked before the first is set.
     early = [
         Setting(name, value, _status(call, name, value, purpose), purpose)
         for name, value, purpose in wanted
@@ -98,7 +97,7 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
 
 
 def _status(call: str, name: str, value: str, purpose: str) -> str:
-    """Returns whether a setting is there, or can be: JAX reads it once, when it starts."""
+    """Returns the status of a setting that JAX reads when it starts; raises if too late."""
     flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
     given = {**os.environ, **{flag: value for flag, _, value in flags}}
     found, wanted = given.get(name), f"{name}={value}"
@@ -106,8 +105,8 @@ def _status(call: str, name: str, value: str, purpose: str) -> str:
         return "was set"
     if found is not None:
         raise ValueError(
-            f"{call}: the environment says {name}={found}, and it takes {wanted} "
-            f"({purpose}). Unset it, or ask for the same."
+            f"{call}: the environment says {name}={found}, but determinism needs {wanted} "
+            f"({purpose}). Unset {name}, or set it to {value}."
         )
     if not _has_started():
         return SET
@@ -115,16 +114,15 @@ def _status(call: str, name: str, value: str, purpose: str) -> str:
     if name != THREADS and backend != "gpu":
         return "not set: no GPU here"
     raise RuntimeError(
-        f"{call}: JAX has started already, with the backend {backend!r}, and {wanted} "
-        f"({purpose}) would not be read any more. Call deterministic before the first "
-        "jnp.zeros(()), jax.random.key(0) or jax.devices(), each of which starts it, or set it "
-        "in the shell."
+        f"{call}: JAX has started already, with the backend {backend!r}, and would ignore "
+        f"{wanted} ({purpose}). Call deterministic before anything that starts JAX, such as "
+        "jnp.zeros(()), jax.random.key(0) or jax.devices(), or set it in the shell."
     )
 
 
 def _has_started() -> bool:
     """Returns whether JAX has a backend."""
-    # It then refuses to change the number of its CPU devices: no public function tells.
+    # No public function says so; but JAX then refuses to change the number of CPU devices.
     devices = jax.config.values["jax_num_cpu_devices"]
     try:
         jax.config.update("jax_num_cpu_devices", devices + 2)

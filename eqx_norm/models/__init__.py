@@ -1,7 +1,7 @@
-"""Does to whole models what a new layer has not had done to it.
+"""Converts, freezes, folds and recalibrates existing models.
 
-Everything here takes a model and, where it matters, its `eqx.nn.State`, and gives new ones;
-nothing is changed in place. docs/models.md has an example of each.
+Each function takes a model, and its `eqx.nn.State` where it needs one, and returns new ones; it
+changes nothing in place. docs/models.md has an example of each.
 """
 
 from ._fold import FoldedBatchNorm as FoldedBatchNorm

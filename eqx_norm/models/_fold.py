@@ -1,4 +1,4 @@
-"""Defines `fold` and `fold_pairs`: a batch norm becomes part of the linear layer before it."""
+"""Defines `fold` and `fold_pairs`, which merge batch norms into the layers before them."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -19,21 +19,21 @@ Model = TypeVar("Model")
 Linear = TypeVar("Linear", bound=eqx.Module)
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
-# Layers inside of these are used in two places, or with weights that are computed.
+# These use the layer inside of them in two places, or compute its weight.
 _WRAPPERS = (eqx.nn.Shared, eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
 
 def fold(linear: Linear, norm: BatchNorm, state: eqx.nn.State) -> Linear:
-    r"""Returns the linear layer that does what both do in inference.
+    r"""Returns one linear layer that computes in inference what `linear` and `norm` compute.
 
-    A layer that is linear in its weight, $W x + b$, and the norm that follows are one,
+    For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
+    its weight and bias are, for each output channel,
 
     $$W' = s W, \qquad b' = s (b - \mu) + \beta, \qquad
-      s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}$$
+      s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}.$$
 
-    per output channel, with the remembered $\mu$ and $\sigma^2$: `eqx.nn.Linear`, and
-    convolutions, transposed and grouped ones, too, whatever the padding. It is computed in
-    float64 and rounded once, to the dtype of $W$.
+    They are computed in float64 and rounded once, to the dtype of $W$. Convolutions may be
+    transposed or grouped, with any padding.
 
     ```python
     conv = fold(conv, eqx.nn.inference_mode(norm), state)
@@ -41,47 +41,46 @@ def fold(linear: Linear, norm: BatchNorm, state: eqx.nn.State) -> Linear:
 
     **Arguments:**
 
-    - `linear`: an `eqx.nn.Linear`, `Conv` or `ConvTranspose`, whose output the norm is given.
-    - `norm`: a layer of this package, in inference mode (`eqx.nn.inference_mode`) or frozen.
-    - `state`: what it remembers; it stays valid.
+    - `linear`: an `eqx.nn.Linear`, `Conv` or `ConvTranspose` whose output goes to the norm.
+    - `norm`: a `BatchNorm`, in inference mode (`eqx.nn.inference_mode`) or frozen.
+    - `state`: the state with the norm's running statistics; it stays valid.
 
-    **Returns:** a new layer of the kind of `linear`, with a bias.
+    **Returns:** a new layer of the type of `linear`, with a bias.
 
-    **Raises:** `ValueError` if the two cannot be made one, saying why; also where the norm has
-    an `activation`, which no linear layer does.
+    **Raises:** `ValueError` with the reason if they cannot be folded.
 
-    Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2; in PyTorch it is
+    Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
     `torch.nn.utils.fusion.fuse_conv_bn_eval`.
     """
     if getattr(norm, "activation", None) is not None:
-        raise ValueError(f"no linear layer does activation={norm.activation}; see fold_pairs.")
+        raise ValueError(f"activation={norm.activation} cannot be folded; fold_pairs keeps it.")
     return _folded(linear, norm, state)
 
 
 def fold_pairs(
     model: Model, state: eqx.nn.State, pairs: Mapping[str, str]
 ) -> tuple[Model, eqx.nn.State]:
-    """Returns the model with batch norms folded into the linear layers before them.
+    """Returns the model and state with batch norms folded into the linear layers before them.
 
     ```python
     model = eqx.nn.inference_mode(model)
     model, state = fold_pairs(model, state, {"conv1": "bn1", "layers[0]": "layers[1]"})
     ```
 
-    What the model does cannot be seen: that what the linear layer gives goes to the norm and
-    nowhere else, and that the norm is given nothing else, is to be known by the user. Compare
-    both models once.
+    `fold_pairs` does not see how the model calls its layers. You must know that the output of
+    each linear layer goes to its norm and nowhere else, and that the norm has no other input.
+    Compare the outputs of both models once.
 
     **Arguments:**
 
-    - `model`, `state`: with norms in inference mode or frozen, and what they remember.
-    - `pairs`: the paths of norms, by those of the layers before them.
+    - `model`, `state`: a model whose norms are in inference mode or frozen, and its state.
+    - `pairs`: the path of each norm, by the path of the linear layer before it.
 
-    **Returns:** the model, in which each folded norm has given way to a `FoldedBatchNorm`, and
-    the state without what they remembered.
+    **Returns:** the model with a `FoldedBatchNorm` in place of each folded norm, and the state
+    without the statistics of the folded norms.
 
-    **Raises:** `ValueError` if a path is not that of such a layer, or a pair cannot be folded,
-    saying which and why. Then nothing was folded.
+    **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
+    message names the pair and the reason.
     """
     new = dict[str, Any]()
     for linear, norm in pairs.items():
@@ -97,17 +96,18 @@ def fold_pairs(
 
 
 class FoldedBatchNorm(eqx.nn.StatefulLayer):
-    """Stands where a batch norm stood that was folded into the layer before it: applies what
-    was the norm's `activation`, if it had one, and hands on x and the state."""
+    """Takes the place of a folded batch norm, and applies its `activation` if it had one."""
 
     activation: Activation | None = None
 
     def __call__(
         self, x: Array, state: Any = None, *, key: Any = None, inference: Any = None
     ) -> Any:
-        """**Arguments:** those of `BatchNorm` but `mask`; `key` and `inference` are ignored.
+        """Returns `x`, or its `activation` in the dtype of `x`, and passes the state on.
 
-        **Returns:** `x`, or its `activation`; and the state, where one was given.
+        **Arguments:** those of `BatchNorm` except `mask`; `key` and `inference` are ignored.
+
+        **Returns:** the output, and the state if one is given.
         """
         del key, inference
         y = x if self.activation is None else self.activation(x).astype(x.dtype)
@@ -118,8 +118,9 @@ def _at(path: str, model: Any, kind: Kind) -> Any:
     """Returns the layer at a path; raises `ValueError` for none, and for one in a wrapper."""
     layers = found(model, kind)
     if path not in layers:
+        what = "batch norm" if kind is eqx.nn.BatchNorm else "linear layer or convolution"
         paths = listed(map(repr, layers)) or "none"
-        raise ValueError(f"no such layer is at {path!r}; those of this model are {paths}.")
+        raise ValueError(f"there is no {what} at {path!r}. Paths in this model: {paths}.")
     for outer, wrapper in found(model, _WRAPPERS).items():
         if not outer or path.startswith((f"{outer}.", f"{outer}[")):
             kind_of = f"eqx.nn.{type(wrapper).__name__}"
@@ -141,13 +142,13 @@ def _folded(layer: Any, norm: Any, state: eqx.nn.State) -> Any:
     bias = scale * (bias - mean - rest)
     if norm.bias is not None:
         bias = bias + _host(norm.bias)
-    # A Linear's bias has one axis, a convolution's one for each of space as well.
+    # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
     weight = _host(layer.weight) * scale.reshape(-1, 1, *ones)
-    with np.errstate(over="ignore"):  # it is looked for afterwards
+    with np.errstate(over="ignore"):  # checked below
         weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-        raise ValueError(f"what both do together is not finite in {weight.dtype}.")
+        raise ValueError(f"the folded layer is not finite in {weight.dtype}; use float32.")
     return copied(layer, use_bias=True, weight=jnp.asarray(weight), bias=jnp.asarray(bias))
 
 
@@ -156,22 +157,22 @@ def _obstacle(layer: Any, norm: Any) -> str | None:
     kind, before = type(norm), type(layer)
     if kind is not BatchNorm:
         name = f"{kind.__module__}.{kind.__name__}"
-        return f"the norm is a {name}; those of eqx.nn are to be swapped, eqx_norm.models.swap"
+        return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"
     calls = next((cls for cls in before.__mro__ if "__call__" in vars(cls)), None)
     if calls not in _LINEAR:
-        return (
-            f"a {before.__name__} does not compute as eqx.nn.Linear, Conv or ConvTranspose do"
-        )
+        known = "eqx.nn.Linear, Conv and ConvTranspose"
+        return f"only {known} can be folded, and {before.__name__} has another __call__"
     rank = 2 if isinstance(layer, eqx.nn.Linear) else layer.num_spatial_dims + 2
     if layer.weight.ndim != rank:
-        return "the layers are those of an ensemble, whose members are to be folded one by one"
+        return "the layers belong to an ensemble: fold its members one by one"
     if len(layer.weight) != norm.input_size:
-        return f"the norm has {norm.input_size} channels, and the layer {len(layer.weight)}"
+        outputs = len(layer.weight)
+        return f"the norm has {norm.input_size} channels, but the layer returns {outputs}"
     for array in (layer.weight, layer.bias, norm.weight, norm.bias):
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            return f"there are arrays of {array.dtype}, and only floats can be folded"
+            return f"the layers have arrays of {array.dtype}, but only floats can be folded"
     return None
 
 

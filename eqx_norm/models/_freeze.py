@@ -1,4 +1,4 @@
-"""Defines `freeze`, `unfreeze` and `trainable`: layers that normalise but no longer learn."""
+"""Defines `freeze`, `unfreeze` and `trainable`, for batch norms that are not to be trained."""
 
 from typing import Any, TypeVar
 
@@ -14,30 +14,33 @@ Model = TypeVar("Model")
 
 
 def freeze(model: Model, where: Where | None = None) -> Model:
-    """Returns the model with batch norms that normalise by what they remember, for ever.
+    """Returns the model with batch norms frozen: they normalise by their running statistics.
 
-    A frozen layer changes neither its memory nor, by gradients, its weight, its bias and the
-    arrays of its `activation`; whatever `eqx.nn.inference_mode` or a call's `inference=` says.
-    Its approach is `strategies.Frozen`, around its own. The state stays as it is, and so do the
-    model's leaves: checkpoints of a model and of the same model frozen can be read into each
-    other.
+    A frozen layer never updates its running statistics, and the gradients of its weight, bias
+    and `activation` are 0, whatever `eqx.nn.inference_mode` or a call's `inference=` says. Its
+    approach becomes `strategies.Frozen(approach)`. The state and the model's leaves do not
+    change, so the frozen and the original model can read each other's checkpoints.
 
     ```python
     model = freeze(model, lambda path, layer: path.startswith("layers[1]"))
     optimiser = optax.adamw(1e-3, mask=trainable)
     ```
 
-    **Gradients of frozen arrays are 0**, and some optimisers move what has gradient 0, too: by
-    weight decay, or by the momentum of the steps before it was frozen. `trainable` tells them
-    what to leave alone. What an optimiser remembers is made of models as well: where it is to
-    be used further, freeze it, too, `memory = freeze(memory)`.
+    **Optimisers may change arrays whose gradient is 0**, by weight decay or by momentum from
+    earlier steps. `trainable` tells them which arrays to leave alone. If you continue with an
+    optimiser state, freeze it, too: `opt_state = freeze(opt_state)`.
 
-    **Arguments:** `model`: any pytree of layers, or of their parts. `where`: which batch norms
-    are frozen, from a layer's path, as `layers[1].norm`, and the layer; all unless given.
+    **Arguments:**
+
+    - `model`: any pytree of layers, or an optimiser state for it.
+    - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
+        returns whether to freeze it. By default all batch norms are frozen.
+
+    **Returns:** the model with frozen layers.
 
     **Raises:** `ValueError` if there is no such layer.
 
-    The wish for it: https://github.com/pytorch/pytorch/issues/66073.
+    The feature request for PyTorch: https://github.com/pytorch/pytorch/issues/66073.
     """
     layers = chosen(model, BatchNorm, where, "freeze", "eqx_norm.BatchNorm")
     layers = {path: layer for path, layer in layers.items() if layer.approach.learns}
@@ -49,12 +52,13 @@ def freeze(model: Model, where: Where | None = None) -> Model:
 
 
 def unfreeze(model: Model, where: Where | None = None) -> Model:
-    """Returns the model with frozen batch norms that learn again, from what they remember.
+    """Returns the model with frozen batch norms that train again, from their statistics.
 
-    They are in training or in inference mode as `eqx.nn.inference_mode` has said last.
+    The last `eqx.nn.inference_mode` decides whether they are in training or inference mode.
 
-    **Arguments:** `model`: what `freeze` has returned, with its leaves trained further or not.
-    `where`: which of the frozen layers; all unless given.
+    **Arguments:** `model` and `where` as for `freeze`; by default all frozen layers.
+
+    **Returns:** the model, in which these layers have the approach they had before.
 
     **Raises:** `ValueError` if there is no such layer.
     """
@@ -67,12 +71,15 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
 
 
 def trainable(model: Any) -> Any:
-    """Returns, in the model's structure, which leaves are trained: a bool for each.
+    """Returns for each leaf of a model whether it is trained.
 
-    True are float and complex arrays, but for those of frozen layers. With it
-    `eqx.partition(model, trainable(model))` splits a model into what is differentiated and the
-    rest; and `optax.adamw(1e-3, mask=trainable)` or `optax.masked(optimiser, trainable)` leave
-    frozen layers alone. (Give Optax the function: it would call a model of bools.)
+    `eqx.partition(model, trainable(model))` separates trained leaves from the rest.
+    `optax.adamw(1e-3, mask=trainable)` and `optax.masked(optimiser, trainable)` leave frozen
+    layers alone. (Pass the function to Optax, which would call a model of bools.)
+
+    **Arguments:** `model`: any pytree.
+
+    **Returns:** a pytree of bools: `True` for float and complex arrays except frozen ones.
     """
 
     def trained(node: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Finds layers in a model and puts others in their place, together with what they remember.
+"""Finds and replaces layers in a model, together with their entries in the state.
 
-Everything that is done to models is done by these functions. They alone know how a state names
-its entries, that an ensemble (`eqx.filter_vmap`) has more axes, and that layers may share a
-state.
+Only this file knows how a state names its entries, that an ensemble (`eqx.filter_vmap`) has
+more axes, and that layers may share a state.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ import jax.tree_util as jtu
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]
 Where = Callable[[str, Any], Any]
-# What a layer remembers, by those of its fields that are indices.
+# A layer's entries in the state, by the names of its index fields.
 Remembered = dict[str, Any]
 # Maps a function of one member's memory over the members of an ensemble.
 OverMembers = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -45,14 +44,14 @@ def chosen(
     """
     if where is not None and not callable(where):
         raise ValueError(
-            f"where={where!r}: it is called with the path of each layer and the layer, and "
-            "says whether to choose it: where=lambda path, layer: path == 'layers[1]'."
+            f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
+            "that returns whether to choose it: where=lambda path, layer: path == 'layers[1]'."
         )
     layers = {path: layer for path, layer in found(model, kind).items() if only(layer)}
     taken = {p: layer for p, layer in layers.items() if where is None or where(p, layer)}
     if not taken:
         paths = listed(path or "the model" for path in layers)
-        none = f"where= took none of {paths}." if layers else f"the model holds no {what}."
+        none = f"where= chose none of {paths}." if layers else f"the model holds no {what}."
         raise ValueError(f"There is nothing to {verb}: {none}")
     return taken
 
@@ -68,8 +67,7 @@ def each(model: Model, kind: Kind, function: Callable[[str, Any], Any]) -> Model
 
 def copied(layer: Any, **changed: Any) -> Any:
     """Returns the layer with other values in some fields, static ones too. Nothing is checked,
-    so that any part of a layer can be copied: what `eqx.partition` makes of it, or what an
-    optimiser remembers of it."""
+    so the layer may be a part of one, from `eqx.partition` or an optimiser state."""
     new = object.__new__(type(layer))
     for field in dataclasses.fields(layer):
         value = changed.get(field.name, getattr(layer, field.name))
@@ -84,17 +82,16 @@ def replaced(
     make: Mapping[str, Callable[[Any], Any]],
     carry: Carry,
 ) -> tuple[Model, eqx.nn.State]:
-    """Returns the model with new layers in place of some, and the state with their memory.
+    """Returns the model with some layers replaced, and the state with the new layers' entries.
 
     **Arguments:**
 
-    - `make`: by the paths of the old layers, which are of this `kind`: what makes the new one.
-    - `carry(old, new, remembered, over)`: returns what the new layer remembers, given what the
-        old one does; called once for layers that share a state. `over(function)` is the
-        function mapped over the members of an ensemble.
+    - `make`: functions that make a new layer of an old one of this `kind`, by its path.
+    - `carry(old, new, remembered, over)`: returns the new layer's entries, given the old one's;
+        called once for layers that share a state. `over(function)` maps the function over the
+        members of an ensemble.
 
-    **Raises:** `ValueError` for a state that is not the model's. All that is raised names the
-    layer.
+    **Raises:** `ValueError` for a state of another model. Every error names the layer.
     """
     held, made = entries(state), dict[Any, Any]()
     known: dict[tuple[Any, ...], dict[str, Any]] = {}  # the new markers, by the old ones
@@ -121,15 +118,15 @@ def replaced(
 
 
 def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Remembered, OverMembers]:
-    """Returns what a layer remembers, and what maps a function over an ensemble's members.
+    """Returns a layer's entries in the state, and a map over the members of an ensemble.
 
     **Raises:** `ValueError` for a state of another model.
     """
     held, indices = entries(state), _indices(layer)
     if lost := [i.marker for i in indices.values() if i.marker not in held]:
         raise ValueError(
-            f"The state given holds nothing of this layer ({lost[0]!r}): it was made for "
-            "another model. Give the one that was made, or returned, with this model."
+            f"The state has no entry for this layer ({lost[0]!r}): it belongs to another "
+            "model. Pass the state that was made, or returned, with this model."
         )
     remembered = {field: held[index.marker] for field, index in indices.items()}
     # Each layer counts its batches in a scalar.
@@ -144,17 +141,14 @@ def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Remembered, OverMemb
 
 
 def entries(state: eqx.nn.State) -> dict[Any, Any]:
-    """Returns what a state holds, by the markers of its indices; the state stays valid."""
+    """Returns the entries of a state by the markers of its indices; the state stays valid."""
     values, markers = state.tree_flatten()
     return dict(zip(markers, values, strict=True))
 
 
 def state_of(model: Any, held: Mapping[Any, Any]) -> eqx.nn.State:
-    """Returns a state that holds these entries, in the order of the model's indices, as
-    `make_with_state` has them; what the model does not know comes last.
-
-    (A checkpoint is a list of arrays in that order.)
-    """
+    """Returns a state with these entries, in the order of the model's indices, as in
+    `make_with_state`; entries without an index come last. Checkpoints have this order."""
     markers = [index.marker for index in found(model, eqx.nn.StateIndex).values()]
     order = dict.fromkeys([*(m for m in markers if m in held), *held])
     return eqx.nn.State.tree_unflatten(tuple(order), tuple(held[m] for m in order))
@@ -162,7 +156,7 @@ def state_of(model: Any, held: Mapping[Any, Any]) -> eqx.nn.State:
 
 @contextlib.contextmanager
 def located(path: str, layer: Any) -> Iterator[None]:
-    """Puts the path of a layer in front of what is said about it."""
+    """Prefixes the message of an error with the path of a layer."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -171,14 +165,14 @@ def located(path: str, layer: Any) -> Iterator[None]:
 
 
 def listed(items: Iterable[str], separator: str = ", ") -> str:
-    """Returns the first ten in words, and how many more there are."""
+    """Joins the first ten items, and says how many more there are."""
     items = list(items)
     more = [f"and {len(items) - 10} more"] if len(items) > 10 else []
     return separator.join([*items[:10], *more])
 
 
 def name(path: Any) -> str:
-    """Returns a path of JAX's as users write it."""
+    """Returns a key path of JAX as users write it, `layers[1].norm`."""
     return jtu.keystr(path).removeprefix(".")
 
 
@@ -188,10 +182,10 @@ def _indices(layer: Any) -> dict[str, Any]:
 
 
 def _markers(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the markers of new indices: the old ones, where a field of that name had one.
+    """Returns the markers of new indices: the old marker if a field of that name had one.
 
-    A marker that is a string ends in the name of its field, `Model.norm.batch_counter`; a new
-    one differs in that end only. So it is the one that `make_with_state` would have given.
+    A marker that is a string ends in the name of its field, `Model.norm.batch_counter`. A new
+    one differs only in that end, so it is the one that `make_with_state` would give.
     """
     old = [str(i.marker).removesuffix(field) for field, i in before.items()]
     has_names = all(isinstance(index.marker, str) for index in before.values())
@@ -202,9 +196,8 @@ def _markers(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 def _index(marker: Any) -> eqx.nn.StateIndex[Any]:
     """Returns an index with this marker, and without an initial value.
 
-    A marker is set as `make_with_state` sets it. That function itself cannot be called for a
-    model a second time: the first call has taken the initial values out of every other layer
-    (`eqx.nn.SpectralNorm`), too.
+    The marker is set as `make_with_state` sets it. That function cannot be called twice for a
+    model: the first call deletes the initial values of all layers (`eqx.nn.SpectralNorm`, too).
     """
     made = eqx.nn.delete_init_state(eqx.nn.StateIndex(0))
     object.__setattr__(made, "marker", marker)

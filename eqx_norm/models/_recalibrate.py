@@ -1,4 +1,4 @@
-"""Defines `recalibrate`: batch norms learn anew what they remember, from a pass over data."""
+"""Defines `recalibrate`, which computes running statistics anew in a pass over data."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -28,63 +28,57 @@ Forward = Callable[[Any, eqx.nn.State, Any], Any]
 
 
 def recalibrate(
-    model: Any,
-    state: eqx.nn.State,
-    batches: Iterable[Any],
-    forward: Forward | None = None,
+    model: Any, state: eqx.nn.State, batches: Iterable[Any], forward: Forward | None = None
 ) -> eqx.nn.State:
-    r"""Returns the state with statistics computed anew, of all the data in `batches`.
+    r"""Returns the state with running statistics computed anew from all data in `batches`.
 
-    With $n_k$, $\mu_k$ and $\sigma_k^2$ the number of values of the $k$-th batch, their mean
-    and variance, each batch norm then remembers
+    Let $n_k$, $\mu_k$ and $\sigma_k^2$ be the number of values in the $k$-th batch, their mean
+    and their variance. The new running mean and variance of each batch norm are
 
     $$\mu = \frac{1}{n} \sum_k n_k \mu_k, \qquad
       \sigma^2 = \frac{1}{n - d} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right), \qquad
       n = \sum_k n_k,$$
 
-    with weight 1, and $d = 1$ in a layer with `unbiased=True`, otherwise 0. These are the
-    statistics of all values together, whatever the sizes of the batches
-    (`strategies.Cumulative`). For what it is good: after the weights were averaged over steps,
-    or set from elsewhere, or when the running averages lag behind.
+    where $d = 1$ in a layer with `unbiased=True`, otherwise 0. These are the statistics of all
+    values together, whatever the batch sizes (`strategies.Cumulative`). Use it after averaging
+    weights over steps or loading weights, or when the running averages lag behind.
 
     ```python
     state = recalibrate(model, state, tqdm(batches))
     ```
 
-    In the pass each norm normalises a batch by the batch's own statistics, as in training. So
-    in a deep network the later norms see inputs that depend on how the data were cut into
-    batches, and are given the statistics of those. Take batches as large as in training.
+    During the pass each norm normalises a batch by the batch's own statistics, as in training.
+    The inputs of later norms in a deep network, and so their statistics, depend on the batch
+    size: use batches as large as in training.
 
     **Arguments:**
 
-    - `model`: in training or in inference mode: its batch norms normalise by the batch either
-        way, frozen ones excepted; other layers do as the mode says. (`eqx.nn.inference_mode`
-        turns dropout off.)
-    - `state`: stays valid; nothing else in it changes.
-    - `batches`: any iterable, passed over once; `tqdm(batches)` has a bar. What it yields are
-        arrays whose first axis is the batch's, or tuples `(x, ...)` of which x is taken;
-        anything that `forward` takes.
-    - `forward`: `forward(model, state, batch)`, which calls the model on a batch and returns
-        the new state, alone or as the last of a tuple. Unless given, it is
-        `jax.vmap(model, axis_name=..., in_axes=(0, None), out_axes=(0, None))(x, state)`. It is
-        compiled, once for each shape.
+    - `model`: in training or inference mode. Its batch norms use batch statistics in either,
+        except frozen ones; other layers follow the mode (inference mode turns dropout off).
+    - `state`: stays valid; only the entries of these batch norms change.
+    - `batches`: any iterable, read once, so `tqdm(batches)` shows progress. It yields arrays
+        whose first axis is the batch axis, or tuples `(x, ...)`, of which `x` is used; with
+        `forward`, anything that `forward` takes.
+    - `forward`: `forward(model, state, batch)` calls the model on a batch and returns the new
+        state, alone or last in a tuple. The default is `jax.vmap(model, axis_name=...,
+        in_axes=(0, None), out_axes=(0, None))(x, state)`. It is compiled once for each shape.
 
-    **Returns:** the new state. `accepted_index` and `rejected_index` have counted on.
+    **Returns:** the new state, in which the counts of accepted and rejected batches go on.
 
-    **Raises:** `ValueError` if there are no batches or no batch norms, none is called, or a
-    strategy cannot `load`. A batch whose statistics are not finite is left out and counted as
-    in training; a warning says so at the end, and which layers keep what they remembered
-    because they were given no finite batch.
+    **Raises:** `ValueError` if there are no batches or no batch norms, if no batch norm got a
+    finite batch, or if a strategy cannot `load`. As in training, a batch norm skips and counts
+    batches whose statistics are not finite. A warning at the end reports them, and names the
+    layers that got no finite batch and so keep their statistics.
 
-    PyTorch's `torch.optim.swa_utils.update_bn` is like it, but gives each batch the same weight
-    and adds no spread of the means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
-    https://arxiv.org/abs/2105.07576, call it precise batch norm.
+    PyTorch's `torch.optim.swa_utils.update_bn` is similar, but weighs all batches equally and
+    ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
+    https://arxiv.org/abs/2105.07576, call the method precise batch norm.
     """
     what = "eqx_norm.BatchNorm that is not frozen"
     norms = chosen(model, BatchNorm, None, "recalibrate", what, lambda n: n.approach.learns)
-    # One value has no unbiased variance; all of them together do.
+    # A batch of one value has no unbiased variance; all batches together have one.
     pooling: dict[str, Any] = {"approach": Cumulative(), "inference": False, "unbiased": False}
-    if forward is None:  # all of a batch are one group
+    if forward is None:  # the whole batch is one group
         pooling["memory_axis_name"] = ()
     make = dict.fromkeys(norms, lambda norm: copied(norm, **pooling))
     pooler, now = replaced(model, state, BatchNorm, make, _empty)
@@ -98,16 +92,19 @@ def recalibrate(
     for path, norm in norms.items():
         before, after = (remembered_by(norm, of)[0] for of in (state, now))
         if left_out := np.max(after["rejected_index"] - before["rejected_index"]):
-            words.append(f"{path or 'the model'} left out {left_out}, not finite")
+            words.append(f"{path or 'the model'} skipped {left_out} that were not finite")
         if np.all(after["memory_index"].moments.count > 0):
             seen[path] = lambda _, norm=norm: norm
         else:
             unseen[norm.memory_index.marker] = before["memory_index"]
             unseen[norm.accepted_index.marker] = before["accepted_index"]
-            words.append(f"{path or 'the model'} was given none, and keeps what it remembered")
+            words.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
     said = f"Of {count} batches: {'; '.join(words)}."
     if not seen:
-        raise ValueError(f"Nothing was learnt. {said}")
+        raise ValueError(
+            f"No batch norm got a finite batch. {said} Check the data, and that forward calls "
+            "the model."
+        )
     if words:
         warnings.warn(said, stacklevel=2)
     held = entries(replaced(pooler, now, BatchNorm, seen, carry)[1])
@@ -117,8 +114,7 @@ def recalibrate(
 
 
 def _empty(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
-    """Returns the memory of nothing; raises for what cannot be recalibrated, before any data is
-    read."""
+    """Returns an empty memory; raises for strategies without `load` before any data is read."""
 
     def one(memory: Any) -> Seen:
         is_new(old, memory)  # for its errors
@@ -138,13 +134,13 @@ def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.
     result = result[-1] if isinstance(result, tuple) and result else result
     if not isinstance(result, eqx.nn.State):
         raise ValueError(
-            f"forward(model, state, batch) returned {type(result).__name__}, but has to return "
-            "the new state, alone or as the last of a tuple, for example (y, state)."
+            f"forward(model, state, batch) returned {type(result).__name__}, but must return "
+            "the new state, alone or last in a tuple, for example (y, state)."
         )
     return result
 
 
-_SAY = "say how: forward=lambda model, state, batch: ..., which returns the new state"
+_SAY = "pass forward=lambda model, state, batch: ..., which returns the new state"
 
 
 def _first(batch: Any) -> Any:
@@ -160,7 +156,7 @@ def _first(batch: Any) -> Any:
 
 
 def _over(norms: dict[str, BatchNorm]) -> Forward:
-    """Returns what calls a model on the examples of a batch; equal for equal names of axes."""
+    """Returns the default `forward`, which is equal for equal axis names."""
     axis_name = next(iter(norms.values())).axis_name
     name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
     return jax.tree_util.Partial(_over_axis, name)

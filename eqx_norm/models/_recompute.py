@@ -2,13 +2,13 @@
 
 from typing import Any
 
-# Of a norm's passes these write vectors, which are kept; its outputs are computed again.
+# These passes of a norm write vectors, which are kept; the norm's outputs are recomputed.
 _VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_sums"
 _KEPT = frozenset(f"conv_general_dilated dot_general ragged_dot_general {_VECTORS}".split())
 
 
 def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
-    """Tells `jax.checkpoint` to keep what is costly, and to compute outputs of norms again.
+    """Tells `jax.checkpoint` to keep costly results and to recompute the outputs of norms.
 
     ```python
     @functools.partial(jax.checkpoint, policy=eqx_norm.models.recompute_outputs)
@@ -16,16 +16,18 @@ def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
         ...
     ```
 
-    For the backward pass of `conv -> norm -> relu -> conv` two arrays are kept without it, the
-    norm's input and the second convolution's. The second is an elementwise function of the
-    first: with this policy it is computed again, and what is kept is what convolutions and
-    matrix products give, and the vectors of norms. It does not matter whether the ReLU is the
-    norm's `activation=` or stands behind it, nor whether a sum with a residual connection
-    follows.
+    For the backward pass of `conv -> norm -> relu -> conv`, JAX by itself keeps two arrays: the
+    inputs of the norm and of the second convolution. The second is an elementwise function of
+    the first, so this policy recomputes it: JAX keeps only the results of convolutions and
+    matrix products, and vectors of the norms. The ReLU may be the norm's `activation=` or
+    follow it, and a residual connection may follow.
 
-    **Returns:** whether to keep the result of `primitive`: where it is a convolution, a matrix
-    product, or a norm's statistics. (With `jax_remat3` JAX asks for matrix products only, and
-    computes everything else again, whatever the policy.)
+    **Arguments:** JAX passes each `primitive` with its `arrays` and `parameters`, which this
+    policy ignores.
+
+    **Returns:** `True` for convolutions, matrix products and a norm's statistics, otherwise
+    `False`. (With `jax_remat3` JAX consults the policy for matrix products only, and recomputes
+    everything else.)
     """
     del arrays, parameters
     return primitive.name in _KEPT

@@ -1,4 +1,4 @@
-"""Defines `reconfigure`: layers that exist get other settings, and a memory that fits."""
+"""Defines `reconfigure`, which changes settings of existing layers and keeps statistics."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,11 +13,7 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
-from eqx_norm.strategies import (
-    AbstractWrapper,
-    Accumulation,
-    Running,
-)
+from eqx_norm.strategies import AbstractWrapper, Accumulation, Running
 
 from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
 
@@ -38,10 +34,10 @@ _OF_BATCHES = (
 def reconfigure(
     model: Model, state: eqx.nn.State, where: Where | None = None, **settings: Any
 ) -> tuple[Model, eqx.nn.State]:
-    """Returns the model with other settings of its layers, and a state that fits them.
+    """Returns the model with other settings in its layers, and a state that fits them.
 
-    (`eqx.tree_at` on a layer's `approach` leaves its `momentum` and its memory those of the old
-    one; `dataclasses.replace` does not work on a layer.)
+    (`eqx.tree_at` on a layer's `approach` would not change its `momentum` and its state;
+    `dataclasses.replace` does not work on a layer.)
 
     ```python
     model, state = reconfigure(model, state, approach="smooth_start", momentum=0.9)
@@ -51,27 +47,25 @@ def reconfigure(
 
     **Arguments:**
 
-    - `model`, `state`: as `eqx.nn.make_with_state` made them, or as training has left them; an
-        ensemble, too. Both stay as they are, and valid.
-    - `where`: called with the path of each layer of this package, as `layers[1].norm`, and the
-        layer; those for which it is true are changed. All of them unless given. Layers that
-        share one state (`eqx.nn.State(model)`) are to change their approach together.
+    - `model`, `state`: from `eqx.nn.make_with_state` or training, also of an ensemble. Both
+        stay valid.
+    - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
+        returns whether to change it. By default all layers of this package are changed. Layers
+        that share one state (`eqx.nn.State(model)`) must change their approach together.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
         `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The other layers have
-        `eps`, `activation` and, but for `RMSNorm`, `implementation`; they are left as they are
-        by the rest. An approach given by name keeps the momentum that the layer has. It may
-        also be a function of the layer's strategy:
-        `approach=lambda strategy: Accumulated(strategy, every=4)`.
+        `eps`, `activation` and, except `RMSNorm`, `implementation`, and ignore the rest. An
+        approach given by name keeps the layer's momentum. `approach` may also be a function of
+        the layer's strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
-    **Returns:** a new model and a new state, of the tree structure of those that are made with
-    these settings. What is remembered is carried over: inference is as before, and what has
-    not seen a batch is as new. Between the approaches that are known by name the memory stays
-    as it is to the bit; for a strategy that remembers something else it is made by `load`. The
-    running variance stays what it was under `unbiased=` until batches change it.
+    **Returns:** a new model and a new state, with the tree structure of a model made with these
+    settings. The running statistics are carried over, so inference is as before; a layer that
+    has seen no batch is as new. Between named approaches the memory (the strategy's running
+    statistics) stays the same to the bit; other strategies convert it by `load`. A new
+    `unbiased=` applies to later batches only.
 
-    **Raises:** `ValueError` where no layer is chosen, for a setting that none of those chosen
-    has, for a value that makes no sense, for a strategy without `load`, and for a state that is
-    not the model's.
+    **Raises:** `ValueError` if no layer is chosen, for a setting that no chosen layer has, for
+    an invalid value, for a strategy without `load`, and for a state of another model.
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
     layers = chosen(model, _OURS, where, "reconfigure", what)
@@ -81,24 +75,24 @@ def reconfigure(
 
 
 def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what is not a setting that one of the layers can change."""
+    """Raises `ValueError` for a setting that none of the layers can change."""
     has_batches = any(isinstance(layer, eqx.nn.BatchNorm) for layer in layers.values())
     for name in settings:
         if name not in _OF_BATCHES:
             raise ValueError(
-                f"{name}= cannot be changed in a layer that exists. What can is "
-                f"{', '.join(sorted(_OF_BATCHES))}. Weights are changed by eqx.tree_at, "
-                "training and inference by eqx.nn.inference_mode."
+                f"{name}= cannot be changed in an existing layer. The settings that can are "
+                f"{', '.join(sorted(_OF_BATCHES))}. Use eqx.tree_at for weights, and "
+                "eqx.nn.inference_mode for training and inference mode."
             )
         if name not in _OF_EXAMPLES and not has_batches:
             raise ValueError(
-                f"{name}= is a setting of BatchNorm, but none was chosen. Leave it "
-                "out, or choose others."
+                f"{name}= is a setting of BatchNorm, but no BatchNorm was chosen. Leave it "
+                "out, or choose one by where=."
             )
 
 
 def _changed(layer: Any, settings: Mapping[str, Any]) -> Any:
-    """Returns the layer with other settings, which are checked as those of a new one are."""
+    """Returns the layer with other settings, checked as for a new layer."""
     if isinstance(layer, AbstractExampleNorm):
         given = {name: value for name, value in settings.items() if name in layer.settings}
         fresh: Any = LayerNorm(1, **given)
@@ -122,7 +116,7 @@ def _changed(layer: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _with_momentum(approach: Any, momentum: float) -> Any:
-    """Returns the strategy with another momentum, which one that it wraps may have."""
+    """Returns the strategy, or the one that it wraps, with another momentum."""
     fields = {field.name for field in dataclasses.fields(approach)}
     if "momentum" in fields:
         return dataclasses.replace(approach, momentum=momentum)
@@ -130,17 +124,17 @@ def _with_momentum(approach: Any, momentum: float) -> Any:
         inner = _with_momentum(approach.strategy, momentum)
         return dataclasses.replace(approach, strategy=inner)
     raise ValueError(
-        f"momentum={momentum!r}: the approach {approach} has none. Leave it out, or give an "
-        "approach that has one."
+        f"momentum={momentum!r}: the approach {approach} has no momentum. Leave momentum= out, "
+        "or pass an approach that has one."
     )
 
 
 def carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
-    """Returns what the new layer remembers: it infers as the old one does.
+    """Returns the new layer's entries, with which it infers as the old one does.
 
-    A `Running` means the same to all strategies that remember one, and is handed on as it is.
-    Others are loaded. What has seen no batch has seen none afterwards. Micro-batches that are
-    pending are not handed on, and those that were no update are not counted any more.
+    Strategies whose memory is a `Running` share it unchanged; others `load` it. A memory
+    without batches becomes a new one. Pending micro-batches are dropped, and accepted
+    micro-batches that were no update are not counted.
     """
     memory, accepted = remembered["memory_index"], batches_of(remembered)
     fresh = over(lambda memory: is_new(old, memory))(memory)
@@ -158,10 +152,10 @@ def carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Reme
         alike = jax.tree.structure(core) == jax.tree.structure(inner)
         if alike and (isinstance(core, Running) or is_same):
             return dataclasses.replace(start, remembered=core) if inner is not start else core
-        if never:  # then a strategy without `load` serves, too
+        if never:  # no `load` is needed
             return start
         used = old.approach.infer(memory)
-        # Where the count is the true one, an unbiased variance is made by it.
+        # A strategy that keeps counts makes the unbiased variance from its count.
         loaded = new.approach.load(dataclasses.replace(used, ddof=int(new.unbiased)))
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
 
@@ -169,14 +163,13 @@ def carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Reme
 
 
 def batches_of(remembered: Remembered) -> Array:
-    """Returns how many batches a strategy has taken in: not micro-batches, of which there are
-    several to a batch."""
+    """Returns how many batches, not micro-batches, a strategy has accepted."""
     memory, accepted = remembered["memory_index"], remembered["accepted_index"]
     return accepted - memory.skipped if isinstance(memory, Accumulation) else accepted
 
 
 def is_new(layer: BatchNorm, memory: Any) -> Bool[Array, ""]:
-    """Returns whether a memory, which has to be the layer's, has taken in no batch."""
+    """Returns whether a layer's memory has accepted no batch; raises for another layer's."""
     _memory.check(memory, layer.approach, layer.input_size)
     empty = _core(layer.approach.init(layer.input_size, dtype_of(memory)))
     memory = _core(memory)
@@ -185,14 +178,14 @@ def is_new(layer: BatchNorm, memory: Any) -> Bool[Array, ""]:
 
 
 def _innermost(approach: Any) -> Any:
-    """Returns the strategy inside of those that wrap one."""
+    """Returns the strategy inside of all wrappers."""
     while isinstance(approach, AbstractWrapper):
         approach = approach.strategy
     return approach
 
 
 def _core(memory: Any) -> Any:
-    """Returns the memory without micro-batches that are pending."""
+    """Returns the memory without pending micro-batches."""
     return memory.remembered if isinstance(memory, Accumulation) else memory
 
 

@@ -1,4 +1,4 @@
-"""Defines `swap` and `unswap`: Equinox's layers in a model become this package's, and back."""
+"""Defines `swap` and `unswap`, which replace Equinox's layers by this package's, and back."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from ._reconfigure import batches_of, check, is_new, reconfigure
 
 Model = TypeVar("Model")
 
-# What makes a layer of one example, by the type that it comes from; its sizes are put in later.
+# By the type of an old layer: a function that makes the new one. Sizes are copied later.
 _FROM_THEIRS: dict[type[Any], Any] = {
     eqx.nn.LayerNorm: lambda eps: LayerNorm(1, eps),
     eqx.nn.GroupNorm: lambda eps: GroupNorm(1, 1, eps),
@@ -37,7 +37,7 @@ _FROM_OURS: dict[type[Any], Any] = {
     RMSNorm: lambda eps: eqx.nn.RMSNorm(1, eps),
 }
 _THEIRS, _OURS = (eqx.nn.BatchNorm, *_FROM_THEIRS), (BatchNorm, *_FROM_OURS)
-# The count of Equinox's layer, or whether it is new, and the statistics.
+# The fields of Equinox's layer for its count, or whether it is new, and for its statistics.
 _FIELDS = {
     "ema": ("ema_first_time_index", "ema_state_index"),
     "batch": ("batch_counter", "batch_state_index"),
@@ -52,12 +52,12 @@ def swap(
     where: Where | None = None,
     **overrides: Any,
 ) -> tuple[Model, eqx.nn.State]:
-    r"""Returns the model with the layers of this package in place of Equinox's, and its state.
+    r"""Returns the model with Equinox's norms replaced by this package's, and its state.
 
-    Each `eqx.nn.BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm`, however nested, becomes
-    `eqx_norm`'s of that name with its weights, settings and statistics; the rest of model and
-    state stays as it is. A checkpoint that was written with Equinox's
-    layers is read with these, and swapped:
+    Each `eqx.nn.BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm`, however nested, becomes the
+    layer of that name in `eqx_norm`, with its weights, settings and statistics. The rest of the
+    model and the state does not change. To use a checkpoint of a model with Equinox's layers,
+    read it with these layers and swap them:
 
     ```python
     model, state = eqx.nn.make_with_state(build)(key)
@@ -65,39 +65,39 @@ def swap(
     model, state = swap(model, state)
     ```
 
-    **Statistics.** Those of `mode="ema"`, and those without a count of batches (PyTorch's, put
-    there), are taken as they are. Equinox's `mode="batch"` starts its running variance $h$ at 1
+    **Statistics** of `mode="ema"`, and statistics with a count of 0 batches (copied from
+    PyTorch), are used unchanged. Equinox's `mode="batch"` starts its running variance $h$ at 1
     and divides it at inference as if it had started at 0. After $t$ batches, with momentum $m$,
 
     $$h_t = m^t + (1 - m^t)\, r_t \quad\Rightarrow\quad
       r_t = \frac{h_t - m^t}{1 - m^t}, \qquad w_t = 1 - m^t,$$
 
-    where $r_t$ is the average of the batches' variances, and $w_t$ the weight that further
-    batches are averaged with. $r_t$ is had to about 1e-7 / (1 - m) of the larger of 1 and the
-    variance: that is what $h_t$, in float32, has kept of it. The mean has started at 0.
+    where $r_t$ is the average of the batches' variances and $w_t$ its weight in later averages.
+    $r_t$ is accurate to about 1e-7 / (1 - m) of the larger of 1 and the variance, because $h_t$
+    is float32. Equinox's running mean starts at 0 and needs only the division by $w_t$.
 
     **Arguments:**
 
-    - `model`, `state`: as `eqx.nn.make_with_state` made them, or as training has left them; an
-        ensemble, too. Both stay as they are, and valid.
-    - `approach`: as `BatchNorm` takes it; that of the layer's `mode` unless given.
-    - `where`: called with the path of each such layer, as `layers[1].norm`, and the layer;
-        those for which it is true are swapped. All of them unless given.
+    - `model`, `state`: from `eqx.nn.make_with_state` or training, also of an ensemble. Both
+        stay valid.
+    - `approach`: as `BatchNorm` takes it. By default it follows from each layer's `mode`.
+    - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
+        returns whether to swap it. By default all layers are swapped.
     - `overrides`: other settings, as `reconfigure` takes them.
 
-    **Returns:** a new model and a new state, of the tree structure of those that are made with
-    the layers of this package: checkpoints of the two are the same. Layers that are of this
-    package already are left alone, and layers that share a state still do.
+    **Returns:** a new model and a new state, with the tree structure of a model made with this
+    package's layers, so their checkpoints are interchangeable. Layers of this package do not
+    change, and layers that share a state still share it.
 
-    **Raises:** `ValueError` where there is no such layer; for a subclass, by name; for a
-    setting that makes no sense here (`eps=0`); and for a state that is not the model's.
+    **Raises:** `ValueError` if there is no such layer, for a subclass (the message names it),
+    for an invalid setting (`eps=0`), and for a state of another model.
     """
     if approach is not None:
         overrides["approach"] = approach
     what = (
-        "BatchNorm, LayerNorm, GroupNorm or RMSNorm of eqx.nn. What others have written is "
-        "none of these: jaxonmodels 0.2, for example, has a BatchNorm of its own. Put "
-        "eqx_norm.BatchNorm where the model makes them"
+        "BatchNorm, LayerNorm, GroupNorm or RMSNorm of eqx.nn. Norms of other packages, such "
+        "as the BatchNorm of jaxonmodels 0.2, cannot be swapped: use eqx_norm.BatchNorm where "
+        "the model makes them"
     )
     layers = chosen(model, _THEIRS, where, "swap", what)
     check(overrides, layers)
@@ -111,36 +111,35 @@ def swap(
 def unswap(
     model: Model, state: eqx.nn.State, mode: str | None = None, *, where: Where | None = None
 ) -> tuple[Model, eqx.nn.State]:
-    r"""Returns the model with Equinox's layers in place of this package's, and its state.
+    r"""Returns the model with this package's norms replaced by Equinox's, and its state.
 
     ```python
     model, state = unswap(model, state)
     eqx.tree_serialise_leaves(path, (model, state))     # for a program without this package
     ```
 
-    **Statistics** are put so that Equinox's inference normalises by the same mean and variance.
-    For `mode="batch"`, which divides them by $1 - m^t$, its count $t$ of batches is set to one
-    at which that is 1, if it is not that large already: its own start is wrong
-    (`eqx_norm.models.swap`), and would be wrong again. So a layer that has
-    learnt from a few batches only (less than 17 / (1 - m) of them) forgets how few they were:
-    the next ones will count for less than they would have, in Equinox and after `swap`.
+    **Statistics** are set such that inference in Equinox uses the same mean and variance.
+    Equinox's `mode="batch"` divides them by $1 - m^t$, which is wrong for few batches (see
+    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1. Where that
+    changes the count (below about 17 / (1 - m) batches), later batches weigh less than they
+    would have, in Equinox and after `swap`.
 
     **Arguments:**
 
-    - `model`, `state`: a model with layers of this package; an ensemble, too. Both stay as
-        they are, and valid.
-    - `mode`: of all layers. Unless given it is what each layer's approach is called there:
-        `"batch"` or `"ema"`. The momentum is the approach's, 0.99 where it has none.
-    - `where`: as for `swap`: which layers; all of this package unless given.
+    - `model`, `state`: a model with layers of this package, also an ensemble, and its state.
+        Both stay valid.
+    - `mode`: `"batch"` or `"ema"`, for all layers. By default it follows from each layer's
+        approach. The momentum is the approach's, or 0.99 if it has none.
+    - `where`: as for `swap`; by default all layers of this package.
 
-    **Returns:** a new model and a new state, of the tree structure of those that are made with
-    Equinox's layers. What has seen no batch is as new. `unbiased`, `implementation`,
-    `memory_axis_name` and the counts of batches have no place there, and are lost; what
-    Equinox's layer gets wrong (README.md) is wrong again.
+    **Returns:** a new model and a new state, with the tree structure of a model made with
+    Equinox's layers. A layer that has seen no batch is as new. Equinox's layers have no
+    `unbiased`, `implementation`, `memory_axis_name` and counts of batches, so these are lost,
+    and Equinox's known errors apply again.
 
-    **Raises:** `ValueError` where there is no such layer; for an approach that Equinox does not
-    have, unless there is a `mode`; for an `activation`, which it does not have either; for a
-    subclass; and for a state that is not the model's.
+    **Raises:** `ValueError` if there is no such layer, for an approach that Equinox lacks
+    (unless `mode` is given), for an `activation`, for a subclass, and for a state of another
+    model.
     """
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
@@ -153,8 +152,8 @@ def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
     kind = type(layer)
     if kind not in kinds:
         raise ValueError(
-            f"{kind.__module__}.{kind.__qualname__} is a subclass, and what it does "
-            "differently would be lost. Leave it as it is: where=lambda path, layer: "
+            f"{kind.__module__}.{kind.__qualname__} is a subclass, and its own behaviour would "
+            "be lost. Leave it out: where=lambda path, layer: "
             f"type(layer).__name__ != {kind.__name__!r}."
         )
 
@@ -171,15 +170,16 @@ def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
 
 
 def _fields_of(*, eqx_layer: Any, of: Any) -> dict[str, Any]:
-    """Returns the values that one layer has in the fields of Equinox's."""
+    """Returns the values of the fields that Equinox's layer has."""
     return {field.name: getattr(of, field.name) for field in dataclasses.fields(eqx_layer)}
 
 
 def _carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
-    """Returns the memory, and how many batches were accepted and rejected."""
+    """Returns the memory, and the counts of accepted and rejected batches."""
     if not {*_FIELDS[old.mode]} <= {*remembered}:
         raise ValueError(
-            "eqx.nn.Shared may share the whole layer or its weights, but no index."
+            "eqx.nn.Shared shares an index of this layer, which swap cannot follow. Share the "
+            "whole layer, or its weights."
         )
     count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
 
@@ -207,7 +207,7 @@ def _debiased(
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)
     weight = jnp.where(count == 0, 1, -jnp.expm1(steps * math.log(momentum)))
-    # What is left of the 1: its decay is the momentum in the dtype of the statistics.
+    # The rest of the initial 1, which decays by the momentum in the dtype of the statistics.
     decay = max(float(np.asarray(momentum, variance.real.dtype)), math.ulp(0))
     with jax.numpy_dtype_promotion("standard"):
         started = jnp.where(count == 0, 0, jnp.exp(steps * math.log(decay)))
@@ -220,9 +220,9 @@ def _theirs(layer: Any, mode: str | None) -> Any:
     _refuse_subclass(layer, _OURS)
     if layer.activation is not None:
         raise ValueError(
-            f"activation={layer.activation} has no place in Equinox's layer. Take it out, "
+            f"activation={layer.activation}: Equinox's layer has no activation. Remove it by "
             "model, state = eqx_norm.models.reconfigure(model, state, activation=None), and "
-            "apply it to what the layer returns."
+            "apply it to the layer's output."
         )
     if type(layer) in _FROM_OURS:
         new = _FROM_OURS[type(layer)](layer.eps)
@@ -244,14 +244,13 @@ def _mode(layer: BatchNorm) -> str:
     if kind in (Batch, Ema):
         return "ema" if kind is Ema else "batch"
     raise ValueError(
-        f"approach={layer.approach} is not in eqx.nn.BatchNorm. Say as what it is to train "
-        "there, unswap(..., mode='batch') or mode='ema'; inference is the same."
+        f"approach={layer.approach}: eqx.nn.BatchNorm has no such approach. Choose how it "
+        "trains there by unswap(..., mode='batch') or mode='ema'; inference stays the same."
     )
 
 
 def _carry_back(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
-    """Returns the two entries of Equinox's state: the count, or whether it is new, and the
-    statistics."""
+    """Returns Equinox's two entries: the count, or whether it is new, and the statistics."""
 
     def one(memory: Any, accepted: Array) -> Remembered:
         fresh = is_new(old, memory)
@@ -269,6 +268,6 @@ def _carry_back(old: Any, new: Any, remembered: Remembered, over: OverMembers) -
 
 
 def _many(layer: eqx.nn.BatchNorm) -> int:
-    """Returns after how many batches 1 - m^t is 1 in the dtype of the statistics."""
+    """Returns the number of batches t at which 1 - m^t rounds to 1."""
     bits = jnp.finfo(float).nmant + 3
     return min(math.ceil(-bits * math.log(2) / math.log(layer.momentum)), 2**31 - 1)

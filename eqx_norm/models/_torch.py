@@ -1,4 +1,4 @@
-"""Defines `from_torch` and `to_torch`: PyTorch's weights and statistics, here and back."""
+"""Defines `from_torch` and `to_torch`, which convert weights and statistics of PyTorch."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -27,44 +27,43 @@ def from_torch(
     *,
     strict: bool = True,
 ) -> tuple[Model, State, TorchReport]:
-    r"""Returns the model and its state with the weights and statistics of a PyTorch model.
+    r"""Returns the model and its state with weights and statistics of a PyTorch model.
 
     ```python
     state_dict = torch.load("model.pt", weights_only=True)  # tensors, or NumPy's arrays
     model, state, report = from_torch(model, state, state_dict, {"head": "fc"})
     ```
 
-    A `state_dict` holds no settings. To train on as PyTorch does, make `BatchNorm` with
-    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's; where PyTorch's
-    is `None`, with `approach=eqx_norm.strategies.Average()`. `eps` is 1e-5 in both.
+    A `state_dict` holds no settings. To continue training as in PyTorch, make `BatchNorm` with
+    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's. For PyTorch's
+    `momentum=None` use `approach=eqx_norm.strategies.Average()`. `eps` is 1e-5 in both.
 
-    **Which layer is which** is said by `names`: a mapping from our paths, `layers[1].norm`, or
-    what they begin with, to PyTorch's prefixes, `layer1.0.bn1`; or a function of the path. So
-    `{"": "module"}` is for a `DataParallel`, and `{"head": None}` leaves the head as it is. Of
-    layers that it says nothing of, those of the same name there are the same; and what then is
-    left on both sides goes by order, among layers whose arrays have the same names and shapes.
+    **Layers are matched** in this order: (1) by `names`, a function of a layer's path or a
+    mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
+    (`layer1.0.bn1`); (2) by equal names; (3) by order, among the remaining layers whose arrays
+    have the same names and shapes. For a `DataParallel` pass `{"": "module"}`; `{"head": None}`
+    leaves the head unchanged.
 
-    **What is loaded:** `BatchNorm` and `LayerNorm`; of Equinox `LayerNorm`, `GroupNorm`,
-    `RMSNorm`, `Linear`, `Embedding`, `Conv`, `ConvTranspose` (their weights are laid out
-    differently) and `PReLU`; and arrays in none of these, by name. Arrays keep the dtype that
-    they have here; statistics are float32 or better.
+    **It loads** the norms of this package; Equinox's `LayerNorm`, `GroupNorm`, `RMSNorm`,
+    `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has another layout) and
+    `PReLU`; and arrays outside of these layers, by name. Arrays keep the dtype of the model;
+    statistics are float32 or better.
 
-    **Statistics** are loaded as they stand, and are not debiased: those of an untrained layer,
-    a mean of 0 and a variance of 1, count like any other when it is trained on, as they do in
-    PyTorch. `accepted_index` becomes `num_batches_tracked`, or 0 where there is none.
+    **Statistics** are loaded without debiasing: as in PyTorch, the mean of 0 and variance of 1
+    of an untrained layer count like others in further training. The count of accepted batches
+    becomes `num_batches_tracked`, or 0 if there is none.
 
     **Arguments:**
 
-    - `model`: a layer or a model. An `eqx.nn.BatchNorm` in it must have been swapped.
-    - `state`: its state, which stays valid; may be `None` where there is no `BatchNorm`.
-    - `state_dict`: PyTorch's, of tensors on any device, NumPy's or JAX's arrays.
-    - `names`: above.
-    - `strict`: whether it is an error if something is left over, on either side. Another shape
-        is an error in any case.
+    - `model`: a layer or a model, without `eqx.nn.BatchNorm`s: `swap` them first.
+    - `state`: its state, which stays valid; may be `None` if the model has no `BatchNorm`.
+    - `state_dict`: PyTorch's: tensors on any device, or arrays of NumPy or JAX, by name.
+    - `names`: see above.
+    - `strict`: whether unmatched entries on either side are an error. A wrong shape always is.
 
     **Returns:** the model, the state, and a `TorchReport`, which prints as a table.
 
-    **Raises:** `ValueError` which lists all that does not fit; then nothing was loaded.
+    **Raises:** `ValueError`, which lists everything that does not fit.
     """
     given, problems = _arrays(state_dict)
     report, slots = match(layers_of(model, state), given, names)
@@ -72,9 +71,9 @@ def from_torch(
     for k, slot in slots:
         array, dtype = given[k], slot.array.dtype
         if array.shape != slot.shape:
-            problems.append(f"{k} has the shape {array.shape}, and here {slot.shape}")
+            problems.append(f"{k} has the shape {array.shape}, the model's has {slot.shape}")
         elif np.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
-            problems.append(f"{k} is {array.dtype}, and here {dtype}, without imaginary part")
+            problems.append(f"{k} is {array.dtype}, but the model's is {dtype}")
         else:
             arrays[slot.path] = _cast(k, slot.here(array), dtype, problems)
     learnt = dict[Any, Any]()
@@ -89,10 +88,7 @@ def from_torch(
             learnt[norm.rejected_index.marker] = jnp.int32(0)
     said = [listed(problems, "\n    ")] if problems else []
     if strict and report.leftovers:
-        said += [
-            *report.leftovers,
-            "Say what is what by names=, or leave these by strict=False.",
-        ]
+        said += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
     if said:
         raise ValueError("\n    ".join(["Nothing was loaded:", *said]))
     model = jax.tree_util.tree_map_with_path(lambda p, leaf: arrays.get(name(p), leaf), model)
@@ -103,28 +99,27 @@ def from_torch(
 def to_torch(
     model: Any, state: eqx.nn.State | None = None, names: Names = None
 ) -> dict[str, np.ndarray]:
-    """Returns the weights and statistics of a model as PyTorch's `state_dict` has them.
+    """Returns the weights and statistics of a model as a `state_dict` for PyTorch.
 
     ```python
     state_dict = {k: torch.from_numpy(v) for k, v in to_torch(model, state).items()}
     ```
 
-    The running mean and variance are those that inference uses here, whatever the approach;
-    before any batch they are 0 and 1. `num_batches_tracked` is the number of batches that the
-    memory has taken in. What `from_torch` has loaded comes back to the bit.
+    The running mean and variance are those that inference uses, whatever the approach; before
+    any batch they are 0 and 1. `num_batches_tracked` is the number of accepted batches. Arrays
+    that `from_torch` loaded come back to the bit.
 
     **Arguments:**
 
-    - `model`: a layer or a model, of the layers that `from_torch` knows. Arrays in none of
-        these are written, too.
-    - `state`: its state; may be `None` where there is no `BatchNorm`.
-    - `names`: PyTorch's prefixes, as for `from_torch`; where it says nothing, our paths with
-        dots, `layers.1.norm`. A layer whose name is `None` is left out.
+    - `model`: a layer or a model, as for `from_torch`.
+    - `state`: its state; may be `None` if the model has no `BatchNorm`.
+    - `names`: PyTorch's prefixes, as for `from_torch`. Other layers get their path with dots,
+        `layers.1.norm`. A layer whose name is `None` is left out.
 
-    **Returns:** NumPy arrays by PyTorch's names. What PyTorch's NumPy does not have, bfloat16
-    for example, is float32.
+    **Returns:** NumPy arrays by PyTorch's names, in PyTorch's layout. Arrays of a dtype that
+    NumPy lacks, such as bfloat16, become float32.
 
-    **Raises:** `ValueError` if two layers have one name, or the state is not the model's.
+    **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
     layers, state_dict = layers_of(model, state), dict[str, np.ndarray]()
     for path, prefix in prefixes(layers, names).items():
@@ -132,41 +127,39 @@ def to_torch(
         arrays = {key(prefix or "", n): _portable(slot) for n, slot in slots.items()}
         if both := sorted(arrays.keys() & state_dict.keys()):
             raise ValueError(
-                f"{path!r} and another layer have one name: both would write {both}. Give "
-                "each a name of its own by names=."
+                f"{path!r} and another layer have the same name: both would write {both}. Give "
+                "them different names by names=."
             )
         state_dict |= arrays
     return state_dict
 
 
 def _arrays(state_dict: Any) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Returns the arrays of a `state_dict`, and what is wrong with its other entries."""
+    """Returns the arrays of a `state_dict`, and the problems of its other entries."""
     if not isinstance(state_dict, Mapping):
         has = callable(getattr(state_dict, "state_dict", None))
         raise ValueError(
-            f"A {type(state_dict).__name__} was given as the state_dict. Give "
+            f"state_dict is a {type(state_dict).__name__}. Pass "
             + ("what its .state_dict() returns." if has else "a mapping of names to arrays.")
         )
     given, problems = dict[str, np.ndarray](), list[str]()
     for each, value in state_dict.items():
         try:
             array = _array(value)
-        except Exception as error:  # of a tensor that is sparse, or has no values
+        except Exception as error:  # a sparse tensor, or one without values
             problems.append(f"{each!r} cannot be read: {error}")
             continue
         if isinstance(each, str) and array.dtype.kind in "biufcV":
             given[each] = array
             continue
-        checkpoint = f", or give checkpoint[{each!r}]" if isinstance(value, Mapping) else ""
-        what = f"{type(value).__name__} by the name of {each!r}"
-        problems.append(
-            f"a {what} is no array with a str for its name: leave it out{checkpoint}"
-        )
+        checkpoint = f", or pass checkpoint[{each!r}]" if isinstance(value, Mapping) else ""
+        what = f"{type(value).__name__}, not an array with a str as its name"
+        problems.append(f"{each!r} is a {what}: leave it out{checkpoint}")
     return given, problems
 
 
 def _array(value: Any) -> np.ndarray:
-    """Returns a tensor, or what else it is, as a NumPy array; torch is not imported."""
+    """Returns a tensor or array as a NumPy array, without importing torch."""
     if hasattr(value, "detach"):
         tensor = value.detach().cpu()
         # NumPy has no bfloat16.
@@ -175,15 +168,15 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _cast(key: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.Array:
-    """Returns the array in another dtype; notes what is no statistic."""
+    """Returns the array in another dtype; adds invalid statistics to `problems`."""
     what = key.rpartition(".")[2]
     if what == COUNT:
         if not 0 <= array < np.inf:
-            problems.append(f"{key} is {array}, and no number of batches")
+            problems.append(f"{key} is {array}, which is not a number of batches")
             return jnp.int32(0)
         return jnp.int32(min(int(array), np.iinfo(np.int32).max))
     with np.errstate(over="ignore"):
-        # A copy, which PyTorch's later steps in place do not reach.
+        # A copy, because PyTorch updates its arrays in place.
         new = jnp.asarray(array.astype(dtype, order="C"))
     may_be_infinite = what not in (MEAN, VARIANCE) and not np.isfinite(array).all()
     if not (may_be_infinite or jnp.isfinite(new).all()):
@@ -194,6 +187,6 @@ def _cast(key: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.A
 
 
 def _portable(slot: Slot) -> np.ndarray:
-    """Returns a copy that `torch.from_numpy` takes: writeable, and in an order of its own."""
+    """Returns a writeable, contiguous copy, as `torch.from_numpy` requires."""
     array = slot.there(np.asarray(slot.array))
     return np.array(array, np.float32 if array.dtype.kind == "V" else None, order="C")

@@ -1,4 +1,4 @@
-"""Says what PyTorch calls the arrays of a model, and how they are laid out there."""
+"""Lists the arrays of a model with their names and layouts in PyTorch."""
 
 import functools
 from collections.abc import Callable
@@ -17,15 +17,14 @@ from ._reconfigure import batches_of
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 _KNOWN = (*_CONVS, *_NORMS, eqx.nn.PReLU, eqx.nn.Linear, eqx.nn.Embedding)
-# PyTorch's names of the fields of these, and of what a batch norm remembers.
+# PyTorch's names of the fields of these layers, and of the statistics of a batch norm.
 _FIELDS = {"weight": "weight", "bias": "bias", "negative_slope": "weight"}
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
-_ENSEMBLE = "it is an ensemble's: translate the members one by one, and stack them."
+_ENSEMBLE = "it belongs to an ensemble: convert the members one by one, then stack them."
 
 
 class Slot(NamedTuple):
-    """Describes an array: where it is in the model, the array, and how to come from PyTorch's
-    to it and back."""
+    """Holds an array, its place, and conversions from PyTorch's layout and back."""
 
     path: str
     array: Any
@@ -34,18 +33,18 @@ class Slot(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape that PyTorch has it in."""
+        """Returns the array's shape in PyTorch."""
         return self.there(np.empty(self.array.shape, bool)).shape
 
 
-# By the path of a layer, and then by PyTorch's names; an array of no layer has the name "".
+# By the path of a layer, then by PyTorch's name; an array outside of layers has the name "".
 Layers = dict[str, dict[str, Slot]]
 
 
 def layers_of(model: Any, state: eqx.nn.State | None) -> Layers:
-    """Returns what PyTorch may have a name for: arrays of layers, and of none.
+    """Returns all arrays that PyTorch may have, in layers and outside of them.
 
-    **Raises:** `ValueError` for a batch norm that cannot be translated.
+    **Raises:** `ValueError` for a batch norm that cannot be converted.
     """
     layers = Layers()
     for path, leaf in jtu.tree_leaves_with_path(model):
@@ -66,15 +65,17 @@ def layers_of(model: Any, state: eqx.nn.State | None) -> Layers:
 
 
 def place(norm: str, what: str) -> str:
-    """Returns where a statistic of a norm is: no path of the model, but of its state."""
+    """Returns the place of a statistic, which is in the state and has no path in the model."""
     return f"{norm} {what}"
 
 
 def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
     if not isinstance(norm, BatchNorm):
-        raise ValueError("it is eqx.nn's: swap it first, eqx_norm.models.swap(model, state).")
+        raise ValueError(
+            "it is an eqx.nn.BatchNorm: convert it first by eqx_norm.models.swap(model, state)."
+        )
     if state is None:
-        raise ValueError("its statistics are in the model's state: give that, too.")
+        raise ValueError("its statistics are in the model's state: pass state, too.")
     remembered, _ = remembered_by(norm, state)
     memory, batches = remembered["memory_index"], batches_of(remembered)
     if batches.ndim:
@@ -86,7 +87,7 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
 
 
 def _innermost(node: Any, path: Any) -> tuple[int, Any]:
-    """Returns how many keys lead to the innermost layer around a leaf, and the layer."""
+    """Returns the number of keys to the innermost layer around a leaf, and the layer."""
     innermost = 0, None
     for depth, key in enumerate(path):
         if isinstance(node, _KNOWN):
@@ -96,13 +97,13 @@ def _innermost(node: Any, path: Any) -> tuple[int, Any]:
                 node = getattr(node, attribute)
             case jtu.SequenceKey(idx=index) | jtu.DictKey(key=index):
                 node = cast(Any, node)[index]
-            case _:  # of a class that is not known
+            case _:  # a node of an unknown class
                 break
     return innermost
 
 
 def _layouts(layer: Any, field: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Returns how an array of a layer comes from PyTorch's form to its own, and back."""
+    """Returns functions that convert an array of a layer from PyTorch's layout, and back."""
     rank = layer.num_spatial_dims + 2 if isinstance(layer, _CONVS) else 2
     if isinstance(layer, _NORMS):
         rank = len(getattr(layer, "shape", (None,)))
@@ -111,15 +112,14 @@ def _layouts(layer: Any, field: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
         turned = functools.partial(_turned, layer.groups)
         return turned, turned
-    # The bias of a convolution has the axes of space, too; PReLU's slope may be of any shape.
+    # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
     is_flat = isinstance(layer, eqx.nn.PReLU) or (isinstance(layer, _CONVS) and field == "bias")
     return (lambda a: a.reshape(shape)), (lambda a: a.reshape(-1) if is_flat else a)
 
 
 def _turned(groups: int, weight: np.ndarray) -> np.ndarray:
-    """Returns the weight of a transposed convolution, from there to here or back: here it is
-    that of the convolution which is computed, from in to out channels; there that of the
-    convolution whose transpose is computed."""
+    """Converts the weight of a transposed convolution, either way. Equinox stores the weight of
+    the convolution it computes, PyTorch of the convolution whose transpose it computes."""
     first, second, *kernel = weight.shape
     weight = np.flip(weight, tuple(range(2, weight.ndim)))
     weight = weight.reshape(groups, first // groups, second, *kernel)

@@ -1,4 +1,4 @@
-"""Finds out which layer of a model is which of a `state_dict`, and reports it."""
+"""Matches the layers of a model with the entries of a `state_dict`, and reports the result."""
 
 import re
 from collections import defaultdict
@@ -14,15 +14,14 @@ Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 
 class TorchReport(NamedTuple):
-    """Says what `from_torch` has loaded from where; prints as a table.
+    """Reports what `from_torch` loaded from where; prints as a table.
 
     **Fields:**
 
-    - `matched`: for each layer that was loaded, by its path, the prefix of its entries in the
-        `state_dict`.
-    - `skipped`: paths of layers that `names` leaves out.
-    - `missing`: entries that the `state_dict` does not have; their arrays are as they were.
-    - `unexpected`: keys of the `state_dict` that belong to none of the layers.
+    - `matched`: the prefix in the `state_dict` of each loaded layer, by the layer's path.
+    - `skipped`: paths of the layers that `names` leaves out.
+    - `missing`: keys that the `state_dict` lacks; their arrays in the model are unchanged.
+    - `unexpected`: keys of the `state_dict` that belong to no layer.
     """
 
     matched: dict[str, str]
@@ -41,7 +40,7 @@ class TorchReport(NamedTuple):
 
     @property
     def leftovers(self) -> list[str]:
-        """Returns a line each for what is only here, and only there."""
+        """Returns a line that lists `missing`, and one that lists `unexpected`."""
         only = {"only in the model": self.missing, "only in the state_dict": self.unexpected}
         return [f"{title}: {listed(of)}" for title, of in only.items() if of]
 
@@ -49,8 +48,7 @@ class TorchReport(NamedTuple):
 def match(
     layers: Layers, given: Mapping[str, np.ndarray], names: Names
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
-    """Returns which of the layers, given by their paths, is which in the `state_dict`; and the
-    keys of all that was found there, with where it belongs."""
+    """Returns the report for these layers, and each key that was found with its slot."""
     pairs, named = prefixes(layers, names), _named(layers, names)
     keys = {p: _keys(slots, pairs[p]) for p, slots in layers.items()}
     absent = {p: layers[p] for p in layers if p not in named and not keys[p] & given.keys()}
@@ -60,7 +58,7 @@ def match(
         pairs[path], keys[path] = prefix, _keys(layers[path], prefix)
     matched = {p: to for p, to in pairs.items() if to is not None and keys[p] & given.keys()}
     slots = [(key(to, n), slot) for p, to in matched.items() for n, slot in layers[p].items()]
-    # What would have been loaded is not left over.
+    # Entries of skipped layers are not left over.
     out = tuple(f"{prefix}." for prefix in skipped.values())
     wanted = dict.fromkeys(k for path in layers for k in sorted(keys[path]))
     missing = tuple(k for k in wanted if k not in given and not k.endswith(COUNT))
@@ -70,16 +68,16 @@ def match(
 
 
 def prefixes(paths: Iterable[str], names: Names) -> dict[str, str | None]:
-    """Returns PyTorch's prefix for each path: that of `names`, or the path with dots.
+    """Returns PyTorch's prefix for each path: from `names`, or the path with dots.
 
-    **Raises:** `ValueError` for names that no path begins with.
+    **Raises:** `ValueError` if `names` has a key with which no path begins.
     """
     paths = list(paths)
     parts = names if isinstance(names, Mapping) else {}
     unused = [p for p in parts if not any(_begins(_dotted(path), _dotted(p)) for path in paths)]
     if unused:
         raise ValueError(
-            f"names has {unused}, with which no path of a layer here begins. The paths are "
+            f"names has {unused}, but no layer's path begins so. The paths are "
             f"{listed(map(repr, paths))}."
         )
     return {path: _dotted(path) for path in paths} | _named(paths, names)
@@ -95,8 +93,8 @@ def key(prefix: str, name: str) -> str:
 
 
 def _named(paths: Iterable[str], names: Names) -> dict[str, str | None]:
-    """Returns the prefixes of those paths that `names` says something of. In a mapping, the
-    longest part that a path begins with is replaced."""
+    """Returns the prefixes of those paths that `names` mentions. A mapping replaces the longest
+    beginning of a path that it has."""
     if callable(names):
         found = {path: names(path) for path in paths}
         return {path: None if to is None else _dotted(to) for path, to in found.items()}
@@ -111,7 +109,7 @@ def _named(paths: Iterable[str], names: Names) -> dict[str, str | None]:
 
 
 def _unless_skipped(path: str, names: Names) -> str:
-    """Returns the prefix of a layer that `names` leaves out, if it did not."""
+    """Returns the prefix that a layer which `names` leaves out would have otherwise."""
     parts = names if isinstance(names, Mapping) else {}
     kept = {part: to for part, to in parts.items() if to is not None}
     return _named([path], kept).get(path) or _dotted(path)
@@ -120,8 +118,8 @@ def _unless_skipped(path: str, names: Names) -> str:
 def _by_order(
     absent: Layers, given: Mapping[str, np.ndarray], taken: Iterable[str | None]
 ) -> dict[str, str]:
-    """Returns the k-th layer there for the k-th here, of those whose arrays have the same names
-    and shapes, where there are equally many."""
+    """Matches layers by order, in each group whose arrays have the same names and shapes, if it
+    is equally large in the model and the `state_dict`."""
     groups = defaultdict[str, set[tuple[str, tuple[int, ...]]]](set)
     for k, array in given.items():
         prefix, _, name = k.rpartition(".")

@@ -1,6 +1,6 @@
-"""Computes normalisation and its gradients in extended precision, and errors beside them.
+"""Computes normalisation and its gradients in extended precision, and the errors of others.
 
-`np.longdouble` has a mantissa of 64 bits on x86, where float32 has 24: its own error is below
+`np.longdouble` has a mantissa of 64 bits on x86, and float32 one of 24: its own error is below
 1e-12 in every case of the experiments.
 """
 
@@ -10,29 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-EPS = 1e-5  # of every layer that is compared with these
+EPS = 1e-5  # of every layer that is compared
 
-# dweight = rstd sum(dy (x - mean)), and rstd is a rounded root of a variance that may be off
-# by 5e-7: with the roundings of root, division and product, 4.3e-7 of dweight, which with few
-# values is as large as the sum of |dy|.
+# dweight = rstd sum(dy (x - mean)), and the variance may have an error of 5e-7. With the
+# roundings of root, division and product, that is 4.3e-7 of dweight, which for few values is as
+# large as the sum of |dy|.
 RSTD_UNIT = 4.3
 
 
 class Batch(NamedTuple):
-    """Holds what a layer is given.
+    """Holds the inputs of a layer.
 
-    `x` is `[N, C, *spatial]` for a batch norm, whose weight and bias are `[C]`; and `[N,
-    *shape]` for a layer norm, whose weight and bias are of `shape`.
+    For a batch norm, `x` is `[N, C, *spatial]` and weight and bias are `[C]`; for a layer norm
+    `x` is `[N, *shape]`, and weight and bias are of `shape`.
     """
 
     x: NDArray
-    dy: NDArray  # the cotangent of the output, of the shape and dtype of x
+    dy: NDArray  # the cotangent of the output, with the shape and dtype of x
     weight: Any  # or `None`
     bias: Any
 
 
 class Answer(NamedTuple):
-    """Holds what a layer gives; `None` for what it lacks, or what is not compared."""
+    """Holds the outputs of a layer; `None` if it has none, or if it is not compared."""
 
     y: Any
     variance: Any  # [C], or [N] for a layer norm
@@ -42,46 +42,46 @@ class Answer(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Holds the largest error of each in its unit: NaN for `None`, infinite for a NaN.
+    """Holds the largest error of each output, in its unit: NaN for `None`, infinite for a NaN.
 
-    In half precision, half an ulp of the dtype of x does not count in y and dx: a correctly
-    rounded answer may be off by as much.
+    In half precision, errors of y and dx up to half an ulp, as a correctly rounded answer may
+    have, do not count.
     """
 
     y: float  # in units of max(1, |xhat|)
     variance: float  # of variance + eps
     dx: float  # of max |dy weight| / std
-    # Of the sum of |dy|, and RSTD_UNIT of itself: of what each rstd contributes, where several
-    # do, as in a layer norm.
+    # Of the sum of |dy| plus RSTD_UNIT times |dweight|, or times the sum of the absolute
+    # contributions of each rstd where there are several, as in a layer norm.
     dweight: float
     dbias: float  # of the sum of |dy|
 
 
 class Exact(NamedTuple):
-    """Holds the right answer, and the units in which errors are measured."""
+    """Holds the exact answer, and the units of the errors."""
 
     answer: Answer
     units: Answer
 
 
 def batch_norm(batch: Batch) -> Exact:
-    """Returns what a batch norm gives in training."""
+    """Returns the exact answer of a batch norm in training."""
     others = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
     return _exact(batch, others, others)
 
 
 def layer_norm(batch: Batch) -> Exact:
-    """Returns what a layer norm gives."""
+    """Returns the exact answer of a layer norm."""
     return _exact(batch, tuple(range(1, batch.x.ndim)), (0,))
 
 
 def rms_norm(batch: Batch) -> Exact:
-    """Returns what an RMS norm gives."""
+    """Returns the exact answer of an RMS norm."""
     return _exact(batch, tuple(range(1, batch.x.ndim)), (0,), centred=False)
 
 
 def group_norm(batch: Batch, groups: int) -> Exact:
-    """Returns what a group norm gives, without the variance; weight and bias are `[C]`."""
+    """Returns a group norm's exact answer, without the variance; weight and bias are `[C]`."""
     n, channels, *space = batch.x.shape
 
     def cut(values: NDArray) -> NDArray:
@@ -110,8 +110,8 @@ def _exact(
     *,
     centred: bool = True,
 ) -> Exact:
-    """Takes mean and variance over the axes `statistics`; weight and bias lack `parameters`.
-    If not `centred`, the mean is 0."""
+    """Takes mean and variance over the axes `statistics`, and gradients of weight and bias over
+    the axes `parameters`. If not `centred`, the mean is 0."""
 
     def mean(values: NDArray) -> NDArray:
         return np.mean(values, axis=statistics, keepdims=True)
@@ -130,7 +130,7 @@ def _exact(
     xhat, g = deviation * rstd, dy * weight
     variance = variance.squeeze(statistics)
     sum_dy = np.abs(dy).sum(parameters)
-    both = tuple(set(statistics) & set(parameters))  # summed by one rstd
+    both = tuple(set(statistics) & set(parameters))  # axes with the same rstd
     of_each_rstd = np.abs((dy * xhat).sum(both, keepdims=True))
     answer = Answer(
         y=xhat * weight + bias,
@@ -150,7 +150,7 @@ def _exact(
 
 
 def errors(batch: Batch, right: Exact, given: Answer) -> Errors:
-    """Returns how far `given` is from `right`."""
+    """Returns the errors of `given` relative to `right`."""
 
     def largest(name: str) -> float:
         found, exact, unit = (getattr(answer, name) for answer in (given, *right))
@@ -165,7 +165,7 @@ def errors(batch: Batch, right: Exact, given: Answer) -> Errors:
 
 
 def half_ulp(values: NDArray, dtype: np.dtype) -> NDArray:
-    """Returns how far off a correctly rounded value may be in `dtype`."""
+    """Returns the largest error of values that are correctly rounded to `dtype`."""
     info = jnp.finfo(dtype)
     normal = np.maximum(np.abs(values), np.longdouble(float(info.smallest_normal)))
     _, exponent = np.frexp(normal)  # 2^(exponent - 1) <= normal < 2^exponent

@@ -1,8 +1,8 @@
 """Reads MNIST, the handwritten digits, from IDX files.
 
-The first 10,000 training and the first 2,000 test images are part of this repository, in
-`experiments/data/mnist/`. The whole of it is read from a folder with the four files under their
-published names, each plain or packed as `.gz` or `.xz`: the `--data` of an experiment.
+The first 10,000 training and 2,000 test images are in `experiments/data/mnist/`. An
+experiment's `--data` names a folder with all of MNIST: the four files under their published
+names, each plain or packed as `.gz` or `.xz`.
 """
 
 import gzip
@@ -22,8 +22,8 @@ SUBSET = Path(__file__).parents[1] / "data" / "mnist"
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 PUBLISHED = "https://storage.googleapis.com/cvdf-datasets/mnist/"
-HELP = f"the four IDX files of MNIST ({PUBLISHED}); default: the part in this repository"
-MOST = 100_000  # images of a file: the published ones have 60,000 and 10,000
+HELP = f"folder with the four IDX files of MNIST ({PUBLISHED}); default: the subset here"
+MOST = 100_000  # images in a file; the published files have 60,000 and 10,000
 
 _OPEN: dict[str, Any] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
 
@@ -39,12 +39,12 @@ class Mnist(NamedTuple):
 
 
 def load(folder: str | Path = SUBSET) -> Mnist:
-    """Returns MNIST from a folder; raises `UserError` where a file is missing or wrong."""
+    """Returns MNIST from a folder; raises `UserError` if a file is missing or wrong."""
     return Mnist(*(_split(Path(folder).expanduser(), *names) for names in (TRAIN, TEST)))
 
 
 def scaled(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Returns images of 0 … 255 as −1 … 1, with a channel axis: [n, 1, 28, 28]."""
+    """Scales images from 0 … 255 to −1 … 1, and adds a channel axis: [n, 1, 28, 28]."""
     white, half = np.float32(255), np.float32(0.5)
     return (images[:, None].astype(np.float32) / white - half) / half
 
@@ -60,21 +60,21 @@ def _split(folder: Path, images: str, labels: str) -> Split:
 
 
 def _array(folder: Path, name: str, item: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Returns what an IDX file holds: magic number, sizes, bytes, all big-endian."""
+    """Reads an IDX file, which has a magic number, sizes, and bytes, all big-endian."""
     paths = {folder / (name + suffix): opened for suffix, opened in _OPEN.items()}
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         found = "none of them" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"{folder / name}: expected it, plain or as .gz or .xz, found {found}; the part in "
-            f"this repository comes back by `git checkout {SUBSET}`, all are in {PUBLISHED}"
+            f"{folder / name}: expected this file, plain or as .gz or .xz, found {found}; "
+            f"restore the subset by `git checkout {SUBSET}`, or download all of {PUBLISHED}"
         )
     start = 4 * (2 + len(item))
     try:
         with paths[path](path, "rb") as file:
             header = file.read(start)
             count = min(int.from_bytes(header[4:8], "big"), MOST)
-            # One byte more than there may be: a small packed file may hold gigabytes.
+            # At most one byte too many: a small packed file may hold gigabytes.
             content = file.read(count * math.prod(item) + 1)
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{path}: expected a whole file, found: {error}") from error

@@ -1,13 +1,13 @@
-"""Makes the layers that are compared: this package's, Equinox's, Flax's and PyTorch's.
+"""Makes the layers to compare: this package's, Equinox's, Flax's and PyTorch's.
 
-Each is used as its users would use it, under one name wherever it appears. Those in JAX have
-one form, `Layer`: functions of plain arrays, so that calling any of them costs the same Python.
-PyTorch runs eagerly, and has functions of its own.
+Each is used as its users would use it. Layers in JAX all become a `Layer`, functions of plain
+arrays, so that each call has the same Python overhead. PyTorch runs eagerly, by separate
+functions.
 
     made = peers.batch_norm("Flax", channels=64, momentum=0.9, eps=1e-5)
     y, memory = made.train((weight, bias), made.memory, x)
 
-Flax and PyTorch are imported where a layer of theirs is made.
+Flax and PyTorch are imported only when needed.
 """
 
 import functools
@@ -31,12 +31,12 @@ from .exact import EPS, Answer, Batch
 from .timer import EVICTING, Program
 
 OURS = "eqx-norm"
-OURS_SEPARATE = "eqx-norm, separate ReLU"  # what a changed import gives
+OURS_SEPARATE = "eqx-norm, separate ReLU"  # a model in which only the import is changed
 OURS_PALLAS, OURS_UNBIASED = "eqx-norm, pallas", "eqx-norm, unbiased"
 # Equinox's batch norm in its two modes, and its layer norm.
 EQUINOX_EMA, EQUINOX_BATCH, EQUINOX = "Equinox ema", "Equinox batch", "Equinox"
-# Flax's layers of linen; those of nnx call the same functions. Their default is the variance of
-# one pass, E[x^2] - E[x]^2: `use_fast_variance`.
+# Flax's layers are those of linen; nnx calls the same functions. By default they compute the
+# variance in one pass, E[x^2] - E[x]^2: `use_fast_variance`.
 FLAX, FLAX_TWO_PASS = "Flax", "Flax, two-pass"
 TORCH = "PyTorch"
 
@@ -52,38 +52,37 @@ COLOURS: dict[str, str] = {
     TORCH: report.ORANGE,
 }
 
-IMPLEMENTATIONS: dict[str, Any] = {OURS_PALLAS: "pallas"}  # of the others "auto"
-# Layers that normalise one example, as Equinox, Flax and this package call them.
+IMPLEMENTATIONS: dict[str, Any] = {OURS_PALLAS: "pallas"}  # "auto" for the others
+# Layers that normalise one example, by their names in Equinox, Flax and this package.
 LAYER_NORM, GROUP_NORM, RMS_NORM = "LayerNorm", "GroupNorm", "RMSNorm"
 GROUPS = 8  # of a group norm
 AXIS = "batch"  # the mapped axis of layers that take one example
 Affine = tuple[Any, Any]  # weight and bias, or `None`
-# (weight and bias, memory, x) to y and the memory after it.
+# From (weight and bias, memory, x) to y and the new memory.
 Apply = Callable[[Affine, Any, Any], tuple[Array, Any]]
 
 
 class Layer(NamedTuple):
-    """Holds a layer as functions of plain arrays: parameters and memory go in and out.
+    """Holds a layer as functions of plain arrays.
 
-    Outputs have the dtype that the layer gives them: Equinox's batch norm gives float32 for
-    bfloat16.
+    Outputs keep the layer's dtype: Equinox's batch norm returns float32 for bfloat16.
     """
 
     memory: tuple[Array, ...]  # before the first batch
     train: Apply
     evaluate: Apply
-    # Memory to running mean, running variance, and whatever else is remembered.
+    # From the memory to running mean, running variance, and other statistics.
     statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
 
 
 def package(name: str) -> str:
-    """Returns the package that has to be installed for the peer of that name."""
+    """Returns the package that a peer needs."""
     words = {"eqx-norm": "eqx_norm", "Equinox": "equinox", "Flax": "flax", "PyTorch": "torch"}
     return next(package for word, package in words.items() if name.startswith(word))
 
 
 def present(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of the peers that are installed here, and prints which are left out."""
+    """Returns the peers that are installed, and prints which are left out."""
     installed = {name: importlib.util.find_spec(package(name)) is not None for name in names}
     for name in (name for name, there in installed.items() if not there):
         print(f"{name} is left out: {package(name)} is not installed (make experiments has it)")
@@ -105,10 +104,10 @@ def batch_norm(
 ) -> Layer:
     """Returns the batch norm of that name, whose `x` is `[N, channels, *spatial]`.
 
-    `momentum` is the share of the running statistics that a batch leaves. With
-    `channel_axis=-1`, which only Flax's have, `x` is `[N, *spatial, channels]`. The activation
-    is part of this package's layer; it follows `OURS_SEPARATE` and the others, whose output
-    then has the dtype of x.
+    `momentum` is the share of the running statistics that a batch keeps. With
+    `channel_axis=-1`, for Flax only, `x` is `[N, *spatial, channels]`. The activation is part
+    of this package's layer; it follows `OURS_SEPARATE` and the others, and its output has the
+    dtype of x.
     """
     how: Any = {"momentum": momentum, "eps": eps, "channelwise_affine": affine}
     if package(name) == "eqx_norm":
@@ -139,8 +138,8 @@ def _followed(made: Layer, activation: Callable[[Array], Array]) -> Layer:
 def example_norm(kind: str, name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
     """Returns the layer of this kind and name, whose `x` is `[N, *shape]`; it has no memory.
 
-    Weight and bias may be `None`. They are of `shape`, or of the channels in a group norm: the
-    first axis of `shape`, in Flax the last one.
+    Weight and bias may be `None`. They have `shape`; those of a group norm have the first axis
+    of `shape`, in Flax the last.
     """
 
     def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
@@ -176,7 +175,7 @@ layer_norm = functools.partial(example_norm, LAYER_NORM)
 
 
 def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:
-    """Returns a layer that takes one example and a state, mapped over a batch."""
+    """Maps a layer that takes one example and a state over a batch."""
     layer, state = eqx.nn.make_with_state(make)()
     leaves, structure = jax.tree.flatten(state)
 
@@ -234,10 +233,10 @@ def _of_flax(
 
 
 def forward_and_backward(made: Layer, apart: bool = False) -> Callable[..., Any]:
-    """Returns a fresh function of (weight and bias, memory, x, dy): y, memory, gradients.
+    """Returns a function from (weight and bias, memory, x, dy) to y, memory and gradients.
 
-    Fresh, so that `jax.jit` compiles it anew. `apart`: dy is not there before y, as in a
-    network.
+    It is a new function each time, so `jax.jit` compiles it. With `apart`, dy is available only
+    after y, as in a network.
     """
 
     def both(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
@@ -257,7 +256,7 @@ def forward_and_backward(made: Layer, apart: bool = False) -> Callable[..., Any]
 
 @functools.cache
 def torch() -> Any:
-    """Returns the package, using as many threads as XLA does."""
+    """Returns the package, set to use as many threads as XLA."""
     package = importlib.import_module("torch")
     package.set_num_threads(report.cores())
     return package
@@ -265,27 +264,27 @@ def torch() -> Any:
 
 def tensor(values: NDArray[Any]) -> Any:
     """Returns a tensor of these values and their dtype, bfloat16 included."""
-    # By way of float64, since torch reads no bfloat16 from NumPy; the values stay.
+    # Through float64, which keeps the values, because torch cannot read NumPy's bfloat16.
     copied = torch().from_numpy(np.array(values, np.float64, order="C"))
     return copied.to(getattr(torch(), values.dtype.name))
 
 
 def array(values: Any) -> NDArray[Any]:
-    """Returns a tensor as an array of NumPy: float64 as it is, anything else as float32."""
+    """Returns a tensor as a NumPy array: float64 unchanged, other dtypes as float32."""
     values = values.detach().cpu()
     return (values if values.dtype == torch().float64 else values.float()).numpy()
 
 
-# ---------------------------------------------------------------- functions, to be timed
+# ---------------------------------------------------------------------- functions to time
 
 
 def function(
     name: str, given: Batch, kind: str | None, *, train: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a layer as a function, and its arguments, with given numbers among them.
+    """Returns a layer as a function, and its arguments, which include the given arrays.
 
-    It is a layer of that kind, of one example, or a batch norm and ReLU. In training it gives
-    y, memory and ((dweight, dbias), dx); or y in inference.
+    It is a layer of that kind, or a batch norm and ReLU for `None`. In training it returns y,
+    memory and ((dweight, dbias), dx), in inference y.
     """
     x, dy, *affine = given
     # Channels are the last axis in Flax, by default.
@@ -298,20 +297,20 @@ def function(
     else:
         made = example_norm(kind, name, x.shape[1:], eps=EPS)
     if train:
-        # On a GPU, as in a network, dy is not there before y.
+        # On a GPU dy is available only after y, as in a network.
         both = forward_and_backward(made, apart=jax.default_backend() == "gpu")
         return both, (tuple(affine), made.memory, x, dy)
-    # Its statistics are 1: those of no batch are 0/0 in some layers.
+    # All statistics are 1, because before any batch some layers compute 0/0.
     memory = jax.tree.map(jnp.ones_like, made.memory)
     return lambda *given: made.evaluate(*given)[0], (tuple(affine), memory, x)
 
 
 def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
-    """Returns what does the same in PyTorch, eagerly, where JAX has the arrays."""
+    """Returns the same in eager PyTorch, on the device of JAX's arrays."""
     arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in given)
     x, dy, weight, bias = arrays
     memory = torch().zeros_like(weight), torch().ones_like(weight)
-    if kind is not None:  # on a GPU it wants weights of the dtype of x
+    if kind is not None:  # on a GPU torch needs weights of the dtype of x
         weight, bias = (None if v is None else v.to(x.dtype) for v in (weight, bias))
     inputs = [v.requires_grad_() for v in (x, weight, bias) if v is not None]
     functional, how = torch().nn.functional, {"training": train, "momentum": 0.01, "eps": EPS}
@@ -319,7 +318,7 @@ def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
         LAYER_NORM: lambda: functional.layer_norm(x, x.shape[1:], weight, bias, EPS),
         GROUP_NORM: lambda: functional.group_norm(x, GROUPS, weight, bias, EPS),
         RMS_NORM: lambda: functional.rms_norm(x, x.shape[1:], weight, EPS),
-        # In place: the faster way, and a usual one.
+        # In place, which is faster, and common.
         None: lambda: functional.relu(
             functional.batch_norm(x, *memory, weight, bias, **how), inplace=True
         ),
@@ -335,18 +334,18 @@ def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
 
     if x.is_cuda:
         return Program(call, lambda _: torch().cuda.synchronize())
-    # In a call that follows one of XLA's, torch's threads may wait for a core for 40 ms: so
-    # they fill the caches, too.
+    # After a call of XLA, torch's threads may wait up to 40 ms for a core: so they fill the
+    # caches, too.
     return Program(call, lambda result: result, torch().ones(EVICTING).neg_)
 
 
-# ------------------------------------------------------- answers, to be compared with `exact`
+# ---------------------------------------------------------- answers to compare with `exact`
 
 
 def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
-    """Returns what the batch norm of that name gives in a step of training, in float64.
+    """Returns, in float64, the answer of the batch norm of that name in a training step.
 
-    The momentum is such that its running variance is then the variance of the batch.
+    The momentum is such that the new running variance is the variance of the batch.
     """
     channels = batch.x.shape[1]
     if package(name) == "torch":
@@ -355,11 +354,11 @@ def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
         wide = np.result_type(batch.x.dtype, np.float32)
         mean, variance = (tensor(np.full(channels, start, wide)) for start in (0, 1))
         answer = _in_torch(lambda x, *affine: apply(x, mean, variance, *affine, **how), batch)
-        n = batch.x.size // channels  # torch remembers the unbiased variance
+        n = batch.x.size // channels  # torch stores the unbiased variance
         return answer._replace(variance=array(variance).astype(float) * (n - 1) / n)
-    # Flax's default is to have the channels last.
+    # Flax has the channels last by default.
     axis = -1 if package(name) == "flax" else 1
-    # This package takes no momentum of 0, and remembers a first batch as it is at any.
+    # This package rejects a momentum of 0, and stores the first batch unchanged at any.
     momentum = 0.5 if package(name) == "eqx_norm" else 0.0
     how = {"momentum": momentum, "channel_axis": axis, "affine": batch.weight is not None}
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
@@ -369,14 +368,14 @@ def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
 
 
 def answer_of_layer_norm(name: str, batch: Batch) -> Answer:
-    """Returns what the layer norm of that name gives, in float64, without the variance."""
+    """Returns, in float64, the answer of the layer norm of that name, without the variance."""
     shape = batch.x.shape[1:]
     if package(name) != "torch":
         return _in_jax(batch, layer_norm, name, shape)
 
     def apply(x: Any, weight: Any, bias: Any) -> Any:
         if weight is None and bias is not None:
-            # torch 2.13 has no backward pass in bfloat16 for a bias in float32 alone.
+            # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
             weight = torch().ones(shape, dtype=bias.dtype)
         return torch().nn.functional.layer_norm(x, shape, weight, bias, EPS)
 
@@ -392,7 +391,7 @@ def _in_jax(batch: Batch, *layer: Any, **how: Any) -> Answer:
     return _answer(y, variance, dx, *affine)
 
 
-# Cached, as a step is compiled once for each shape, however many batches there are of it.
+# Cached, so that a step is compiled once for all batches of a shape.
 @functools.cache
 def _step(
     double: bool, make: Callable[..., Layer], name: str, size: Any, **how: Any

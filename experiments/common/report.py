@@ -1,7 +1,4 @@
-"""Prints tables and verdicts, draws in one style, and saves results: for every experiment.
-
-Nothing here knows what an experiment is about. A script calls what it needs.
-"""
+"""Prints tables and verdicts, draws in one style, and saves results, for every experiment."""
 
 import argparse
 import contextlib
@@ -28,50 +25,50 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 STARTED = time.perf_counter()
-Verdict = tuple[str, str, bool]  # what this project claims, what was measured, whether it holds
-Goal = tuple[str, str, str]  # what is aimed at, what was measured, what limits it
+Verdict = tuple[str, str, bool]  # a claim, the measurement, and whether the claim holds
+Goal = tuple[str, str, str]  # a goal, the measurement, and what limits it
 
 
 # ---------------------------------------------------------------------------------- commands
 
 
 class UserError(Exception):
-    """Says in one sentence what was asked for that cannot be had, and what to do."""
+    """Says in one sentence which request failed, and what to do."""
 
 
 def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
-    """Returns a parser with `--quick` and `--out`; `quick` says how little that runs."""
+    """Returns a parser with `--quick` and `--out`; `quick` says what `--quick` runs."""
     made = argparse.ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    of_quick = f"{quick}; under 30 seconds, and exits with 1 if a claim does not hold"
+    of_quick = f"run a small version: {quick}; under 30 seconds; exit with 1 if a claim fails"
     made.add_argument("--quick", action="store_true", help=of_quick)
     out = Path("build") / name
-    of_out = f"writes DIR/results and DIR/figures (default: {out})"
+    of_out = f"write to DIR/results and DIR/figures (default: {out})"
     made.add_argument("--out", type=Path, metavar="DIR", default=out, help=of_out)
     return made
 
 
 @contextlib.contextmanager
 def trouble(name: str) -> Iterator[None]:
-    """Ends the command with one line and exit code 2 where it cannot be carried out."""
+    """Ends the command with one line and exit code 2 if it fails for the user's reasons."""
     try:
         yield
     except (UserError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)  # as a shell says of what Ctrl-C has ended
+        sys.exit(130)  # as shells report Ctrl-C
 
 
 @contextlib.contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Yields a folder with `results` and `figures` to write to; at its end `out` gets them.
+    """Yields a folder with `results` and `figures`, and moves its files to `out` at the end.
 
-    A run that fails or is stopped leaves `out` as it was, and nobody reads half a file. The
-    folder is in `out`, since files are replaced within one file system only.
+    A run that fails or is stopped does not change `out`. The folder is in `out`, because files
+    can only be replaced within one file system.
     """
     for name in ("results", "figures"):
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -99,7 +96,7 @@ def table(header: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
 def save_csv(
     path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]], digits: int = 6
 ) -> None:
-    """Writes lines, floats to so many digits, so that equal numbers make equal files."""
+    """Writes lines, with floats rounded to `digits`, so that equal numbers give equal files."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
@@ -128,8 +125,8 @@ def publish(
 ) -> int:
     """Prints tables, verdicts and goals, writes results/NAME.json, and returns how many fail.
 
-    `asked` and `answer` are this experiment's row in experiments/README.md, and `tables` are
-    shown there. `about` is noted beside them: the settings.
+    experiments/README.md shows `asked`, `answer` and `tables`. The file also has `about`: the
+    settings.
     """
     words = {True: "holds", False: "DOES NOT HOLD"}
     shown = [*tables]
@@ -154,14 +151,14 @@ def publish(
     return sum(not holds for _, _, holds in verdicts)
 
 
-# What decides in which order and how rounded compiled code sums and multiplies.
+# The instruction sets that decide the order and rounding of compiled sums and products.
 _VECTORS = re.compile(r"sse4_2|avx.*|fma.*|f16c|amx.*|asimd.*|sve.*|sme(?!p).*|bf16|i8mm")
 
 
 def environment(*plugins: str) -> dict[str, Any]:
     """Returns what the digits of results depend on; nothing in it identifies the machine.
 
-    `plugins` are packages to be named although nobody imports them.
+    `plugins` are further packages to name, which are not imported.
     """
     device = jax.devices()[0]
     cpuinfo = Path("/proc/cpuinfo")  # Linux's: lines of "name : value", a paragraph a core
@@ -184,19 +181,19 @@ def environment(*plugins: str) -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """Returns the device as files are named after it: "nvidia-h100-80gb-hbm3"."""
+    """Returns the device's name for files: "nvidia-h100-80gb-hbm3"."""
     return re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
 
 
 def cores() -> int:
-    """Returns how many cores this process may use, which is how many XLA uses."""
+    """Returns the number of cores that this process, and so XLA, may use."""
     linux = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
 
 
 # ----------------------------------------------------------------------------------- figures
 
-# Okabe and Ito's colours, told apart with any colour vision; line styles for print.
+# Okabe and Ito's colours, distinguishable with any colour vision; line styles for print.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
@@ -215,14 +212,14 @@ _STYLE: Any = {
 
 
 def figure(width: float, height: float) -> Figure:
-    """Returns an empty figure in the style of all figures here, of that size in inches."""
+    """Returns an empty figure in the common style; width and height are in inches."""
     rcParams.update(_STYLE)  # read when axes are made, too
     return Figure(figsize=(width, height))
 
 
 def save_figure(folder: Path, name: str, drawn: Figure) -> None:
     """Writes figures/NAME.png."""
-    # Without the version in its metadata, a file changes only when its content does.
+    # Without the version in its metadata, a file changes only if its content does.
     drawn.savefig(folder / "figures" / f"{name}.png", metadata={"Software": None})
 
 
@@ -237,7 +234,7 @@ def plot_seeds(axes: Axes, values: NDArray[np.floating], **line: Any) -> None:
 
 
 def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:
-    """Makes the axis "x" or "y" logarithmic, with ticks at such multiples, in digits."""
+    """Makes the axis "x" or "y" logarithmic, with ticks at multiples of powers of ten."""
     axes.set(**{f"{name}scale": "log"})
     axis = getattr(axes, f"{name}axis")
     axis.set_major_locator(LogLocator(subs=subs))
@@ -246,8 +243,8 @@ def log_scale(axes: Axes, name: str, subs: tuple[int, ...] = (1, 2, 5)) -> None:
 
 
 def legend_below(drawn: Figure, **about: Any) -> None:
-    """Writes one legend below all panels, with each label that is in any of them once."""
-    last_first = drawn.axes[::-1]  # of equal labels, the first panel's line is shown
+    """Draws one legend below all panels, with each label once."""
+    last_first = drawn.axes[::-1]  # so that the first panel's line is shown
     lines = {str(line.get_label()): line for axes in last_first for line in axes.get_lines()}
     named = {label: line for label, line in lines.items() if not label.startswith("_")}
     drawn.legend(named.values(), named, loc="outside lower center", ncols=len(named), **about)

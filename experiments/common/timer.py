@@ -1,7 +1,7 @@
-"""Times programs in turns: in every round each of them once, in an order drawn anew.
+"""Times programs in turns: each once in every round, in a new random order.
 
-Whatever else the machine does then falls on all of them alike, and the ratio of two medians
-says more than either median. Compiling is measured in turns, too.
+Other load of the machine then affects all of them equally, so the ratio of two medians is more
+reliable than either median. Compilation is timed in turns, too.
 """
 
 import functools
@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 WARM_UPS = 2
-LEAST = 0.005  # seconds: a timing is of as many calls as take this long
+LEAST = 0.005  # seconds: a timing covers as many calls as take this long
 MOST_CALLS = 2000
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def _largest_cache() -> int:
-    """Returns the bytes of the largest cache; 256 MiB where the system does not tell."""
+    """Returns the bytes of the largest cache, or 256 MiB if the system does not report it."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     known = [int(size.read_text().strip().removesuffix("K")) * 2**10 for size in sizes]
     return max(known, default=2**28)
 
 
-# Values of float32 that fill the caches of all cores, read and written.
+# The number of float32 values that fill the caches of all cores when read and written.
 EVICTING = 2 * _largest_cache() // 4
 
 
@@ -50,27 +50,27 @@ def _evictor() -> Callable[[], object]:
 
 
 class Program(NamedTuple):
-    """Holds what is to be timed: `wait(call())` returns when its result is there."""
+    """Holds a program to time: `wait(call())` returns when the result is ready."""
 
     call: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
-    # Fills the caches with something else, by the threads that the program uses.
+    # Fills the caches with other data, in the threads that the program uses.
     evict: Callable[[], object] = lambda: _evictor()()
 
 
 def interleave(
     programs: Mapping[Key, Program], rounds: int, *, cold: bool = False, title: str = "timing"
 ) -> dict[Key, NDArray[np.float64]]:
-    """Returns milliseconds of each program, one value a round, behind a progress bar.
+    """Returns the milliseconds of each program in each round, and shows a progress bar.
 
-    On a CPU each call is waited for, or it would run beside the next. A GPU runs calls one
-    after the other, while the host hands out the next: there only the last is waited for.
+    On a CPU it waits for each call, which would otherwise overlap with the next. A GPU runs
+    calls one by one while the host issues the next, so it waits only for the last.
 
-    A timing begins when the program has just run, untimed: the one before has left its own
-    threads spinning and the caches full of its own. Where it is to be `cold`, each is of a
-    single call, and what ran before it filled the caches with an array of twice their size:
-    one of half the size leaves some of x there, one of twice the size changes nothing. That
-    the programs alternate is not enough, since those in JAX share x and dy.
+    Each timing starts after an untimed run of the program, because the program before left its
+    threads spinning and its data in the caches. A `cold` timing is of one call, after an array
+    of twice the size of the caches has filled them (with half of it, parts of x stay there;
+    with double, times do not change). Alternation alone would not make a program cold, because
+    those in JAX share x and dy.
     """
     wait_for_each = jax.default_backend() == "cpu"
     shuffle = random.Random(0).shuffle
@@ -95,7 +95,7 @@ def interleave(
 
 
 def _time(program: Program, calls: int, wait_for_each: bool) -> float:
-    """Returns the seconds of all calls."""
+    """Returns the seconds that all calls take."""
     call, wait, result = program.call, program.wait, None
     start = time.perf_counter()
     if wait_for_each:
@@ -117,19 +117,19 @@ def _calls(program: Program) -> int:
 
 
 class Compiled(NamedTuple):
-    """Holds a compiled program, and what it took and takes."""
+    """Holds a compiled program, its compile time and its temporary memory."""
 
     call: Callable[..., Any]
-    seconds: float  # of the processor: what else the machine does is not in it
+    seconds: float  # of the processor, without other load of the machine
     temporaries: int  # bytes
 
 
 def compile_in_turns(
     functions: Mapping[Key, tuple[Callable[..., Any], Sequence[Any]]], rounds: int
 ) -> dict[Key, Compiled]:
-    """Compiles functions for their arguments; of the seconds the median counts.
+    """Compiles functions for their arguments; returns the median of the seconds.
 
-    JAX forgets what it has traced before, so that nobody gains from the order.
+    JAX's caches are cleared before each, so that the order does not matter.
     """
     found: dict[Key, list[Compiled]] = {key: [] for key in functions}
     for _ in range(rounds):

@@ -17,9 +17,9 @@ AXIS = "batch"  # over which the images of a batch are mapped
 BATCH_SIZE = 64  # the issue's
 OPTIMISER = optax.adam(3e-3)  # the small network reaches 92% in 100 steps
 
-# Makes the normalisation layer for so many channels.
+# Makes a normalisation layer for a number of channels.
 MakeNorm = Callable[[int], Any]
-# Log-probabilities of the ten digits, what the last normalisation layer returned, state.
+# Log-probabilities of the ten digits, the output of the last norm layer, and the state.
 Output = tuple[Float[Array, "10"], Float[Array, "..."], eqx.nn.State]
 
 
@@ -55,7 +55,7 @@ class Small(eqx.Module):
 
 
 class Large(eqx.Module):
-    """Four convolutions, each normalised: what is unstable can build up over the depth."""
+    """Has four convolutions, each normalised, so instability can grow with the depth."""
 
     convs: list[eqx.nn.Conv2d]
     norms: list[Any]
@@ -83,7 +83,7 @@ NETWORKS: dict[str, Any] = {"small": Small, "large": Large}
 
 
 def batches(images: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yields the indices of each batch: every epoch in a new order, whole batches only."""
+    """Yields the indices of each batch: each epoch in a new order, whole batches only."""
     random = np.random.RandomState(seed)
     epochs = (random.permutation(images) for _ in range(steps))
     starts = range(0, images - BATCH_SIZE + 1, BATCH_SIZE)
@@ -92,7 +92,7 @@ def batches(images: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
 
 
 def forward(model: Any, state: eqx.nn.State, images: Float[Array, "n 1 28 28"]) -> Any:
-    """Returns log-probabilities [n, 10], what the last norm returned, and the state after."""
+    """Returns log-probabilities [n, 10], the output of the last norm, and the new state."""
     mapped = jax.vmap(model, axis_name=AXIS, in_axes=(0, None), out_axes=(0, 0, None))
     return mapped(images, state)
 
@@ -104,15 +104,15 @@ def loss_of(model: Any, state: eqx.nn.State, images: Array, labels: Int[Array, "
 
 
 # One compiled step, called from Python: inside a lax.scan XLA:CPU computes convolutions on one
-# core, 12 times slower in the large network. Seeds run one after the other: as an ensemble
-# under an outer vmap the same step takes 1.6 (small) and 4 (large) times as long per seed.
+# core, 12 times as slow in the large network. Seeds run one by one: as an ensemble under an
+# outer vmap a step takes 1.6 (small) and 4 (large) times as long per seed.
 @eqx.filter_jit
 def train_step(
     model: Any, state: eqx.nn.State, memory: Any, images: Array, labels: Array
 ) -> tuple[Any, eqx.nn.State, Any, dict[str, Array]]:
-    """Returns model, state and the optimiser's memory after a step, and what to record of it.
+    """Returns model, state and optimiser state after a step, and a record of it.
 
-    Recorded is the norm of each parameter's gradient, too, as "gradient.conv.weight".
+    The record includes the norm of each parameter's gradient, as "gradient.conv.weight".
     """
     loss_and_gradient = eqx.filter_value_and_grad(loss_of, has_aux=True)
     (loss, (output, normed, state)), gradient = loss_and_gradient(model, state, images, labels)
@@ -134,13 +134,13 @@ def train_step(
 
 @eqx.filter_jit
 def accuracy_of(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> Array:
-    """Returns the share of the images that are recognised in inference mode."""
+    """Returns the accuracy in inference mode."""
     log_probabilities, _, _ = forward(eqx.nn.inference_mode(model), state, images)
     return (log_probabilities.argmax(axis=1) == labels).mean()
 
 
 class Block(eqx.nn.StatefulLayer):
-    """Adds to what layers give what they are given, by way of a convolution where need be."""
+    """Is a residual block, whose shortcut may have a convolution."""
 
     main: eqx.nn.Sequential
     shortcut: eqx.nn.Sequential
@@ -174,14 +174,14 @@ def resnet_50(make_norm: MakeNorm, dtype: Any = jnp.float32) -> eqx.nn.Sequentia
 
 
 def perceptron(make_norm: MakeNorm) -> eqx.nn.Sequential:
-    """Returns 50 times linear, norm, ReLU, of 64 values."""
+    """Returns 50 blocks of linear layer, norm and ReLU, with 64 values."""
     linear = functools.partial(eqx.nn.Linear, 64, 64, key=jax.random.key(0))
     layers = [[linear(), make_norm(64), eqx.nn.Lambda(jax.nn.relu)] for _ in range(50)]
     return eqx.nn.Sequential([layer for several in layers for layer in several])
 
 
 def gradient_step(network: Callable[..., Any], norm: Any, shape: tuple[int, ...]) -> Any:
-    """Returns a fresh function, forward and backward through a network, and its arguments."""
+    """Returns a new function, the forward and backward pass of a network, and its arguments."""
     make_norm = functools.partial(norm, axis_name=AXIS)
     model, state = eqx.nn.make_with_state(network)(make_norm)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)

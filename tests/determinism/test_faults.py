@@ -1,4 +1,4 @@
-"""The probe finds each of the faults for which it is there, where it is."""
+"""Tests that `compare` finds each kind of fault, in the right place."""
 
 import equinox as eqx
 import jax

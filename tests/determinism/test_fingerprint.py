@@ -1,4 +1,4 @@
-"""A fingerprint agrees with its formula, and sees each bit and where it is."""
+"""Tests that a fingerprint agrees with its formula, and depends on each bit and its place."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_it_is_that_of_the_formula_and_no_flipped_bit_goes_unseen(dtype, monkeyp
         assert seen(jnp.asarray(array)) == expected
         prints = np.asarray(jax.jit(jax.vmap(fingerprint))(jnp.asarray(copies)))
     assert expected not in map(hexadecimal, prints)
-    # Elsewhere than on a CPU it is summed otherwise.
+    # The sum for other devices than a CPU.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
     assert seen(array) == expected
 
@@ -56,7 +56,7 @@ def test_of_keys_few_bits_and_trees():
     of_b = by_the_formula(np.ascontiguousarray(b).view(np.uint32).flat)
     assert seen([b]) == summarise(b, "b").fingerprint == of_b
     assert seen({"a": a, "b": [b, None]}) == seen(jnp.stack([fingerprint(a), fingerprint(b)]))
-    with pytest.raises(ValueError, match="there is no array in it"):
+    with pytest.raises(ValueError, match="the tree has no array"):
         fingerprint({"a": 1.0})
 
 

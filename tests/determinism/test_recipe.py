@@ -1,4 +1,4 @@
-"""`deterministic` sets what it can, says what it cannot, and breaks nothing."""
+"""Tests that `deterministic` sets or reports settings, and that errors change nothing."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.processes import ROOT, python
 
 FLAG = "--xla_gpu_deterministic_ops"
 
-# Here JAX has not started yet. It ends the process at a flag that it does not know.
+# In a new process JAX has not started. It ends the process at an unknown flag.
 FRESH = """
 import json, os, random
 import jax, numpy as np
@@ -49,15 +49,15 @@ def test_too_late_it_says_what_is_not_set_and_not_needed_here():
     before = dict(jax.config.values)
     flag, _, *_, hashes = deterministic(0).settings
     assert (flag.status, hashes.status[:9]) == ("not set: no GPU here", "NOT FIXED")
-    # Looking whether JAX has started leaves its configuration alone.
+    # The check whether JAX has started does not change its configuration.
     assert dict(jax.config.values) == {**before, "jax_enable_pgle": False}
 
 
 @pytest.mark.parametrize(
     ("flags", "seed", "threads", "error", "says"),
     [
-        (f"{FLAG}=false", 0, None, ValueError, f"the environment says {FLAG}=false, and it"),
-        ("", 0, 2, RuntimeError, "JAX has started already, .* Call deterministic before the"),
+        (f"{FLAG}=false", 0, None, ValueError, f"the environment says {FLAG}=false, but"),
+        ("", 0, 2, RuntimeError, "JAX has started already, .* Call deterministic before any"),
         ("", 0, 0, ValueError, "cpu_threads=0.: .*threads from 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sharding over another number of devices does not change the rows of a run."""
+"""Tests that the rows of a run do not depend on the number of devices."""
 
 from tests.processes import on_devices
 
@@ -8,7 +8,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from eqx_norm.determinism import fingerprint, monitor, recorded
 
-# Sums and products of small integers are exact in any order: whatever differs is the probe's.
+# Sums and products of small integers are exact in any order: differences come from the probe.
 X = jnp.asarray(np.random.RandomState(0).randint(-4, 5, (8, 8, 8)), jnp.float32)
 W = jnp.asarray(np.random.RandomState(1).randint(-2, 3, (8, 8)), jnp.float32)
 
@@ -38,7 +38,7 @@ for shape, axes in (((2,), ("a",)), ((8,), ("a",)), ((2, 4), ("a", "b"))):
     mapped = jax.shard_map(parts, mesh=mesh, in_specs=(P(axes), P()), out_specs=P())
     assert rows(mapped, X, W) == one, mesh
 
-# On a mesh of explicit axes too; values of the parts are put together, shardings are kept.
+# Also on a mesh of explicit axes: values of the parts are concatenated, shardings are kept.
 mesh = Mesh(devices, ("d",), axis_types=(AxisType.Explicit,))
 with jax.set_mesh(mesh):
     x, one = jax.device_put(X, P("d")), lambda x: monitor(x, "x")
@@ -48,7 +48,7 @@ with jax.set_mesh(mesh):
         assert (record.values[0] == X).all()
         assert (record.fingerprints[0] == fingerprint(X)).all()
 
-# Sharded arrays stay where they are: nothing but the sums of rows is communicated.
+# Sharded arrays stay where they are: only the sums of rows are communicated.
 for spec in (P("d"), P(None, None, None, "d")):
     x = jax.device_put(jnp.ones((8, 3, 2, 128)), NamedSharding(Mesh(devices, "d"), spec))
     text = jax.jit(fingerprint).lower(x).compile().as_text()

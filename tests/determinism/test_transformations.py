@@ -1,4 +1,4 @@
-"""`monitor`, under every transformation, changes nothing and gives the rows that are due."""
+"""Tests that `monitor` changes nothing and gives the expected rows in all transformations."""
 
 from functools import partial
 from typing import Any
@@ -118,7 +118,7 @@ def linear(function):
     return lambda m, w, x: jax.linearize(lambda w: function(m, w, x), w)[1](w)
 
 
-# `name@iteration`: + forward, ' tangent, * cotangent; with - before what was not passed.
+# `name@iteration`: + forward, ' tangent, * cotangent; - before rows of a branch not taken.
 PROGRAMS = {
     "grad": (gradient(plain), "h+ y+ y* h*"),
     "vmap": (gradient(vmapped), "h+ y+ y* h*"),
@@ -219,7 +219,7 @@ def test_where_it_cannot_be_recorded_is_an_error():
         return lax.custom_linear_solve(lambda v: monitor(v, "c"), x, lambda _, b: b)
 
     for function in (add, solve):
-        with pytest.raises(NotImplementedError, match="'c'.* in a '(while|custom_linear_)"):
+        with pytest.raises(NotImplementedError, match="'c'.* is in a '(while|custom_linear_)"):
             recorded(function)(X)
     with pytest.raises(ValueError, match="inside a derivative .* cotangent of 'w'"):
         jax.grad(recorded(lambda w: jnp.sum(monitor(w, "w"))), has_aux=True)(W)
@@ -246,7 +246,7 @@ def test_every_layer_is_recorded_by_its_path_and_nothing_changes():
 def test_a_monitored_model_stays_what_it_was(tmp_path):
     monitored = monitor_module(MODEL)
     assert same(*(eqx.filter(m, eqx.is_array) for m in (MODEL, monitored)))
-    # Made twice, it is of the same kind: nothing is compiled anew. So is what was monitored.
+    # Another call, or one on a monitored model, gives the same structure, compiled once.
     for again in (monitor_module(MODEL), monitor_module(monitored)):
         assert jax.tree.structure(again) == jax.tree.structure(monitored)
     zeros = eqx.tree_at(lambda m: m.layers[0].weight, monitored, jnp.zeros((3, 3)))

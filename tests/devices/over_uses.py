@@ -1,6 +1,6 @@
 """Tests layers over eight devices as users use them, by one device.
 
-Run by test_devices.py, in a process that has so many.
+Run by test_devices.py, in a process with eight devices.
 """
 
 import functools
@@ -17,10 +17,22 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqx_norm
-from eqx_norm import LayerNorm
+from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests.helpers import make, over_batch
 
-from .ways import DEVICES, SPLIT, WHOLE, C, Case, L, arguments, collectives, error, forward
+from .ways import (
+    CASES,
+    DEVICES,
+    SPLIT,
+    WHOLE,
+    C,
+    Case,
+    L,
+    arguments,
+    collectives,
+    error,
+    forward,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "devices.md"
 CASE = Case("batch", jax.nn.relu, jnp.float32, masked=False)
@@ -79,11 +91,21 @@ def test_statistics_are_shared_by_the_devices_that_are_named(axis_name, axes, gr
     assert error(states, memories) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["devices", "groups of devices", "devices and ghosts"])
-def test_each_device_normalises_by_its_own_and_all_share_one_memory(kind):
-    """Forward sends the vectors to be remembered, and backward nothing at all."""
-    approach = "smooth_start"
-    x, dy, _ = arguments(CASE)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("devices", name) for name in CASES),
+        ("groups of devices", "batch, silu, bf16, mask"),
+        ("groups of devices", "ema, relu"),
+        ("devices and ghosts", "renorm, relu, mask"),
+        ("devices and ghosts", "variance_clip, silu"),
+    ],
+)
+def test_each_device_normalises_by_its_own_and_all_share_one_memory(kind, name):
+    """Forward sends the vectors to be remembered, and backward only gradients of parameters."""
+    case = CASES[name]
+    x, dy, mask = arguments(case)
+    approach, activation = case.approach, case.activation
     sizes = {"groups": 4, "members": 2} if kind == "groups of devices" else {"devices": DEVICES}
     mesh, split = mesh_of(**sizes), P(tuple(sizes))
     names = {"axis_name": ("batch", "members"), "memory_axis_name": "groups"}
@@ -91,32 +113,49 @@ def test_each_device_normalises_by_its_own_and_all_share_one_memory(kind):
         names = {"axis_name": "batch", "memory_axis_name": ("devices", "ghosts")}
     if kind == "devices":
         names["memory_axis_name"] = "devices"
-    layer, state = make(C, approach=approach, **names)
+    layer, state = make(C, approach=approach, activation=activation, **names)
+    learnt, rest = eqx.partition(layer, eqx.is_inexact_array)
 
-    def local(state, x):
+    def local(learnt, state, x, mask):
+        layer = eqx.combine(learnt, rest)
         if kind == "devices and ghosts":  # one example in each of a device's two groups
-            axes: Any = {"in_axes": (0, None), "out_axes": (0, None)}
-            one = jax.vmap(layer, axis_name="batch", **axes)
-            y, state = jax.vmap(one, axis_name="ghosts", **axes)(x[:, None], state)
+            axes: Any = {"in_axes": (None, 0, 0), "out_axes": (0, None)}
+            one = jax.vmap(lambda s, x, m: forward(layer, s, x, m), axis_name="ghosts", **axes)
+            y, state = one(state, x[:, None], mask[:, None])
             return y[:, 0], state
-        return call(layer, state, x)
+        return forward(layer, state, x, mask)
 
-    f = over(local, mesh, (WHOLE, split), (split, WHOLE))
+    f = over(local, mesh, (WHOLE, WHOLE, split, split), (split, WHOLE))
 
-    def step(state, x, dy):
-        y, pull_back, state = jax.vjp(lambda x: f(state, x), x, has_aux=True)
+    def step(f, learnt, state, x, dy):
+        y, pull_back, state = jax.vjp(
+            lambda learnt, x: f(learnt, state, x, mask), learnt, x, has_aux=True
+        )
         return y, state, pull_back(dy)
 
-    compiled = jax.jit(step).lower(state, x, dy).compile()
-    y, after, _ = compiled(state, x, dy)
+    compiled = jax.jit(functools.partial(step, f)).lower(learnt, state, x, dy).compile()
+    y, after, gradients = compiled(learnt, state, x, dy)
     count = {"devices": 8, "groups of devices": 4, "devices and ghosts": 16}[kind]
-    one, one_state = make(C, "batch", approach=approach)
-    plain = jax.jit(functools.partial(call, one))
-    groups = [plain(one_state, x)[0] for x in jnp.split(x, count)]
-    assert error(y, jnp.concatenate(groups)) < 1e-6
-    assert error(after, plain(one_state, x)[1]) < 1e-6
-    if kind == "devices":
-        assert collectives(compiled) == [("all-gather", 4 * C * DEVICES)]
+    one, one_state = make(C, "batch", approach=approach, activation=activation)
+    structure, one_rest = eqx.partition(one, eqx.is_inexact_array)
+
+    def in_turn(learnt, state, x, mask):
+        learnt = jax.tree.unflatten(jax.tree.structure(structure), jax.tree.leaves(learnt))
+        plain = functools.partial(forward, eqx.combine(learnt, one_rest), state)
+        parts = (array.reshape(count, -1, *array.shape[1:]) for array in (x, mask))
+        y = jax.lax.map(lambda part: plain(*part)[0], tuple(parts))
+        return y.reshape(x.shape), plain(x, mask)[1]
+
+    right = jax.jit(functools.partial(step, in_turn))(learnt, one_state, x, dy)
+    near = 1e-2 if case.dtype == jnp.bfloat16 else 1e-5
+    assert error((y, gradients), (right[0], right[2])) < near
+    assert error(after, right[1]) < 1e-6
+    forward_only = jax.jit(f).lower(learnt, state, x, mask).compile()
+    sent = collectives(forward_only)
+    assert all(elements <= 4 * C * DEVICES for _, elements in sent), sent
+    if kind != "groups of devices":  # whose members share statistics, and their gradients
+        reduced = sum(n for sent, n in collectives(compiled) if sent == "all-reduce")
+        assert reduced == sum(leaf.size for leaf in jax.tree.leaves(learnt))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -226,7 +265,7 @@ def test_explicit_axes_along_channels_too(layer, along, parameters):
 def test_a_state_from_around_shard_map_is_an_error_that_says_so():
     layer, state = make(C, ("batch", "devices"), approach=CASE.approach)
     f = over(lambda x: call(layer, state, x), mesh_of(devices=DEVICES), SPLIT, (SPLIT, WHOLE))
-    said = r"x is of the mesh {'devices': 8}, and the state given of none.*as an argument"
+    said = r"x is on the mesh {'devices': 8}, but the state given is on no mesh.*as an argument"
     with pytest.raises(ValueError, match=said):
         f(arguments(CASE)[0])
 
@@ -263,23 +302,35 @@ def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
 
 
 @pytest.mark.parametrize("way", ["shard_map", "jit"])
-def test_layer_norm_sends_nothing_but_gradients_of_its_parameters(way):
-    layer, mesh = LayerNorm(L), mesh_of(devices=DEVICES)
-    x = arguments(CASE)[0][:, 0]
+@pytest.mark.parametrize(
+    "layer",
+    [
+        LayerNorm((C, L)),
+        LayerNorm((C, L), activation=jax.nn.silu),
+        GroupNorm(2, C, activation=jax.nn.silu),
+        InstanceNorm(C, affine=True, activation=jax.nn.silu),
+        RMSNorm((C, L)),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(layer, way):
+    x, mesh = arguments(CASE)[0], mesh_of(devices=DEVICES)
+    learnt, rest = eqx.partition(layer, eqx.is_inexact_array)
 
-    def f(layer, x):
-        return jax.vmap(layer)(x)
+    def f(learnt, x):
+        return jax.vmap(eqx.combine(learnt, rest))(x)
 
-    def gradient(layer, x):
-        return jax.grad(lambda layer, x: (f(layer, x) ** 3).sum(), (0, 1))(layer, x)
+    def gradient(learnt, x):
+        return jax.grad(lambda learnt, x: (f(learnt, x) ** 3).sum(), (0, 1))(learnt, x)
 
-    gradients = [("all-reduce", 2 * L)]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(learnt))
+    gradients = [("all-reduce", parameters)]
     for function, outputs, sent in (f, SPLIT, []), (gradient, (WHOLE, SPLIT), gradients):
         mapped = over(function, mesh, (WHOLE, SPLIT), outputs)
         given = jax.device_put(x, NamedSharding(mesh, SPLIT))
-        compiled = jax.jit(mapped if way == "shard_map" else function).lower(layer, given)
+        compiled = jax.jit(mapped if way == "shard_map" else function).lower(learnt, given)
         compiled = compiled.compile()
-        assert error(compiled(layer, given), function(layer, x)) < 1e-6
+        assert error(compiled(learnt, given), function(learnt, x)) < 1e-6
         assert collectives(compiled) == sent
 
 

@@ -1,6 +1,6 @@
 """Tests a training step in each of the ways to take it over eight devices.
 
-Run by test_devices.py, in a process that has so many.
+Run by test_devices.py, in a process with eight devices.
 """
 
 import functools

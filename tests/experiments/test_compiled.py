@@ -1,4 +1,4 @@
-"""Tests what is read off a compiled program, and what is judged of it."""
+"""Tests how bytes are counted in a compiled program, and the verdicts on them."""
 
 import pytest
 

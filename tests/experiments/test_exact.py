@@ -1,4 +1,4 @@
-"""Tests that the reference is the definition, and its gradients are its slopes."""
+"""Tests that the reference agrees with the definition, and its gradients with its slopes."""
 
 import numpy as np
 import pytest

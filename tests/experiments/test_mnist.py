@@ -1,4 +1,4 @@
-"""The experiments' data: files are read however they are packed, and a wrong one is named."""
+"""Tests that MNIST's files are read however they are packed, and that errors name the file."""
 
 import gzip
 import lzma

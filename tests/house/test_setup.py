@@ -1,6 +1,7 @@
 """Tests that environments are made of the Python asked for, wherever the checkout lies."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,10 @@ case "$*" in
 sys.version_info = ({version}, 'final', 0); sys.base_prefix = '/somewhere/python {version}'
 exec(sys.argv[1])" "$2" ;;
 *sys.executable*) echo "$0" ;;
-*'import signal, venv'*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+*'import ensurepip'* | *'import pip'*) exec {python!r} -c "import sys
+sys.exit('$2'.split()[1] not in '{has}')" ;;
+*'import signal, venv'*) for folder; do :; done
+mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
 *'-m pip'*) echo "$*" >> calls ;;
 esac
 """
@@ -27,15 +31,16 @@ esac
 def checkout(tmp_path):
     folder = tmp_path / "a folder" / "with spaces"
     folder.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
+    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
+        shutil.copy(path, folder)
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     return folder
 
 
-def stand_in(checkout, version):
-    text = STAND_IN.format(python=sys.executable, version=version.replace(".", ", "))
-    path = checkout / f"the python {version}"
+def stand_in(checkout, version, *, name="the python {}", has="ensurepip and pip"):
+    text = STAND_IN.format(python=sys.executable, version=version.replace(".", ", "), has=has)
+    path = checkout / name.format(version)
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
     return str(path)
@@ -96,3 +101,73 @@ def test_a_bad_python_says_so_in_words_and_harms_nothing(asked, said, checkout):
     assert second.startswith("eqx-norm needs Python 3.11 or later. Name one, for example: make")
     assert len(rest) == 1  # make's own
     assert (checkout / ".venv" / "ready").stat().st_mtime_ns == ready
+
+
+def test_linters_are_installed_once_for_each_environment(checkout):
+    first, second = stand_in(checkout, "3.11.7"), stand_in(checkout, "3.12.1")
+    for python in (first, second):
+        for more in (("--editable .[dev]", "--editable .[lint]"), ()):
+            done, installed = make(checkout, "linters", f"PYTHON={python}")
+            assert done.returncode == 0, done.stderr
+            assert [
+                call.split("--constraint constraints.txt ")[1]
+                for call in installed.splitlines()
+            ] == [*more]
+
+
+@pytest.mark.parametrize(
+    ("has", "installed"),
+    [
+        ("ensurepip", ["--editable .[dev]"]),
+        ("pip", ["--python .venv/bin/python install", "--editable .[dev]"]),
+        ("neither", []),
+    ],
+)
+def test_a_python_without_ensurepip_serves_if_it_has_pip(has, installed, checkout):
+    done, calls = make(checkout, "setup", f"PYTHON={stand_in(checkout, '3.11.7', has=has)}")
+    assert (done.returncode == 0) == bool(installed)
+    assert len(calls.splitlines()) == len(installed)
+    assert all(said in call for said, call in zip(installed, calls.splitlines(), strict=True))
+    if not installed:
+        assert "has neither ensurepip nor pip" in done.stderr
+        assert not (checkout / ".venv" / "ready").exists()
+
+
+def test_the_newest_jax_gets_a_newer_python_or_says_that_there_is_none(checkout):
+    tools = checkout / "tools"
+    tools.mkdir()
+    for tool in ("cp", "find", "head", "make", "mkdir", "rm", "sh", "touch"):
+        os.symlink(str(shutil.which(tool)), tools / tool)
+    stand_in(checkout, "3.11.7", name="tools/python3")
+    path = {"PATH": str(tools)}
+    done, installed = make(checkout, ".venv-newest", **path)
+    assert (done.returncode, installed) == (0, "")
+    assert (
+        done.stdout == ".venv-newest: no Python 3.12 or later was found here; nothing is done\n"
+    )
+    assert make(checkout, "test-newest", **path)[0].returncode == 0
+
+    stand_in(checkout, "3.13.0", name="tools/python3.13")
+    done, installed = make(checkout, ".venv-newest", **path)
+    assert ".venv-newest: a new environment, of Python 3.13.0 in" in done.stdout
+    assert "--constraint constraints-newest.txt --editable .[dev]" in installed
+    # The Python that is asked for, where it is new enough.
+    newer = stand_in(checkout, "3.14.2")
+    done, installed = make(checkout, ".venv-newest", f"PYTHON={newer}", **path)
+    assert ".venv-newest: a new environment, of Python 3.14.2 in" in done.stdout
+    assert make(checkout, ".venv-newest", f"PYTHON={newer}", **path)[1] == ""
+
+
+def test_every_environment_has_its_constraints(checkout):
+    python = stand_in(checkout, "3.12.1")
+    said = (checkout / "Makefile").read_text(encoding="utf-8")
+    names = re.findall(r"^\w+ := (\.venv\S*)$", said, re.MULTILINE)
+    assert len(names) == 6
+    for name in names:
+        done, installed = make(checkout, name, f"PYTHON={python}")
+        assert done.returncode == 0, done.stderr
+        assert (checkout / name / "ready").exists()
+        for constraints in re.findall(r"--constraint (\S+)", installed):
+            assert (checkout / constraints).exists()
+    make(checkout, "clean")
+    assert not [*checkout.glob(".venv*")]

@@ -1,5 +1,7 @@
-"""Tests that a wheel has the strategies, with and without symbolic links in the checkout."""
+"""Tests what a wheel and an sdist hold, with and without symbolic links in the checkout."""
 
+import email
+import re
 import shutil
 import tarfile
 import zipfile
@@ -46,17 +48,61 @@ def test_it_is_the_same_with_links_without_them_and_from_an_sdist(checkout, tmp_
     assert {f"eqx_norm/{source}" for source in sources} <= files
     assert not [f for f in files if f.startswith("strategies") or f == "eqx_norm/strategies"]
     assert wheel(ROOT, tmp_path / "b")[1] == files
+    assert {f for f in files if f.startswith("eqx_norm/") and not f.endswith(".py")} == {
+        "eqx_norm/py.typed"
+    }
+    assert {f.split("/")[0] for f in files} == {
+        "eqx_norm",
+        path.name.split("-py3")[0] + ".dist-info",
+    }
+    assert any(f.endswith(".dist-info/licenses/LICENSE") for f in files)
 
-    build(checkout, "sdist", tmp_path)
-    (packed,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(packed) as archive:
-        archive.extractall(tmp_path / "sdist", filter="data")
-    (unpacked,) = (tmp_path / "sdist").iterdir()
-    assert wheel(unpacked, tmp_path / "c")[1] == files
+    for name, source in (("without", checkout), ("with", ROOT)):
+        out = tmp_path / name
+        build(source, "sdist", out)
+        (packed,) = out.glob("*.tar.gz")
+        with tarfile.open(packed) as archive:
+            archive.extractall(out / "sdist", filter="data")
+        (unpacked,) = (out / "sdist").iterdir()
+        top = {f.stem for f in unpacked.iterdir()} - {".gitignore", "CITATION"}
+        parts = "CHANGELOG LICENSE PKG-INFO README eqx_norm hatch_build pyproject strategies"
+        assert top == {*parts.split()}
+        assert wheel(unpacked, out / "wheel")[1] == files
 
     program = "import eqx_norm.strategies as s; print(s.__file__, s.named('ema', 0.9).momentum)"
     run = python("-c", program, cwd=tmp_path, PYTHONPATH=str(path))
     assert run.stdout == f"{path / LINK / '__init__.py'} 0.9\n"
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_every_link_of_the_description_is_absolute(tmp_path):
+    """A package index shows it without the files of the repository; code stays as it is."""
+    path, files = wheel(ROOT, tmp_path)
+    with zipfile.ZipFile(path) as packed:
+        (metadata,) = (f for f in files if f.endswith(".dist-info/METADATA"))
+        message = email.message_from_string(packed.read(metadata).decode("utf-8"))
+    assert message["Description-Content-Type"] == "text/markdown"
+    description = str(message.get_payload())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert blocks.findall(description) == blocks.findall(readme)
+
+    text = without_code(description)
+    links = re.findall(
+        r"\]\(\s*([^)\s]+)|^\[[^\]]+\]:\s*(\S+)|\b(?:src|href)=\"([^\"]*)", text, re.M
+    )
+    targets = ["".join(link) for link in links]
+    assert targets
+    assert [target for target in targets if not target.startswith("https://")] == []
+    # What points into the repository is there.
+    for target in targets:
+        place = re.match(r"https://\S+/eqx-norm/eqx-norm/(?:blob/)?main/([^#]+)", target)
+        assert place is None or (ROOT / place[1]).exists(), target
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+    assert all(i.startswith("https://raw.githubusercontent.com/") for i in images)
 
 
 def fails_in_words(built, *words):

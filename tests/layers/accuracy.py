@@ -17,7 +17,8 @@ from experiments.common import exact
 from experiments.common.exact import EPS, Answer, Batch
 from tests.helpers import make
 
-BOUNDS = {"y": 1e-6, "variance": 5e-7, "dx": 1e-6, "dweight": 1e-7, "dbias": 2e-7}
+# dweight: x - mean - mean_rest is rounded twice, by half an ulp each, where mean/std is large.
+BOUNDS = {"y": 1e-6, "variance": 5e-7, "dx": 1e-6, "dweight": 2.0**-23, "dbias": 2e-7}
 MEAN_ULPS = 4
 
 seeds = st.integers(0, 2**32 - 1)

@@ -94,7 +94,7 @@ def test_equinox_s_mode_is_the_approach_of_that_name(name, strategy):
 
 def test_without_an_approach_it_warns_once_and_takes_batch():
     _approach._warn_of_the_default.cache_clear()
-    with pytest.warns(UserWarning, match="takes approach='batch'.*mode='ema'.*issues/659"):
+    with pytest.warns(UserWarning, match="uses approach='batch'.*mode='ema'.*issues/659"):
         layer = BatchNorm(3, "batch")
     assert layer.approach == Batch(0.99)
     BatchNorm(3, "batch")  # a second warning would be an error here

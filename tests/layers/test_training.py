@@ -13,7 +13,7 @@ from tests.helpers import same
 
 
 def step(make, depth, shape):
-    """Returns a lowered step of so many norms, each with a ReLU behind it."""
+    """Returns a lowered step of `depth` norms, each followed by a ReLU."""
     norms, state = eqx.nn.make_with_state(lambda: [make() for _ in range(depth)])()
     learnt, rest = eqx.partition(norms, eqx.is_inexact_array)
 

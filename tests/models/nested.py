@@ -22,7 +22,7 @@ NORMS = tuple(getattr(eqx.nn, name) for name in ("BatchNorm", *OF_EXAMPLES))
 
 
 class Counter(eqx.nn.StatefulLayer):
-    """Is a stateful layer of a user's own: adds how often it was called."""
+    """Is a user's stateful layer: adds the number of its calls."""
 
     index: eqx.nn.StateIndex
 
@@ -88,7 +88,7 @@ def build(description: Any, nn: Any, key: Any) -> Any:
 
 
 def _with_weights(norm: Any, key: Any) -> Any:
-    """Returns the norm with a weight and a bias that are not those of every new layer."""
+    """Returns the norm with a weight and a bias other than those of a new layer."""
     draw = 0.5 * jax.random.normal(key, (C,))
     new = [old if old is None else 1 + draw for old in (norm.weight, norm.bias)]
     where: Any = lambda n: (n.weight, n.bias)  # noqa: E731
@@ -105,7 +105,7 @@ def made(description: Any, nn: Any, members: int = 0) -> tuple[Any, Any]:
 
 
 def apply(model: Any, x: Any, state: Any) -> Any:
-    """Returns what the model makes of one example, its parts called one after another."""
+    """Returns the model's output for one example, with its parts called in order."""
     match model:
         case eqx.nn.Shared():
             return apply(model(), x, state)

@@ -1,4 +1,4 @@
-"""Tests that frozen layers normalise by what they remember and change in no bit."""
+"""Tests that frozen layers normalise by their statistics and do not change in any bit."""
 
 import equinox as eqx
 import jax
@@ -63,7 +63,7 @@ def test_steps_change_no_bit_until_it_learns_again(trained):
     assert not same(later, after)
 
 
-# Whether what the optimiser remembers is of before, and whether what is frozen stays.
+# Whether the optimiser state is from before the freeze, and whether frozen arrays stay.
 CASES = {
     "masked weight decay": (optax.adamw(1e-2, weight_decay=0.1, mask=trainable), False, True),
     "weight decay moves it": (optax.adamw(1e-2, weight_decay=0.1), False, False),

@@ -34,7 +34,7 @@ STEPS, CLASSES = 3, 4
 
 def resnet(norm: Any, monkeypatch: Any) -> Any:
     """Returns a ResNet of jaxonmodels with any batch norm, and its state."""
-    # What would fetch its weights takes packages that do not go with the pinned ones.
+    # The code that fetches its weights needs packages that conflict with the pinned ones.
     fetching = types.SimpleNamespace(BotoClient=None, download=None)
     monkeypatch.setitem(sys.modules, "jaxonmodels.utils.boto_client", fetching)
     # Imported here: without the peers this must fail, and only when it is asked for.

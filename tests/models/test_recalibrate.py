@@ -32,7 +32,7 @@ def cut(x):
 
 
 def check(layer, state, x, unbiased=False, rtol=1e-6):
-    """Compares what a layer remembers with mean and variance of all values, in float64."""
+    """Compares a layer's statistics with mean and variance of all values, in float64."""
     x = np.asarray(x, np.float64).swapaxes(0, 1).reshape(3, -1)
     mean, variance = remembered(layer, state)
     np.testing.assert_allclose(mean, x.mean(1), rtol=rtol, atol=rtol * x.std())
@@ -54,7 +54,7 @@ def deep():
 def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
     layer, state = make(3, "batch", approach=approach, unbiased=unbiased)
     x = data()
-    for _ in range(2):  # what was learnt before is forgotten
+    for _ in range(2):  # earlier statistics do not matter
         _, state = quick_call(layer, state, 7 * x - 30)
     kept = entries(state)
     after = recalibrate(layer, state, cut(x))
@@ -77,7 +77,7 @@ def test_batches_of_one_value_have_an_unbiased_variance_together():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_deep_network_normalises_by_each_batch(deep, inference):
-    """The second norm's statistics are those of what training gives it, cut as it is cut."""
+    """The second norm's statistics are those of its inputs in training with these batches."""
     model, state = deep
     batches, seen = cut(data(mean=1, std=2)), []
     for x in map(np.float64, batches):
@@ -88,7 +88,7 @@ def test_a_deep_network_normalises_by_each_batch(deep, inference):
 
 
 def test_after_it_the_average_goes_on_from_the_batches_that_it_has_seen():
-    """The micro-batches of before count as the batches that they were."""
+    """Earlier micro-batches count as the batches that they made up."""
     x, ends = jnp.asarray(data(n=8)), []
     for approach, parts in ((Average(), 2), (Accumulated(Average(), every=2), 4)):
         norm, state = make(3, "batch", approach=approach)
@@ -114,13 +114,13 @@ def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
     model, state = deep
     batches = cut(data())
     bad = np.where(np.arange(12).reshape(3, 4) == 5, np.nan, batches[1])
-    with pytest.warns(UserWarning, match=r"Of 4 batches: layers\[1\] left out 1.*\[3\] left"):
+    with pytest.warns(UserWarning, match=r"Of 4 batches: layers\[1\] skipped 1.*\[3\] skipped"):
         after = recalibrate(model, state, [*batches, bad])
     right = recalibrate(model, state, batches)
     for layer in model.layers[1::2]:
         assert same(*(s.get(layer.memory_index) for s in (after, right)))
         assert after.get(layer.rejected_index) == 1
-    with pytest.raises(ValueError, match=r"Nothing was learnt.*batches: layers\[1\] "):
+    with pytest.raises(ValueError, match=r"No batch norm got .*batches: layers\[1\] "):
         recalibrate(model, state, [bad])
 
 
@@ -130,7 +130,7 @@ def test_a_norm_that_is_not_called_keeps_its_memory(deep):
     def first_only(model, state, batch):
         return over_batch(model.layers[1])(batch["image"], state)[1]  # the state alone
 
-    with pytest.warns(UserWarning, match=r"layers\[3\] was .* keeps what it remembered"):
+    with pytest.warns(UserWarning, match=r"layers\[3\] got no .* keeps its statistics"):
         after = recalibrate(model, state, [{"image": b} for b in cut(data())], first_only)
     check(model.layers[1], after, data())
     index = model.layers[3].memory_index
@@ -164,9 +164,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"batches": []}, "^batches is empty"),
     ({"batches": [{"x": 1}]}, "yields a dict.*forward=lambda model, state, batch"),
     ({"batches": data()}, r"batch of shape \(3, 4\).* example of shape \(4,\)"),
-    ({"forward": lambda model, state, x: x}, "returned .*, but has to return the new state"),
+    ({"forward": lambda model, state, x: x}, "returned .*, but must return the new state"),
     ({"model": eqx.nn.Identity()}, "nothing to recalibrate: .*BatchNorm that is not frozen"),
-    ({"state": make(3, "batch", approach="batch")[1]}, r"^layers\[1\]: .*for another model"),
+    ({"state": make(3, "batch", approach="batch")[1]}, r"^layers\[1\]: .*to another model"),
 ]
 
 

@@ -30,7 +30,7 @@ from tests.models.nested import OURS, C, call, made, shapes, unchecked
 
 
 class Loading(Unloaded):
-    """Is a strategy of a user's own that remembers no `Running`, and can load."""
+    """Is a user's strategy with its own kind of memory, which can load."""
 
     def load(self, learnt):
         return Moments.of(learnt.mean, learnt.memory_variance, learnt.mean_rest)
@@ -85,7 +85,7 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
 
 
 def test_what_is_wrapped_keeps_its_memory_to_the_bit():
-    """A strategy that remembers in its own way is not loaded for it: that would lose counts."""
+    """The same strategy keeps its own memory; to load it would lose counts."""
     for approach in (Cumulative(), Loading(), Unloaded()):
         model, state = trained(approach)
         wrapped = reconfigure(model, state, approach=lambda s: Accumulated(s, every=2))
@@ -144,8 +144,8 @@ def test_an_rms_norm_has_no_kernel_to_ask_for():
 
 ROW: Any = lambda path, _: "row" in path  # noqa: E731
 WRONG: list[tuple[Any, str]] = [
-    ({"input_size": 4}, "^input_size= cannot be changed in a layer that exists"),
-    ({"where": lambda *_: 0, "eps": 1.0}, r"where= took none of \[0\], \[1\]\['row'\]"),
+    ({"input_size": 4}, "^input_size= cannot be changed in an existing layer"),
+    ({"where": lambda *_: 0, "eps": 1.0}, r"where= chose none of \[0\], \[1\]\['row'\]"),
     ({"where": ROW, "approach": "ema"}, "^approach= is a setting of BatchNorm"),
     ({"approach": lambda strategy: 3}, r"^\[0\]: approach=3 is neither a name nor a strat"),
     ({"approach": Batch}, r"^\[0\]: approach=<class .* with the parentheses"),

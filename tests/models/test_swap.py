@@ -1,4 +1,4 @@
-"""Tests that a model whose layers were swapped is the one that was built with the others."""
+"""Tests that a swapped model equals one that was built with the other layers."""
 
 from typing import Any
 
@@ -39,8 +39,8 @@ def make(mode: Any = "batch", **kwargs: Any) -> Any:
 
 
 def with_history(norm, state, seed, steps, members):
-    """Returns the state of a norm after so many batches, as Equinox has it in float32, and the
-    average of their means and variances, in float64."""
+    """Returns the state of Equinox's norm after `steps` batches, in float32, and the average of
+    their means and variances, in float64."""
     shape = (members, C)[not members :]
     right = np.random.RandomState(seed).uniform(0.1, 10, (2, *shape))
     if norm.mode == "ema":
@@ -105,7 +105,7 @@ def test_training_goes_on_as_if_it_had_begun_with_this_layer():
 
 
 def test_after_the_way_back_the_next_batches_count_for_less():
-    """Where the layer had learnt from a few: how few they were has no place in Equinox's."""
+    """They count for less after few batches, whose number Equinox's layer cannot keep."""
     norm, state = made(("BatchNorm", {"mode": "batch", "momentum": 0.9}), OURS)
     for step in range(3):
         _, state = call(norm, state, normal(step, (16, C), 3, 2))
@@ -120,7 +120,7 @@ def test_after_the_way_back_the_next_batches_count_for_less():
 
 @each_mode
 def test_statistics_that_were_put_there_are_taken_as_they_are(mode):
-    """As those of PyTorch are: without a count of batches that would say how."""
+    """So are PyTorch's statistics, which have no count of batches."""
     norm, state = make(mode)
     put = f32([1, 2, 3]), f32([4, 5, 6])
     ours, after = swap(norm, state.set(norm.batch_state_index or norm.ema_state_index, put))

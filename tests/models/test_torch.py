@@ -48,12 +48,12 @@ LAYERS: dict[str, Any] = {
 
 
 def built(form: Any) -> tuple[Any, Any]:
-    """Returns a model of layers, given by their names in the structure of the form."""
+    """Returns a model with the structure of `form`, and layers in place of their names."""
     return eqx.nn.make_with_state(lambda: jax.tree.map(lambda name: LAYERS[name](), form))()
 
 
 def filled(model: Any, state: Any = None, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns the `state_dict` of such a model in PyTorch, of random numbers."""
+    """Returns a `state_dict` of random numbers for such a model."""
     random = np.random.RandomState(seed)
     given = to_torch(model, state)
     return {k: np.asarray(random.uniform(1, 9, a.shape), a.dtype) for k, a in given.items()}
@@ -66,7 +66,7 @@ def error(*args: Any, **kwargs: Any) -> str:
 
 
 def renamed(state_dict: Any, **names: str) -> dict[str, Any]:
-    """Returns the dict with other names, by the regular expressions that they replace."""
+    """Returns the dict with regular expressions in its keys replaced by the given names."""
     for new, old in names.items():
         state_dict = {re.sub(old, new, name): array for name, array in state_dict.items()}
     return state_dict
@@ -130,7 +130,7 @@ def test_names_that_coincide_go_before_the_order():
     given = filled(model)
     shuffled = {n: given[n] for part in "kvq" for n in given if n.startswith(part)}
     assert same(to_torch(from_torch(model, None, shuffled)[0]), given)
-    # Of which one has another name: it is what is left over.
+    # One has another name, so it is matched as the only one left.
     other = renamed(shuffled, query="^q")
     loaded, _, report = from_torch(model, None, other)
     assert report.matched == {"['k']": "k", "['q']": "query", "['v']": "v"}
@@ -138,7 +138,7 @@ def test_names_that_coincide_go_before_the_order():
 
 
 def test_the_rest_goes_by_order_among_layers_of_one_form_where_equally_many():
-    """The convolutions first here, and in turns there."""
+    """The model has its convolutions first; the `state_dict` alternates them with norms."""
     model, state = built([["convolution", "convolution"], ["norm", "norm"]])
     there = {"c1": "convolution", "n1": "norm", "c2": "convolution", "n2": "norm"}
     given = filled(*built(there))
@@ -174,7 +174,7 @@ def test_names_that_are_given_decide():
 
 @pytest.mark.parametrize(("stem", "head"), [("stem", "head"), ("features", "fc")])
 def test_a_head_of_another_size_is_left_and_everything_else_is_loaded(stem, head):
-    """Whether names coincide or not, and although a layer elsewhere has the head's form."""
+    """This holds for equal and other names, and if another layer has the head's shape."""
     model, state = built({"stem": ["convolution", "norm", "linear"], "head": "linear"})
     given = filled(model, state)
     there = given | {"head.weight": np.ones((9, 3)), "head.bias": np.ones(9)}
@@ -240,7 +240,7 @@ def test_another_shape_is_an_error_and_what_is_left_over_if_strict():
     said = error(model, state, other, strict=False)
     assert re.search(r"0\.weight .*\(6, 2, 5\).*\(6, 2, 3\)", said)
     assert "(3, 2)" in said
-    assert "names has ['[9]'], with which no path" in error(model, state, given, {"[9]": "a"})
+    assert "names has ['[9]'], but no layer's" in error(model, state, given, {"[9]": "a"})
     with pytest.raises(ValueError, match=r"\['a.bias', 'a.weight'\]"):
         to_torch(*built(["linear", "linear"]), lambda _: "a")
 

@@ -47,7 +47,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def assert_back(model: Any, state: Any, module: Any, names: Any = None) -> None:
-    """Checks that PyTorch takes what `to_torch` gives, and that it is what it had."""
+    """Checks that PyTorch accepts the result of `to_torch`, and that it is unchanged."""
     before = {name: numpy(a).copy() for name, a in module.state_dict().items()}
     given = {name: torch().from_numpy(a) for name, a in to_torch(model, state, names).items()}
     module.load_state_dict(given, strict=True)

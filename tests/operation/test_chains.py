@@ -33,7 +33,7 @@ def residual(norm, x):
 
 
 def compiled(block, number):
-    """Returns forward and backward pass of so many blocks, each with a norm, compiled."""
+    """Returns the compiled forward and backward pass of a chain of blocks with norms."""
 
     def make():
         return [BatchNorm(SHAPE[1], "batch", approach="batch") for _ in range(number)]

@@ -86,7 +86,7 @@ class Answers(AbstractStrategy[Running]):
         return eval(self.inference_)
 
 
-NOT_MOMENTS = r"before the memory, {}, but what normalises are Moments"
+NOT_MOMENTS = r"before the memory, {}, but the layer normalises by Moments"
 WRONG = {
     "None": r"Answers\.update returned nothing \(None\), but a training step needs two things"
     r".*return used, memory",
@@ -94,7 +94,7 @@ WRONG = {
     "(batch, memory, 3)": r"update returned a tuple of 3, \(TrainingBatch.*needs two things",
     "(None, memory)": NOT_MOMENTS.format(r"nothing \(None\)")
     + r".*Moments\.of\(mean, variance, mean_rest\)",
-    "(memory, batch)": r"before the memory, Running\(.*This has them: answer with its",
+    "(memory, batch)": r"before the memory, Running\(.*Return the \.moments of this",
     "(batch.mean, memory)": NOT_MOMENTS.format(r"an array, f\d\d\[3\]"),
     "((batch.mean, batch.variance), memory)": r"before the memory, a tuple of 2, \(an array",
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
@@ -104,8 +104,8 @@ WRONG = {
     r" of another structure, shape or dtype.*mean=f16\[3\].*it was given.*mean=f\d\d\[3\]",
 }
 WRONG_IN_INFERENCE = {
-    "memory": r"Answers\.infer returned Running\(.*This has them: answer with its",
-    "None": r"infer returned nothing \(None\), but what normalises are Moments",
+    "memory": r"Answers\.infer returned Running\(.*Return the \.moments of this",
+    "None": r"infer returned nothing \(None\), but the layer normalises by Moments",
     "(memory.mean, memory.variance)": r"infer returned a tuple of 2",
 }
 

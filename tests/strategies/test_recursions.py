@@ -48,7 +48,7 @@ def batches(steps):
 
 
 def pushed(running, batch, momentum, steps):
-    """Returns the average after so many times the same batch."""
+    """Returns the average after the given number of equal batches."""
 
     @jax.jit
     def run(running):

@@ -25,7 +25,7 @@ G = np.array([0.5, 2.0, 9.5])  # the mean over channels is 4
 
 
 def settled(strategy, batches):
-    """Returns the memory after so many batches of variance G, the running variance then."""
+    """Returns the memory after batches of variance G, which is the running variance then."""
     memory = strategy.init(3, jnp.float32)
     for step in range(batches):
         _, memory = strategy.update(of_variance(G, step), memory)
