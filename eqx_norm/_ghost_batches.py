@@ -1,6 +1,6 @@
 """Defines `ghost_batches`, which cuts a batch into groups to normalise separately."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,26 +27,28 @@ def ghost_batches(batch: Batch, size: int) -> Batch:
     **Arguments:**
 
     - `batch`: an array `(n, ...)` of any dtype, or a pytree of such arrays.
-    - `size`: the number of examples in a group; it must divide n.
+    - `size`: the number of examples in a group, an int; it must divide n.
 
     **Returns:** the batch, with arrays of shape `(n / size, size, ...)`.
 
-    **Raises:** `ValueError` if `size` does not divide n.
+    **Raises:** `ValueError` if `size` does not divide n, or arrays differ in n.
 
     Hoffer, Hubara and Soudry, "Train longer, generalize better",
     https://arxiv.org/abs/1705.08741.
     """
 
-    def cut(array: Any) -> Any:
-        n = jnp.shape(array)[0]
-        if not 0 < size <= n or n % size:
-            divisors = [d for d in range(1, n + 1) if n % d == 0]
-            below = [d for d in divisors if d < size][-1:]
-            above = [d for d in divisors if d > size][:1]
-            raise ValueError(
-                f"size={size}: a batch of {n} examples cannot be cut into groups of {size}. "
-                f"The nearest sizes that divide it: {', '.join(map(str, below + above))}."
-            )
-        return array.reshape(-1, size, *array.shape[1:])
-
-    return jax.tree.map(cut, batch)
+    lengths = sorted({n for array in jax.tree.leaves(batch) for n in jnp.shape(array)[:1]})
+    if len(lengths) != 1 or not all(map(jnp.ndim, jax.tree.leaves(batch))):
+        raise ValueError(
+            f"batch={jax.tree.map(jnp.shape, batch)} (shapes): every array must have the same "
+            "number of examples along its first axis, to be cut into the same groups."
+        )
+    (n,) = lengths
+    if not 0 < size <= n or n % size:
+        divisors = [d for d in range(1, n + 1) if n % d == 0]
+        near = [d for d in divisors if d < size][-1:] + [d for d in divisors if d > size][:1]
+        raise ValueError(
+            f"size={size!r}: a batch of {n} examples cannot be cut into groups of {size}. "
+            f"The nearest sizes that divide it: {', '.join(map(str, near)) or 'none'}."
+        )
+    return jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), batch)

@@ -1,6 +1,7 @@
 """Defines `GroupNorm`."""
 
 import equinox as eqx
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -53,8 +54,11 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "channels=None: the layer makes a weight and a bias for each channel, so give "
                 "the number of channels, or channelwise_affine=False."
             )
-        self.groups, self.channels = groups, channels
-        self._check_groups(channels or groups)
+        for name, number in {"groups": groups, "channels": channels or groups}.items():
+            if not isinstance(number, int | np.integer):
+                raise ValueError(f"{name}={number!r}: it must be an int, the number of {name}.")
+        self.groups, self.channels = int(groups), None if channels is None else int(channels)
+        self._check_groups(self.groups if self.channels is None else self.channels)
         self.channelwise_affine = bool(channelwise_affine)
         weights = self.channelwise_affine, self.channelwise_affine, dtype
         super().__init__((channels or 0,), eps, *weights, activation, implementation)

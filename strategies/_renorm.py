@@ -31,9 +31,16 @@ class Ramp(eqx.Module):
     begin: int = eqx.field(static=True)
     finish: int = eqx.field(static=True)
 
+    def __check_init__(self):
+        if not self.begin < self.finish:
+            raise ValueError(
+                f"begin={self.begin!r} and finish={self.finish!r}: the ramp goes from step "
+                "begin= to step finish=, so begin= must be smaller."
+            )
+
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Returns the value at this step."""
-        done = (step - self.begin) / max(1, self.finish - self.begin)
+        done = (step - self.begin) / (self.finish - self.begin)
         return self.start + (self.end - self.start) * jnp.clip(done, 0.0, 1.0)
 
 
@@ -79,7 +86,9 @@ class Renorm(AbstractRunningStrategy):
     def __check_init__(self):
         for name, least in (("r_max", 1), ("d_max", 0)):
             bound = getattr(self, name)
-            if not callable(bound) and not bound >= least:
+            ends = (bound.start, bound.end) if isinstance(bound, Ramp) else (bound,)
+            numbers = [end for end in ends if not callable(end)]
+            if not all(isinstance(n, int | float) and n >= least for n in numbers):
                 raise ValueError(
                     f"{name}={bound!r}: it bounds the correction of a batch, and must be "
                     f"{least} or more ({least}: no correction), or a function of the step."

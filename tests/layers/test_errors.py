@@ -9,7 +9,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, LayerNorm, _approach
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, _approach
 from eqx_norm.strategies import NAMED, Batch, Ema, VarianceClip
 from tests.helpers import Cumulative, cast, copy, make, normal, over_batch
 from tests.helpers import quick_call as call
@@ -52,6 +52,7 @@ OF_LAYER_NORM = [
     ({"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
     ({"shape": 0}, "shape=0.*1 or more"),
     ({"shape": (3, -1)}, r"shape=\(3, -1\)"),
+    ({"shape": 4.0}, "shape=4.0: it must be the shape"),
 ]
 
 
@@ -60,6 +61,8 @@ OF_LAYER_NORM = [
     [
         *((of_batch_norm, *row) for row in ARGUMENTS),
         *((of_layer_norm, *row) for row in OF_LAYER_NORM),
+        (GroupNorm, {"groups": 2.0, "channels": 4}, "groups=2.0: it must be an int"),
+        (InstanceNorm, {"channels": "6"}, "groups='6': it must be an int"),
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )

@@ -158,3 +158,5 @@ def test_errors():
         ghost_batches((X, DY), 5)
     with pytest.raises(ValueError, match=r"size=0.*nearest sizes.*: 1\."):
         ghost_batches(X, 0)
+    with pytest.raises(ValueError, match=r"\(12, 3, 5\), \(8,\).*same number of examples"):
+        ghost_batches((X, DY[:8, 0, 0]), 4)

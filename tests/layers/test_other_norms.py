@@ -281,11 +281,17 @@ def test_in_an_ensemble_of_layers(name):
         (lambda: RMSNorm((2, 0)), r"shape=\(2, 0\)"),
         (lambda: RMSNorm(6, eps=0.0), r"eps=0\.0"),
         (lambda: GroupNorm(2, 6)(jnp.ones((6, 3)), mask=jnp.ones(6, bool)), r"mask has shape"),
+        (lambda: GroupNorm(2, 0), "groups=2 and channels=0"),
     ],
 )
 def test_errors(call, words):
     with pytest.raises(ValueError, match=f"(?s){words}"):
         call()
+
+
+def test_instance_norm_has_the_defaults_of_pytorch():
+    layer = InstanceNorm(6)
+    assert (layer.weight, layer.bias, layer.eps) == (None, None, 1e-5)
 
 
 def test_integers_are_an_error():

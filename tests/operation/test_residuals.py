@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import LayerNorm
+from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise import jaxprs
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, make, normal, over_batch
@@ -32,12 +32,21 @@ def batch_norm(activation=None, approach="batch", **arguments):
     return layer, lambda layer, x: over_batch(layer)(x, state)[0]
 
 
-def layer_norm(activation=None):
-    layer = LayerNorm(SHAPE[1:], activation=activation)
-    return layer, lambda layer, x: jax.vmap(layer)(x)
+def of_examples(make_norm, *sizes):
+    """Returns a function like `batch_norm`, for a norm of one example."""
+    return lambda activation=None: (make_norm(*sizes, activation=activation), of_each)
 
 
-NORMS = {"BatchNorm": batch_norm, "LayerNorm": layer_norm}
+def of_each(layer, x):
+    return jax.vmap(layer)(x)
+
+
+NORMS = {
+    "BatchNorm": batch_norm,
+    "LayerNorm": of_examples(LayerNorm, SHAPE[1:]),
+    "GroupNorm": of_examples(GroupNorm, 1, SHAPE[1]),
+    "RMSNorm": of_examples(RMSNorm, SHAPE[1:]),
+}
 each_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
@@ -61,7 +70,8 @@ def test_x_itself_is_kept_and_vectors(norm, dtype, name):
     kept = held(layer, call, x)
     vectors = [leaf for leaf in kept if leaf is not x]
     assert len(vectors) < len(kept)
-    assert max(vector.size for vector in vectors) <= layer.weight.size
+    each = SHAPE[0] if isinstance(layer, GroupNorm) else 1  # a vector for each example
+    assert max(vector.size for vector in vectors) <= each * layer.weight.size
     assert len(vectors) <= 25
 
 

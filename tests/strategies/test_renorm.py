@@ -3,6 +3,8 @@
 And what four implementations that people use make of them.
 """
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,12 @@ C, MOMENTUM = 3, 0.9
 SHORT = Renorm(MOMENTUM, Ramp(1, 3, 2, 9), Ramp(0, 5, 2, 6))
 
 
+WEIGHT, BIAS = np.array([0.5, -2.0, 1.5]), np.array([0.25, 1.0, -0.75])
+
+
 def paper(history, r_max, d_max, eps):
-    """Yields y, dx of sum(y * dy), and the running mean and variance, for each (x, dy)."""
+    """Yields the normalised x, the gradients of sum(y * dy) in x, weight and bias, and the
+    running mean and variance, for each (x, dy)."""
     average, weight = np.zeros((2, C)), 0.0
     for step, (x, dy) in enumerate(history):
         x, dy = (np.asarray(a, np.float64) for a in (x, dy))
@@ -32,15 +38,17 @@ def paper(history, r_max, d_max, eps):
         xhat = (x - mean[:, None]) / sigma_b[:, None]
         average = MOMENTUM * average + (1 - MOMENTUM) * np.array([mean, variance])
         weight = MOMENTUM * weight + (1 - MOMENTUM)
-        g = dy * r
+        g = dy * r * WEIGHT[:, None]
         mean_g, mean_gx = (a.mean((0, 2))[:, None] for a in (g, g * xhat))
         dx = (g - mean_g - xhat * mean_gx) / sigma_b[:, None]
-        yield xhat * r + d, dx, average / weight
+        y = xhat * r + d
+        yield y, (dx, (dy * y).sum((0, 2)), dy.sum((0, 2))), average / weight
 
 
 @pytest.mark.parametrize(("ratio", "eps"), [(1, 1e-5), (1e6, 0.1)])
 def test_is_the_paper_s_in_every_phase(ratio, eps):
     layer, state = make(C, "batch", eps=eps, approach=SHORT)
+    layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (f32(WEIGHT), f32(BIAS)))
     history = [
         (
             normal(step, (6, C, 4), ratio + 3 * np.sin(step), 1 + step % 4),
@@ -50,15 +58,21 @@ def test_is_the_paper_s_in_every_phase(ratio, eps):
     ]
     formula = paper(history, SHORT.r_max, SHORT.d_max, eps)
     shifts = []
-    for (x, dy), (y, dx, (mean, variance)) in zip(history, formula, strict=True):
-        ours, state, (_, our_dx) = call_and_grad(layer, state, x, dy)
-        scale = np.maximum(1, np.abs(y))
-        np.testing.assert_allclose(ours / scale, y / scale, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(our_dx, dx, rtol=0, atol=1e-6 * np.abs(dy).max() * 3)
+    for (x, dy), (y, (dx, dweight, dbias), running) in zip(history, formula, strict=True):
+        mean, variance = running
+        ours, state, (gradient, our_dx) = call_and_grad(layer, state, x, dy)
+        scale = np.maximum(1, np.abs(y)) * np.abs(WEIGHT)[:, None]
+        affine = y * WEIGHT[:, None] + BIAS[:, None]
+        np.testing.assert_allclose(ours / scale, affine / scale, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(our_dx, dx, rtol=0, atol=1e-6 * np.abs(dy).max() * 6)
+        total = 1e-6 * np.abs(dy).sum((0, 2)).max()
+        np.testing.assert_allclose(gradient.weight, dweight, rtol=0, atol=total * scale.max())
+        np.testing.assert_allclose(gradient.bias, dbias, rtol=0, atol=total)
         shifts.append(np.abs(y.mean((0, 2))).max())
         inferred, _ = call(eqx.nn.inference_mode(layer), copy(state), x)
         right = (np.float64(x) - mean[:, None]) / np.sqrt(variance + eps)[:, None]
-        scale = np.maximum(1, np.abs(right))
+        scale = np.maximum(1, np.abs(right)) * np.abs(WEIGHT)[:, None]
+        right = right * WEIGHT[:, None] + BIAS[:, None]
         np.testing.assert_allclose(inferred / scale, right / scale, rtol=0, atol=1e-6)
     assert max(shifts[:3]) < 1e-9 < 0.5 < max(shifts[6:])  # closed, then open
 
@@ -132,11 +146,24 @@ def test_equal_schedules_are_one_program():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("r_max", 0.5), ("d_max", -1.0), ("r_max", jnp.nan)]
+    ("name", "value"),
+    [
+        ("r_max", 0.5),
+        ("d_max", -1.0),
+        ("r_max", jnp.nan),
+        ("r_max", Ramp(0, 3, 1, 9)),
+        ("d_max", Ramp(5, -5, 1, 9)),
+    ],
 )
 def test_a_bound_that_makes_no_sense(name, value):
-    with pytest.raises(ValueError, match=rf"{name}={value}.*or a function of the step"):
+    quoted = re.escape(f"{name}={value!r}")
+    with pytest.raises(ValueError, match=f"{quoted}.*or a function of the step"):
         Renorm(**{name: value})
+
+
+def test_a_ramp_that_ends_before_it_begins():
+    with pytest.raises(ValueError, match=r"begin=10 and finish=5.*begin= must be smaller"):
+        Ramp(1, 3, 10, 5)
 
 
 # --- What others compute, from their source.
