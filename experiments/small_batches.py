@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MultipleLocator, PercentFormatter
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, GroupNorm, ghost_batches
@@ -166,20 +166,25 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
 
 def draw(runs: Runs) -> Figure:
     """Draws test accuracy over batch size, a panel for each mode."""
-    figure = report.figure(9, 4)
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, mode in zip(panels, ("inference", "training"), strict=True):
-        for norm in dict.fromkeys(norm for norm, _ in runs):
+    figure = report.figure(9, 5)
+    panels = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
+    for column, mode in zip(panels.T, ("inference", "training"), strict=True):
+        for panel, norm in itertools.product(column, dict.fromkeys(norm for norm, _ in runs)):
             sizes = [size for size in SIZES if (norm, size) in runs]
             values = np.array([runs[norm, size][f"accuracy_{mode}"] for size in sizes])
             panel.plot(sizes, np.median(values, 1), marker="o", label=norm, **LINES[norm])
             color, (low, high) = LINES[norm]["color"], (values.min(1), values.max(1))
             panel.fill_between(sizes, low, high, color=color, alpha=0.12, linewidth=0)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(SIZES, map(str, SIZES))
-        panel.set(title=f"{mode} mode", xlabel="images in a batch, or in a ghost group")
-    panels[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    panels[0].set_ylabel("test accuracy")
+        column[0].set_title(f"{mode} mode")
+        column[1].set_xlabel("images in a batch, or in a ghost group")
+        column[1].set_xscale("log", base=2)
+        column[1].set_xticks(SIZES, map(str, SIZES))
+    # Two scales: all but smooth_start are above 75%.
+    for row, limits, step in zip(panels, ((0.75, 0.97), (0.3, 0.75)), (0.05, 0.2), strict=True):
+        row[0].set_ylim(*limits)
+        row[0].yaxis.set_major_locator(MultipleLocator(step))
+        row[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    panels[0, 0].set_ylabel("test accuracy")
     report.legend_below(figure)
     return figure
 
@@ -222,9 +227,9 @@ def said(runs: Runs) -> Iterator[tuple[str, str, str]]:
     apart, less = (median(runs, norm, 2, "disagreement") for norm in (BATCH, RENORM))
     group, layer = ([median(runs, norm, n) for n in SIZES] for norm in ALONE)
     measured = [
-        (f"{at_2:+.1%}", at_2 > POINT),
-        (f"{at_4:+.1%}", at_4 > POINT),
-        (f"{at_64:+.1%}", at_64 >= -POINT),
+        (f"{at_2:+.2%}", at_2 > POINT),
+        (f"{at_4:+.2%}", at_4 > POINT),
+        (f"{at_64:+.2%}", at_64 >= -POINT),
         (f"{less:.1%} and {apart:.1%} of the images", apart - less > POINT),
         (f"{few:.1%} and {many:.1%}", many - few > POINT),
         (f"{min(group):.1%} to {max(group):.1%}", max(group) - min(group) <= POINT),

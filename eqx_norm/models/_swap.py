@@ -121,7 +121,7 @@ def unswap(
     **Statistics** are set such that inference in Equinox uses the same mean and variance.
     Equinox's `mode="batch"` divides them by $1 - m^t$, which is wrong for few batches (see
     `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1. Where that
-    changes the count (below about 17 / (1 - m) batches), later batches weigh less than they
+    changes the count (below about 18 / (1 - m) batches), later batches weigh less than they
     would have, in Equinox and after `swap`.
 
     **Arguments:**

@@ -11,6 +11,7 @@ from tests.processes import ROOT
 NAMES = sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_help_teaches(name):
     command = [sys.executable, "-m", f"experiments.{name}", "--help"]
