@@ -48,7 +48,11 @@ def stand_in(checkout, version, *, name="the python {}", has="ensurepip and pip"
 
 def make(checkout, *arguments, **environment):
     """Runs make; returns how it ended, and what it has had installed."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")}
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
     command, calls = ["make", *arguments], checkout / "calls"
     calls.write_text("", encoding="utf-8")
     environment = {**inherited, **environment}

@@ -19,7 +19,7 @@ from tests.processes import ROOT, python
 UNSTABLE = {
     "eqx_norm/_memory.py": "manual_axis_type",
     "eqx_norm/_normalise/collectives.py": "jax.extend jax.interpreters manual_axis_type",
-    "eqx_norm/_normalise/elementwise.py": "jax.extend",
+    "eqx_norm/_normalise/elementwise.py": "jax.extend manual_axis_type",
     "eqx_norm/_normalise/gpu/mosaic.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/gpu/triton.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/jaxprs.py": "eqns",
