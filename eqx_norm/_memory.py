@@ -95,8 +95,16 @@ def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
     expected = jax.eval_shape(lambda: approach.init(channels, dtype))
     if _shapes(memory) != _shapes(expected):
         form = eqx.tree_pformat(expected, struct_as_array=True)
+        (held, shapes), (made, right) = _shapes(memory), _shapes(expected)
+        stacked = held == made and [shape[1:] for shape in shapes] == right
         raise ValueError(
-            f"The state given belongs to another layer. This one, with input_size={channels} "
+            (
+                "The state given has one more axis in front: it is the result of a jax.vmap "
+                "without out_axes=(0, None), which returns one state for all examples."
+                if stacked
+                else "The state given belongs to another layer."
+            )
+            + f" This layer, with input_size={channels} "
             f"and approach={approach}, remembers\n    {form}\n"
             f"but the state holds\n    {eqx.tree_pformat(memory)}"
         )

@@ -153,6 +153,7 @@ in_a_model = eqx.nn.make_with_state(
 )
 FITS = r"\(3, 2\).*shape \(\),.*shape \(2,\).*the channels share it"
 ANOTHER = ValueError("belongs to another layer.*input_size=3")
+STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 6), single(3)[1])
 complex_layer, complex_state = single(3, dtype=jnp.complex64)
 # What is given beside, or instead of, x of shape (3, 2) and its state; the error, and words.
 CALLS = [
@@ -170,6 +171,7 @@ CALLS = [
     ({"state": in_a_model()[1]}, ValueError("made for another model.*make_with_state")),
     # `make_with_state` gives both states the same key, so their form has to be looked at.
     ({"state": single(4)[1]}, ANOTHER),
+    ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
     ({"state": make(3, "batch", approach=Cumulative())[1]}, ANOTHER),
     *(
         (
