@@ -4,7 +4,7 @@
 # in one of them.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 # float64 is the default, and implicit promotion an error. Tests that depend on neither, or set
-# both themselves, are marked x32. This run takes a minute of one core.
+# both themselves, are marked x32.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
 X64_TESTS := -m "not peers and not long and not x32" tests/strategies tests/layers \
 	tests/operation/test_activations.py
@@ -66,12 +66,12 @@ gpu: ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)
 		$(GPU)/bin/python -m experiments.speed --device gpu $(TO) || failed=1; \
 		exit $$failed; }
 
-test: $(VENV) ## all tests but those below; those of the layers again in 64 bits
+test: $(VENV) ## all tests but those below
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
-	$(X64) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
 
-test-long: $(VENV) ## experiments with --quick, notebooks, documents, the slowest tests
+test-long: $(VENV) ## experiments with --quick, notebooks, documents; layers again in 64 bits
 	$(VENV)/bin/python -m pytest -n 2 -m long
+	$(X64) $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
 
 test-peers: $(PEERS) ## compare with PyTorch and Flax, live
 	$(PEERS)/bin/python -m pytest -m peers

@@ -1,5 +1,7 @@
 """Tests that the rows of a run do not depend on the number of devices."""
 
+import pytest
+
 from tests.processes import on_devices
 
 SCRIPT = """
@@ -57,5 +59,6 @@ for spec in (P("d"), P(None, None, None, "d")):
 """
 
 
+@pytest.mark.long
 def test_rows_do_not_depend_on_the_number_of_devices():
     on_devices(8, "-c", SCRIPT)
