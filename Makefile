@@ -76,11 +76,11 @@ test-long: $(VENV) ## experiments with --quick, notebooks, documents; layers aga
 test-peers: $(PEERS) ## compare with PyTorch and Flax, live
 	$(PEERS)/bin/python -m pytest -m peers
 
-# Leaves out what takes long and does not depend on the version of jax.
+# Leaves out what does not depend on the version of jax.
 test-newest: $(NEWEST) ## the tests on Python 3.12 or later with the newest jax
 	@! test -e $(NEWEST)/ready || $(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS) \
-		--ignore-glob '*/test_setup.py' --ignore-glob '*/test_wheel.py' \
-		--ignore-glob '*/test_architecture.py' --deselect tests/experiments/test_quick.py
+		--ignore tests/experiments --ignore-glob '*/test_setup.py' --ignore-glob '*/test_wheel.py' \
+		--ignore-glob '*/test_architecture.py'
 
 linters: $(VENV)
 	@sh scripts/environment.sh $(VENV) lint
