@@ -88,7 +88,10 @@ def check(batch, mask=None, *, layer="BatchNorm", scale=1.0, implementation="aut
     first = x.take([0], axis)
     right = definition(batch._replace(x=x - first))
     errors = exact.errors(batch, right, answer)._asdict()
-    over = {name: error for name, error in errors.items() if error > scale * BOUNDS[name]}
+    bounds = BOUNDS
+    if layer == "LayerNorm":  # XLA adds the examples' gradients, possibly one after the other
+        bounds = {**BOUNDS, "dbias": max(BOUNDS["dbias"], (len(batch.x) - 1) * 2.0**-24)}
+    over = {name: error for name, error in errors.items() if error > scale * bounds[name]}
     assert not over, over
     if layer == "BatchNorm":
         right_mean = first[0] + (x - first).mean(0)

@@ -166,7 +166,7 @@ MASKS = {"all": ALL, "some": SOME, "none of one": NONE_OF_THE_SECOND}
 @pytest.mark.parametrize("ratio", [0, 1e5])
 @pytest.mark.x32
 def test_within_the_bounds(name, mask, ratio):
-    """What is masked may be anything, and is 0 in outputs and gradients."""
+    """Masked values may be anything; their outputs and gradients are 0."""
     layer = moved(NORMS[name][0]())
     random = np.random.RandomState(0)
     std = 10 ** random.uniform(-1, 1, (SHAPE[0], 1, 1, 1))

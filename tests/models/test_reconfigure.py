@@ -85,7 +85,7 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
 
 
 def test_what_is_wrapped_keeps_its_memory_to_the_bit():
-    """The same strategy keeps its own memory; to load it would lose counts."""
+    """A layer keeps its memory if its strategy stays: loading it would lose counts."""
     for approach in (Cumulative(), Loading(), Unloaded()):
         model, state = trained(approach)
         wrapped = reconfigure(model, state, approach=lambda s: Accumulated(s, every=2))
