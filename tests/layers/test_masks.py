@@ -74,6 +74,18 @@ def test_gradients_of_masked_outputs_are_not_looked_at():
         chex.assert_tree_all_finite(right)
 
 
+@each_approach
+def test_gradients_of_masked_values_are_0_whatever_the_others_hold(approach):
+    for function in (None, activation, jax.nn.softmax):
+        for value in (np.nan, np.inf):
+            layer, state = trained(approach, function)
+            x = X.at[1, 0, 0].set(value)  # counts
+            y, _, dweight, *_, dx = step(layer, state, x, LENGTHS, DY)
+            assert not np.isfinite(dweight).all()
+            for array in (y, dx):
+                np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)
+
+
 def test_second_derivatives_do_not_see_masked_places():
     layer, state = trained("batch", jax.nn.silu)
 

@@ -186,6 +186,18 @@ def test_within_the_bounds(name, mask, ratio):
 
 
 @each_norm
+@pytest.mark.parametrize("activation", [None, jax.nn.silu, jax.nn.softmax])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_gradients_of_masked_values_are_0_whatever_the_others_hold(name, activation, value):
+    layer = moved(NORMS[name][0](activation=activation))
+    x, mask = normal(0, SHAPE).at[:, 0, 0, 0].set(value), SOME
+    y, (gradient, dx) = differentiate(layer, x, normal(1, SHAPE), mask)
+    assert np.isnan(gradient.weight).any()
+    for values in (y, dx):
+        np.testing.assert_array_equal(np.where(mask[:, None], 0, values), 0)
+
+
+@each_norm
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(("mean", "std"), [(300, 1), (0, 300)])
 @pytest.mark.x32
