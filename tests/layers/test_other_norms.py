@@ -225,6 +225,24 @@ def test_a_constant_gives_the_bias(name, value):
     assert np.isfinite(dx).all()
 
 
+# LayerNorm and RMSNorm are made for one shape, which is not empty.
+EMPTY = [
+    *((name, (0, *SHAPE[1:])) for name in NORMS),
+    *((name, (*SHAPE[:3], 0)) for name in NORMS if name not in ("layer", "rms")),
+]
+
+
+@pytest.mark.parametrize(("name", "size"), EMPTY, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_to_normalise(name, size, masked):
+    layer = NORMS[name][0](activation=jax.nn.silu)
+    mask = jnp.ones((size[0], *size[2:]), bool) if masked else None
+    y, (gradient, dx) = differentiate(layer, jnp.ones(size), jnp.ones(size), mask)
+    assert y.shape == dx.shape == size
+    assert not np.any(gradient.weight)
+    assert not np.any(gradient.bias)
+
+
 # --- What is kept, and what is computed.
 
 
