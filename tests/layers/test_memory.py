@@ -91,7 +91,7 @@ def test_a_scan_over_batches_keeps_the_rest_of_the_mean(ratio):
 
         return jax.lax.scan(step, state, xs)[1]
 
-    mean, rest = map(np.float64, scan(state, x))
+    mean, rest = (np.asarray(v, np.float64) for v in scan(state, x))
     batches, right, weight = np.asarray(x, np.float64).mean(1), 0.0, 0.0
     for k in range(steps):
         weight = momentum * weight + 1 - momentum
