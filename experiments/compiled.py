@@ -43,65 +43,52 @@ from .common.peers import EQUINOX, OURS, OURS_PALLAS, OURS_SEPARATE
 Row = dict[str, Any]
 GPU, TPU = "gpu", "tpu"
 DEVICE, COUNT = {GPU: "H200", TPU: "TPU v5e"}, {GPU: 8, TPU: 4}  # devices of one host
-PLUGIN = {GPU: "jax-cuda12-plugin", TPU: "libtpu"}
+PLUGIN = {GPU: "jax_cuda12_plugin", TPU: "libtpu"}
 FORWARD, BOTH, APART = "forward", "forward + backward", "forward, then backward"
-DIRECTIONS = (FORWARD, BOTH, APART, OF_X := "gradient of x", INFERENCE := "inference")
+OF_X, INFERENCE = "gradient of x", "inference"
+DIRECTIONS = (FORWARD, BOTH, APART, OF_X, INFERENCE)
 RELU, BETWEEN = "BatchNorm + ReLU", "conv, BatchNorm + ReLU, conv"
 ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
-SINGLE = (
-    LAYER := "LayerNorm",
-    RMS := "RMSNorm",
-    GROUP := "GroupNorm",
-    INSTANCE := "InstanceNorm",
-)
-NO_NORM, MASKED = "no norm", "eqx-norm, masks"
-TWO, LAYERS = (OURS, EQUINOX), (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
-DTYPES, DENSE, WIDE = ("bfloat16", "float32"), (65536, 256), (16384, 1024)
-IMAGES = (64, 64, 32, 32)
+SINGLE = LAYER, RMS, GROUP, INSTANCE = "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"
+NO_NORM, MASKED, TWO = "no norm", "eqx-norm, masks", (OURS, EQUINOX)
+DTYPES, LAYERS = ("bfloat16", "float32"), (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
+# Vectors, images, rows. XLA would keep an x of less than 128 MB in the fast memory of a TPU.
+DENSE, IMAGES, ROWS = (65536, 256), ((64, 64, 32, 32),), ((65536, 256), (16384, 1024))
+LARGE = (256, 64, 112, 112), (256, 256, 56, 56), (256, 512, 28, 28)
+SHAPES = {GPU: (DENSE, IMAGES, ROWS), TPU: ((524288, 512), LARGE, ((131072, 2048),))}
 # Shapes of a ResNet-50, with the channels last as convolutions return them on a GPU.
 COLUMNS = (DENSE, (802816, 64), (6272, 1024), (1568, 2048))
-# XLA would keep an x of less than 128 MB in the fast memory of a TPU.
-TALL, ROWS, LARGE = (524288, 512), (131072, 2048), (256, 64, 112, 112)
-DEEP = ((256, 256, 56, 56), (256, 512, 28, 28))
 CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination is compiled
 GRIDS = {
-    GPU: (
-        ((RELU,), (DENSE, IMAGES), DIRECTIONS, TWO, DTYPES),
-        ((LAYER, RMS), (DENSE, WIDE), DIRECTIONS[:4], TWO, DTYPES),
-        ((GROUP, INSTANCE), (IMAGES,), DIRECTIONS[:4], TWO, DTYPES),
-        ((GROUP,), (DENSE,), DIRECTIONS[:2], TWO, DTYPES),
-        ((RELU, GROUP, INSTANCE), (IMAGES,), DIRECTIONS[:2], (MASKED,), DTYPES),
-        (ALONE, (DENSE, IMAGES), (BOTH,), (OURS, OURS_PALLAS), DTYPES),
-        ((RELU,), (DENSE, IMAGES), DIRECTIONS[:3], LAYERS, DTYPES),
-        ((BETWEEN,), (IMAGES,), (BOTH,), (NO_NORM, *LAYERS), DTYPES),
-        ((RELU,), COLUMNS, (FORWARD, APART), (OURS_PALLAS,), DTYPES),
-    ),
-    TPU: (
-        ((RELU,), (TALL, LARGE), DIRECTIONS, TWO, DTYPES),
-        ((LAYER, RMS), (ROWS,), DIRECTIONS[:4], TWO, DTYPES),
-        ((GROUP, INSTANCE), (LARGE,), DIRECTIONS[:4], TWO, DTYPES),
-        ((GROUP,), (*DEEP, TALL), DIRECTIONS[:2], TWO, DTYPES),
-        ((RELU, GROUP, INSTANCE), (LARGE,), DIRECTIONS[:2], (MASKED,), DTYPES),
-        ((RELU,), (TALL, LARGE), DIRECTIONS[:2], (OURS_SEPARATE,), DTYPES),
-    ),
+    target: (
+        ((RELU,), (vectors, images[0]), DIRECTIONS, TWO),
+        ((LAYER, RMS), rows, DIRECTIONS[:4], TWO),
+        ((GROUP,), (*images, vectors), DIRECTIONS[:4], TWO),
+        ((INSTANCE,), images[:1], DIRECTIONS[:4], TWO),
+        ((RELU, GROUP, INSTANCE), images[:1], (FORWARD, BOTH), (MASKED,)),
+        ((RELU,), (vectors, images[0]), DIRECTIONS[:3], (OURS_SEPARATE,)),
+    )
+    for target, (vectors, images, rows) in SHAPES.items()
 }
+GRIDS[GPU] += (
+    (ALONE, (DENSE, *IMAGES), (BOTH,), (OURS, OURS_PALLAS)),
+    ((BETWEEN,), IMAGES, (BOTH,), (NO_NORM, *LAYERS)),
+    ((RELU,), (*COLUMNS, *IMAGES), (FORWARD, APART), (OURS_PALLAS,)),
+)
 UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
 AXIS, JIT, SHARD_MAP, CHANNELS = "batch", "jit", "shard_map", 64  # of the step over devices
 
 
 def mesh_of(target: str, count: int) -> Mesh:
     """Returns a mesh of `count` devices on one host, with the axis "devices"."""
+    # Otherwise libtpu asks the network which TPU this machine has.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    described = (Path(__file__).with_name("data") / "h200.txtpb").read_text()
+    how: Any = {"topology_name": "v5e:2x2", "chips_per_host_bounds": [2, 2, 1]}
     if target == GPU:
-        about = (Path(__file__).with_name("data") / "h200.txtpb").read_text()
-        how: Any = {"platform": "cuda", "target_config": about, "topology": f"{count}x1x1"}
-    else:
-        how = {
-            "platform": "tpu",
-            "topology_name": "v5e:2x2",
-            "chips_per_host_bounds": [2, 2, 1],
-        }
-    devices = topologies.get_topology_desc(**how).devices[:count]
-    return Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+        how = {"target_config": described, "topology": f"{count}x1x1"}
+    found = topologies.get_topology_desc(platform="cuda" if target == GPU else TPU, **how)
+    return Mesh(found.devices[:count], ("devices",), axis_types=(AxisType.Auto,))
 
 
 def like(tree: Any, mesh: Mesh, *axes: str) -> Any:
@@ -132,20 +119,18 @@ def make(program: str, layer: str, shape: Any, dtype: str) -> Any:
     if program in (GROUP, INSTANCE):
         groups = channels if program == INSTANCE else min(32, channels // 8)
         return library.GroupNorm(groups, channels)
-    how: Any = {"implementation": "pallas"} if layer == OURS_PALLAS else {}
-    if fuses := layer in (OURS, OURS_PALLAS, MASKED):
-        how["activation"] = relu
-    norm = library.BatchNorm(channels, AXIS, mode="batch", **how)
-    if program == RELU and fuses:
-        return norm
-    # Equinox's batch norm returns float32 for bfloat16.
-    follow = [] if fuses else [eqx.nn.Lambda(lambda y: relu(y).astype(dtype))]
-    layers = [*[norm] * (layer != NO_NORM), *follow]
+    fuses = layer in (OURS, OURS_PALLAS, MASKED)
+    how: Any = {"activation": relu} if fuses else {}
+    if layer == OURS_PALLAS:
+        how["implementation"] = "pallas"
+    layers = [library.BatchNorm(channels, AXIS, mode="batch", **how)] * (layer != NO_NORM)
+    if not fuses:  # Equinox's batch norm returns float32 for bfloat16
+        layers.append(eqx.nn.Lambda(lambda y: relu(y).astype(dtype)))
     if program == BETWEEN:
         key = jax.random.key(0)
         conv = eqx.nn.Conv2d(channels, channels, 3, padding=1, dtype=dtype, key=key)
         layers = [conv, *layers, conv]
-    return eqx.nn.Sequential(layers)
+    return eqx.nn.Sequential(layers) if len(layers) > 1 else layers[0]
 
 
 def over_batch(static: Any) -> Callable[..., Any]:
@@ -165,16 +150,13 @@ def with_gradients(forward: Callable[..., Any], direction: str) -> Callable[...,
     """Returns a function that takes the cotangent of y, too, after x."""
 
     def backward(weights: Any, state: Any, x: Any, dy: Any, *mask: Any) -> Any:
-        learnt = () if direction == OF_X else (weights,)
-
-        def f(*given: Any) -> Any:
-            *_, used, x = weights, *given
-            return forward(used, state, x, *mask)
-
-        y, pull_back, state = jax.vjp(f, *learnt, x, has_aux=True)
+        if direction == OF_X:
+            return jax.vjp(lambda x: forward(weights, state, x, *mask)[0], x)[1](dy)
+        f = lambda weights, x: forward(weights, state, x, *mask)  # noqa: E731
+        y, pull_back, state = jax.vjp(f, weights, x, has_aux=True)
         if direction == APART:  # dy is available only after y, as in a network
             y, dy = jax.lax.optimization_barrier((y, dy))
-        return pull_back(dy) if direction == OF_X else (y, state, pull_back(dy))
+        return y, state, pull_back(dy)
 
     return backward
 
@@ -186,23 +168,22 @@ def count(mesh: Mesh, case: tuple[Any, ...]) -> Row:
     made, state = eqx.nn.make_with_state(make)(program, layer, shape, dtype)
     made = eqx.nn.inference_mode(made, direction == INFERENCE)
     weights, static = eqx.partition(made, eqx.is_inexact_array)
-    x, mask = (
-        jax.ShapeDtypeStruct(*a) for a in ((shape, dtype), (shape[:1] + shape[2:], bool))
-    )
-    forward, masks = over_batch(static), [mask] * (layer == MASKED)
-    f, dy = with_gradients(forward, direction), [x]
-    if direction in (FORWARD, INFERENCE):
-        f, dy = forward, []
+    x, f = jax.ShapeDtypeStruct(shape, dtype), over_batch(static)
+    given = [weights, state, x]
+    if direction not in (FORWARD, INFERENCE):
+        f, given = with_gradients(f, direction), [*given, x]
+    if layer == MASKED:
+        given.append(jax.ShapeDtypeStruct(shape[:1] + shape[2:], bool))
     try:
-        built, _ = build(mesh, f, *like((weights, state, x, *dy, *masks), mesh))
+        built, _ = build(mesh, f, *like(given, mesh))
         text, size = built.as_text(), x.size * x.dtype.itemsize
         moved, needs = traffic.moved(text), built.memory_analysis().temp_size_in_bytes
     except Exception as error:  # a program that does not compile is a result, too
         print(f"{', '.join(map(report.text, case))}: {type(error).__name__}: {error}")
-        row |= dict.fromkeys(("units", "temporary"), math.inf)
-        return row | dict.fromkeys(("launches", "scatters"), math.nan)
-    row |= {"units": sum(moved.values()) / size, "temporary": needs / size}
-    return row | {"launches": len(moved), "scatters": text.count(" scatter(")}
+        none = {"launches": math.nan, "scatters": math.nan}
+        return {**row, "units": math.inf, "temporary": math.inf, **none}
+    counts = {"launches": len(moved), "scatters": text.count(" scatter(")}
+    return {**row, "units": sum(moved.values()) / size, "temporary": needs / size, **counts}
 
 
 def with_norm(layer: str, dtype: str, **how: Any) -> Any:
@@ -266,7 +247,7 @@ MOST: dict[str, dict[str, Any]] = {
     GPU: {
         "by XLA: at most 8.2 times x's bytes": (ALONE, (), (BOTH,), (OURS,), 8.2),
         "by Pallas, on columns: at most 7.2": (ALONE, (DENSE,), (BOTH,), (OURS_PALLAS,), 7.2),
-        "by Pallas, on images: at most 9.2": (ALONE, (IMAGES,), (BOTH,), (OURS_PALLAS,), 9.2),
+        "by Pallas, on images: at most 9.2": (ALONE, IMAGES, (BOTH,), (OURS_PALLAS,), 9.2),
         "by Pallas, forward: at most 3.06": (ALONE, COLUMNS, (FORWARD,), (OURS_PALLAS,), 3.06),
         "between convolutions: at most 30.3": ((BETWEEN,), (), (BOTH,), LAYERS[:3], 30.3),
         "LayerNorm: at most 8.3": ((LAYER,), (), (BOTH,), (OURS,), 8.3),
@@ -279,7 +260,7 @@ MOST: dict[str, dict[str, Any]] = {
         "BatchNorm + ReLU: at most 9.1 times x's bytes": ((RELU,), (), (BOTH,), (OURS,), 9.1),
         "LayerNorm: at most 8.1": ((LAYER,), (), (BOTH,), (OURS,), 8.1),
         "RMSNorm: at most 7.1": ((RMS,), (), (BOTH,), (OURS,), 7.1),
-        "GroupNorm of images: at most 8.1": ((GROUP,), (LARGE, *DEEP), (BOTH,), (OURS,), 8.1),
+        "GroupNorm of images: at most 8.1": ((GROUP,), LARGE, (BOTH,), (OURS,), 8.1),
         "InstanceNorm: at most 8.1": ((INSTANCE,), (), (BOTH,), (OURS,), 8.1),
         "any, forward: at most 4.1": ((RELU, *SINGLE), (), (FORWARD,), (OURS,), 4.1),
     },
@@ -307,10 +288,8 @@ def is_no_worse(rows: list[Row]) -> list[report.Verdict]:
         for (*case, layer, dtype), ours in found.items():
             theirs = found.get((*case, EQUINOX, dtype))
             if layer in (OURS, OURS_SEPARATE) and theirs is not None:
-                said = (
-                    f"{', '.join(map(report.text, (*case, dtype)))} ({ours:.2f}, {theirs:.2f})"
-                )
-                pairs.append((ours - theirs, said))
+                said = ", ".join(map(report.text, (*case, dtype)))
+                pairs.append((ours - theirs, f"{said} ({ours:.2f}, {theirs:.2f})"))
         pairs = sorted(pairs, reverse=True)
         more = [said for excess, said in pairs if excess > 0.01]
         measured = f"{len(more)} of {len(pairs)}: {'; '.join(more or [pairs[0][1]])}"
@@ -375,35 +354,20 @@ def beside(device: str, rows: list[Row]) -> list[list[str]]:
 
 def main() -> int:
     parser = report.parser("compiled", __doc__, "few programs, no ResNet")
-    found = {
-        t: importlib.util.find_spec(PLUGIN[t].replace("-", "_")) is not None for t in DEVICE
-    }
-    default = next((target for target in found if found[target]), GPU)
+    there = [target for target in PLUGIN if importlib.util.find_spec(PLUGIN[target])]
+    default = (*there, GPU)[0]
     parser.add_argument("--target", choices=DEVICE, default=default, help=f"default: {default}")
     options = parser.parse_args()
-    target = options.target
-    if not found[target]:
+    if (target := options.target) not in there:
         raise report.UserError(f"{PLUGIN[target]} is missing: run make {target}-compile-check")
     jax.config.update("jax_platforms", "cpu")  # otherwise jax looks for the device and fails
-    # Otherwise libtpu asks the network which TPU this machine has.
-    about = {
-        "SKIP_MDS_QUERY": "1",
-        "ACCELERATOR_TYPE": "v5litepod-4",
-        "WORKER_HOSTNAMES": "localhost",
-    }
-    os.environ.update({f"TPU_{key}": value for key, value in about.items()})
-    every = list(
-        dict.fromkeys(case for grid in GRIDS[target] for case in itertools.product(*grid))
-    )
+    cases = (itertools.product(*grid, DTYPES) for grid in GRIDS[target])
+    every = [*dict.fromkeys(itertools.chain(*cases))]
     ways = [*itertools.product(DTYPES, ((JIT, OURS), (SHARD_MAP, OURS), (JIT, EQUINOX)))]
     nets = [*itertools.product(DTYPES, ((OURS, False), (OURS, True), (EQUINOX, False)))]
     if options.quick:
-        few = [
-            case
-            for case in reversed(every)
-            if case[2] == BOTH and case[3] in (*TWO, OURS_PALLAS)
-        ]
-        every, ways = [*{case[::3]: case for case in few}.values()][::-1], ways[:3]
+        few = [c for c in every if c[2] == BOTH and c[3] in (OURS, OURS_PALLAS, EQUINOX)]
+        every, ways = [*{case[::3]: case for case in few[::-1]}.values()][::-1], ways[:3]
     if options.quick or target == TPU:
         nets = []
     with report.unfinished(options.out) as folder, tempfile.TemporaryDirectory() as code:
@@ -430,9 +394,10 @@ def main() -> int:
             limits = "convolutions' outputs alone are 0.51", "more operations, larger fusions"
             goals.append(("recompute_outputs: 0.6 of XLA's temporary memory", kept, limits[0]))
             goals.append(("ResNet-50: at most 1.2 of Equinox's compile time", time_, limits[1]))
+        about = {"device": f"{DEVICE[target]}, not there"}
         name = "compiled" if target == GPU else "compiled_tpu"
-        lines = beside(DEVICE[target], programs)
-        tables = [report.table(lines[0], lines[1:])]
+        tables, lines = [], beside(DEVICE[target], programs)
+        print("", report.table(lines[0], lines[1:]), sep="\n")
         made = {"programs": programs, "devices": sent} | ({"memory": steps} if steps else {})
         for part, rows in made.items():
             hidden = {*DIRECTIONS, "float32"} - {BOTH} if rows is programs else set()
@@ -449,7 +414,8 @@ def main() -> int:
             tables=tables,
             verdicts=[(f"{i}. {claim}", *v) for i, (claim, *v) in enumerate(verdicts, 1)],
             goals=goals,
-            environment=report.environment(PLUGIN[target]) | {"device": DEVICE[target]},
+            environment=report.environment(PLUGIN[target]) | about,
+            beside=lines,
         )
     return int(options.quick and fail > 0)
 
