@@ -58,7 +58,7 @@ gpu-compile-check: $(GPU_COMPILE) ## compile for GPUs, none needed: what program
 	@! test -e $(GPU_COMPILE)/ready || \
 		$(GPU_COMPILE)/bin/python -m experiments.compiled --target gpu $(TO)
 
-tpu-compile-check: $(TPU_COMPILE) ## compile for TPUs, none needed: what programs move (0.7 GB)
+tpu-compile-check: $(TPU_COMPILE) ## compile for TPUs, none needed: what programs move (1.4 GB)
 	@! test -e $(TPU_COMPILE)/ready || \
 		$(TPU_COMPILE)/bin/python -m experiments.compiled --target tpu $(TO)
 

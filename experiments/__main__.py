@@ -28,8 +28,6 @@ has all numbers, with the processor, device and versions that they were measured
 CLAIMS = """
 A claim is a statement about this project that must hold on any machine: if one fails, `--quick`
 fails. Goals, which are not always reached, are in the [last table](#aimed-at)."""
-UNITS = """In units of x's bytes, eqx-norm / Equinox; in parentheses temporary memory, if it is any:
-"""
 GOALS = """
 ## Aimed at
 
@@ -63,11 +61,10 @@ def overview() -> str:
     return table(("experiment", "asked", "answer", "claims that hold", "figure"), lines)
 
 
-def beside() -> list[str]:
-    """Returns the table of what layers move, for all devices for which it was counted."""
+def beside() -> str:
+    """Returns the table of what layers move, for every device for which it was counted."""
     found = [result["beside"] for result in results().values() if "beside" in result]
-    lines = [line for header, *lines in found for line in lines]
-    return ["\n" + UNITS, table(found[0][0], lines)] if found else []
+    return table(found[0][0], [line for header, *lines in found for line in lines])
 
 
 def document() -> str:
@@ -76,8 +73,11 @@ def document() -> str:
     for name, result in results().items():
         parts += [f"\n## {name}", f"\n{result['asked']} **Answer:** {result['answer']}."]
         parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
-        if name == "compiled":
-            parts += beside()
+        if name == "compiled" and "beside" in result:
+            parts += [
+                "\nOf eqx-norm / Equinox (and temporary memory), in units of x:\n",
+                beside(),
+            ]
         parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
         goals += [(name, *goal) for goal in result["goals"]]
     if goals:

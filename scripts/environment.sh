@@ -23,7 +23,7 @@ case $folder in
     extras=experiments constraints=constraints-compile.txt oldest=3.12
     set -- --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
     ;;
-.venv-tpu-compile) # 0.7 GB
+.venv-tpu-compile) # 1.4 GB, half of it libtpu
     extras=experiments constraints=constraints-compile.txt oldest=3.12
     set -- libtpu
     ;;

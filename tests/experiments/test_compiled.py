@@ -1,9 +1,11 @@
 """Tests how bytes are counted in a compiled program, and the verdicts on them."""
 
 import math
+import re
 
 import pytest
 
+from experiments import __main__ as every
 from experiments import compiled
 from experiments.common import traffic
 
@@ -82,16 +84,26 @@ def test_units(target, claim):
         assert (claim, holds) in [(said, held) for said, _, held in verdicts]
 
 
+ROW = {"program": "LayerNorm", "shape": (8, 4), "direction": compiled.BOTH, "dtype": "float32"}
+PAIR = [{**ROW, "layer": layer, "units": 8, "temporary": 1} for layer in compiled.TWO]
+
+
 @pytest.mark.parametrize("field", ["units", "temporary"])
 def test_no_more_than_equinox(field):
-    same = {"program": "LayerNorm", "shape": (8, 4), "direction": compiled.BOTH}
-    same |= {"dtype": "float32", "units": 8, "temporary": 1}
-    for more, held in ((0.01, True), (0.02, False), (math.inf, False)):
-        rows = [{**same, "layer": layer} for layer in compiled.TWO]
-        rows[0][field] += more - 0.001
-        verdicts = compiled.is_no_worse(rows)
+    for more, held in ((0.009, True), (0.011, False), (math.inf, False)):
+        verdicts = compiled.is_no_worse([{**PAIR[0], field: PAIR[0][field] + more}, PAIR[1]])
         assert [holds for *_, holds in verdicts].count(False) == (not held)
         assert all("LayerNorm, 8x4, forward + backward, float32" in v[1] for v in verdicts)
+
+
+def test_one_table_of_all_devices(monkeypatch):
+    rows = [PAIR[0], {**PAIR[1], "units": 9, "temporary": 0}]
+    results = {name: {"beside": compiled.beside(name, rows)} for name in ("H200", "TPU v5e")}
+    monkeypatch.setattr(every, "results", lambda: results)
+    header, _, *lines = every.beside().splitlines()
+    assert compiled.BOTH in header
+    assert [re.split(r" *\| *", line)[1] for line in lines] == [*results]
+    assert all("| 8.00 (1.00) / 9.00 " in line for line in lines)
 
 
 BAD = {"sends": 3}, {"kept": 41}, {"scatters": 1}, {"ptx": "8 bytes spill"}, {"ptx": "red.add"}
