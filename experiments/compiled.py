@@ -139,7 +139,7 @@ def count(mesh: Mesh, case: tuple[Any, ...]) -> Row:
         return jax.vmap(after)(y), memory
 
     x, f = jax.ShapeDtypeStruct(shape, dtype), forward
-    given = [(conv, (weight, None if program == RMS else weight), conv), norm.memory, x]
+    given = [(conv, (weight, weight), conv), norm.memory, x]
     if direction not in (FORWARD, INFERENCE):
         f = peers.forward_and_backward(forward, direction == APART, direction == OF_X)
         given.append(x)
@@ -262,7 +262,7 @@ def is_no_worse(rows: list[Row]) -> list[report.Verdict]:
         for (*case, layer, dtype), ours in found.items():
             theirs = found.get((*case, EQUINOX, dtype))
             if layer in (OURS, OURS_SEPARATE) and theirs is not None:
-                said = ", ".join(map(report.text, (*case, dtype)))
+                said = ", ".join(map(report.text, (*case, layer, dtype)))
                 pairs.append((ours - theirs, f"{said} ({ours:.2f}, {theirs:.2f})"))
         pairs = sorted(pairs, reverse=True)
         more = [said for excess, said in pairs if excess > 0.01]

@@ -93,7 +93,9 @@ def test_no_more_than_equinox(field):
     for more, held in ((0.009, True), (0.011, False), (math.inf, False)):
         verdicts = compiled.is_no_worse([{**PAIR[0], field: PAIR[0][field] + more}, PAIR[1]])
         assert [holds for *_, holds in verdicts].count(False) == (not held)
-        assert all("LayerNorm, 8x4, forward + backward, float32" in v[1] for v in verdicts)
+        assert all(
+            "LayerNorm, 8x4, forward + backward, eqx-norm, float32" in v[1] for v in verdicts
+        )
 
 
 def test_one_table_of_all_devices(monkeypatch):
