@@ -7,6 +7,8 @@ they compile of it, `make gpu-compile-check` and `make tpu-compile-check` count.
 
 import functools
 import itertools
+import math
+from typing import Any
 
 import equinox as eqx
 import hypothesis
@@ -92,8 +94,8 @@ def test_lowered_for_every_platform(name, dtype):
     for masked, weights, activation in itertools.product(
         (False, True), (False, True), (None, jax.nn.silu)
     ):
-        made = LAYERS[name](weights, activation=activation)
-        f, x = directions(*made, masked, dtype)
+        call, layer = LAYERS[name](weights, activation=activation)
+        f, x = directions(call, layer, masked, dtype)
         traced = jax.jit(f).trace(x)
         for platform in ("cuda", "tpu"):
             traced.lower(lowering_platforms=(platform,))
@@ -107,11 +109,15 @@ few_examples = hypothesis.settings(max_examples=4)
 
 def rows(draw, random, shape, *how):
     """Returns what is drawn for channels, for the examples of a norm of one example."""
-    drawn = draw(random, (np.prod(shape[1:]), shape[0]), *how).T
+    drawn = draw(random, (math.prod(shape[1:]), shape[0]), *how).T
     return np.ascontiguousarray(drawn.reshape(shape))
 
 
-def hard(random, shape, draw=lambda draw, *how: draw(*how)):
+def columns(draw, random, shape, *how):
+    return draw(random, shape, *how)
+
+
+def hard(random, shape, draw=columns):
     """Yields values whose mean, range or first value makes rounding errors large."""
     yield draw(far_from_zero, random, shape)
     yield draw(with_outlier, random, shape, 0)
@@ -129,7 +135,7 @@ def test_batch_norm_in_training(platform, shape, seed):
     for x in hard(random, shape):
         batch = make_batch(random, x, affine=x.dtype == np.float32)
         check(batch, platform=platform)
-    mask = np.arange(x.size // shape[1]).reshape(shape[0], *shape[2:]) % 3 != 0
+    mask = np.arange(math.prod(shape) // shape[1]).reshape(shape[0], *shape[2:]) % 3 != 0
     batch = make_batch(random, far_from_zero(random, shape))
     np.moveaxis(batch.x, 1, -1)[~mask] = np.nan
     check(batch, mask, platform=platform)
@@ -149,16 +155,16 @@ def test_layer_norm_in_training(platform, seed):
 @pytest.mark.parametrize("shape", [(7, 8), (121, 8), (8, 8, 5, 5)], ids=str)
 def test_constant_channels_in_training(platform, shape):
     """1/n, rounded, would give another mean: https://github.com/BVLC/caffe/issues/3963."""
-    constants = np.float32([1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0])
-    columns = (-1, *(1,) * (len(shape) - 2))
-    x = np.broadcast_to(constants.reshape(columns), shape).copy()
+    constants = np.array([1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0], np.float32)
+    of_channels = (-1, *(1,) * (len(shape) - 2))
+    x = np.broadcast_to(constants.reshape(of_channels), shape).copy()
     batch = make_batch(np.random.default_rng(0), x)
     answer, _ = train(batch, platform=platform)
     assert not np.asarray(answer.variance).any()
-    assert bits(answer.y) == bits(np.broadcast_to(batch.bias.reshape(columns), shape))
+    assert bits(answer.y) == bits(np.broadcast_to(batch.bias.reshape(of_channels), shape))
 
 
-# y that nobody differentiates, and the gradient of x alone, have a program of their own on a GPU.
+# On a GPU, y that nobody differentiates and the gradient of x alone are a program of their own.
 ALONE = {
     "LayerNorm": (LayerNorm, (121,), exact.layer_norm),
     "LayerNorm of an image": (LayerNorm, ((3, 5, 7),), exact.layer_norm),
@@ -174,8 +180,8 @@ ALONE = {
 
 @functools.cache
 def program(name, activation=None):
-    make, arguments, _ = ALONE[name]
-    layer = make(*arguments, activation=activation)
+    kind, arguments, _ = ALONE[name]
+    layer: Any = kind(*arguments, activation=activation)
 
     def y_and_dx(weight, bias, x, dy):
         moved = eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, (weight, bias))
@@ -183,7 +189,7 @@ def program(name, activation=None):
         return jax.vmap(moved)(x), dx
 
     of = jax.ShapeDtypeStruct
-    shape = layer.weight.shape if isinstance(layer, LayerNorm | RMSNorm) else (6, 5, 7)
+    shape = (6, 5, 7) if name in ("GroupNorm", "InstanceNorm") else layer.weight.shape
     vector, x = of(layer.weight.shape, "float32"), of((8, *shape), "float32")
     text = jax.jit(y_and_dx).trace(vector, vector, x, x).lower(lowering_platforms=("cuda",))
     has_own = "applies stablehlo.maximum" in text.as_text()
