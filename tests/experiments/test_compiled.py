@@ -90,12 +90,19 @@ PAIR = [{**ROW, "layer": layer, "units": 8, "temporary": 1} for layer in compile
 
 @pytest.mark.parametrize("field", ["units", "temporary"])
 def test_no_more_than_equinox(field):
-    for more, held in ((0.009, True), (0.011, False), (math.inf, False)):
-        verdicts = compiled.is_no_worse([{**PAIR[0], field: PAIR[0][field] + more}, PAIR[1]])
+    for more, held in ((0.069, True), (0.071, False), (math.inf, False)):
+        ours = {**PAIR[0], field: PAIR[0][field] + more}
+        verdicts, goals = compiled.is_no_worse([ours, PAIR[1]])
+        assert not goals
         assert [holds for *_, holds in verdicts].count(False) == (not held)
         assert all(
             "LayerNorm, 8x4, forward + backward, eqx-norm, float32" in v[1] for v in verdicts
         )
+
+        (program, shape), reason = next(iter(compiled.LIMITS.items()))
+        limited = [{**row, "program": program, "shape": shape} for row in (ours, PAIR[1])]
+        _, goals = compiled.is_no_worse(limited)
+        assert [said[2] for said in goals] == [reason] * (not held)
 
 
 def test_one_table_of_all_devices(monkeypatch):
