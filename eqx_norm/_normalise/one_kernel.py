@@ -60,7 +60,8 @@ class Chain(NamedTuple):
 
     def tangent(self, dx: Array, x: Array, *weights: Array) -> Array:
         """Returns the tangent of y along that of x."""
-        u, rstd = self._normalised(x)
+        # Another x than that of y: XLA would write what both compute of it.
+        u, rstd = self._normalised(lax.optimization_barrier(x))
         g = self._rows(dx)
         g = g - _mean(g) if self.centred else g
         du, u = self._affine(rstd * (g - u * _mean(g * u)), u, weights)
@@ -175,6 +176,8 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
     del axis
     y, *operands = arrays
     x, *others = places[1:]
+    if x:
+        return y, places[0]  # its rows are not contiguous, as in a norm over channels
     mapped = Forms(
         jax.vmap(forms.y, (x, *others[:n])),
         jax.vmap(forms.tangent, (x, x, *others[:n])),
