@@ -8,9 +8,9 @@ There, normalisation takes the time to move its arrays between memory and proces
 compiles for a device from its description, and the program shows how much it moves, here in
 units of the bytes of x: for a batch norm at least 3 forward and 5 backward. Nothing runs. If y
 and its cotangent are known together ("forward + backward"), XLA saves a read of x, which it
-cannot in training ("forward, then backward"). "gradient of x" is all that frozen weights leave
-to compute. "eqx-norm" is compiled by XLA, "eqx-norm, pallas" uses this package's kernel for the
-statistics. docs/gpu.md says what follows for a GPU.
+cannot in training ("forward, then backward"). With frozen weights the gradient of x is left to
+compute. "eqx-norm" is compiled by XLA, "eqx-norm, pallas" uses this package's kernels. What
+follows for a GPU or TPU is in docs/gpu.md.
 """
 
 import functools
@@ -45,8 +45,8 @@ GPU, TPU = "gpu", "tpu"
 DEVICE, COUNT = {GPU: "H200", TPU: "TPU v5e"}, {GPU: 8, TPU: 4}  # devices of one host
 PLUGIN = {GPU: "jax_cuda12_plugin", TPU: "libtpu"}
 FORWARD, BOTH, APART = "forward", "forward + backward", "forward, then backward"
-OF_X, INFERENCE = "gradient of x", "inference"
-DIRECTIONS = (FORWARD, BOTH, APART, OF_X, INFERENCE)
+FROZEN, OF_X, INFERENCE = "forward + gradient of x", "gradient of x", "inference"
+DIRECTIONS = (FORWARD, BOTH, APART, FROZEN, OF_X, INFERENCE)
 RELU, BETWEEN = "BatchNorm + ReLU", "conv, BatchNorm + ReLU, conv"
 ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
 SINGLE = LAYER, RMS, GROUP, INSTANCE = "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"
@@ -62,9 +62,9 @@ CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination 
 GRIDS: dict[str, tuple[Any, ...]] = {
     target: (
         ((RELU,), (vectors, images[0]), DIRECTIONS, TWO),
-        ((LAYER, RMS), rows, DIRECTIONS[:4], TWO),
-        ((GROUP,), (*images, vectors), DIRECTIONS[:4], TWO),
-        ((INSTANCE,), images[:1], DIRECTIONS[:4], TWO),
+        ((LAYER, RMS), rows, DIRECTIONS[:5], TWO),
+        ((GROUP,), (*images, vectors), DIRECTIONS[:5], TWO),
+        ((INSTANCE,), images[:1], DIRECTIONS[:5], TWO),
         ((RELU, GROUP, INSTANCE), images[:1], (FORWARD, BOTH), (MASKED,)),
         ((RELU,), (vectors, images[0]), DIRECTIONS[:3], (OURS_SEPARATE,)),
     )
@@ -141,7 +141,9 @@ def count(mesh: Mesh, case: tuple[Any, ...]) -> Row:
     x, f = jax.ShapeDtypeStruct(shape, dtype), forward
     given = [(conv, (weight, weight), conv), norm.memory, x]
     if direction not in (FORWARD, INFERENCE):
-        f = peers.forward_and_backward(forward, direction == APART, direction == OF_X)
+        frozen = direction in (FROZEN, OF_X)
+        f = peers.forward_and_backward(forward, direction == APART, frozen)
+        f = (lambda *given, both=f: both(*given)[2]) if direction == OF_X else f
         given.append(x)
     if layer == MASKED:
         given.append(jax.ShapeDtypeStruct(shape[:1] + shape[2:], bool))
@@ -231,6 +233,7 @@ MOST: dict[str, dict[str, Any]] = {
         "BatchNorm, forward: at most 4.1": ((RELU,), (), (FORWARD,), (OURS,), 4.1),
         "of one example, forward: at most 2.2": (SINGLE, (), (FORWARD,), (OURS,), 2.2),
         "of one example, gradient of x: at most 3.1": (SINGLE, (), (OF_X,), (OURS,), 3.1),
+        "of one example, with y: at most 5.3": (SINGLE, (), (FROZEN,), (OURS,), 5.3),
     },
     TPU: {
         "BatchNorm + ReLU: at most 9.1 times x's bytes": ((RELU,), (), (BOTH,), (OURS,), 9.1),

@@ -244,21 +244,21 @@ def _of_flax(
 
 
 def forward_and_backward(
-    apply: Apply, apart: bool = False, of_x: bool = False
+    apply: Apply, apart: bool = False, frozen: bool = False
 ) -> Callable[..., Any]:
     """Returns a function from (weight and bias, memory, x, dy) to y, memory and gradients.
 
     It is a new function each time, so `jax.jit` compiles it. With `apart`, dy is available only
-    after y, as in a network. With `of_x` it returns only the gradient of x.
+    after y, as in a network. If `frozen`, weight and bias have no gradients.
     """
 
     def both(affine: Any, memory: Any, x: Array, dy: Array, *mask: Array) -> Any:
         def train(affine: Any, x: Array) -> tuple[Array, Any]:
             return apply(affine, memory, x, *mask)
 
-        if of_x:
-            y, pull_back = jax.vjp(lambda x: train(affine, x)[0], x)
-            return pull_back(dy.astype(y.dtype))
+        if frozen:
+            y, pull_back, after = jax.vjp(lambda x: train(affine, x), x, has_aux=True)
+            return y, after, pull_back(dy.astype(y.dtype))
         y, pull_back, after = jax.vjp(train, affine, x, has_aux=True)
         if apart:
             y, dy = jax.lax.optimization_barrier((y, dy))
