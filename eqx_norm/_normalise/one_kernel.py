@@ -25,7 +25,7 @@ from jaxtyping import Array
 from eqx_norm.strategies._pair import rounded
 
 from . import linear
-from .collectives import is_partitioned, varying
+from .collectives import is_partitioned, lowered, varying
 from .reference import Shape, rsqrt
 
 LONGEST = 2**14
@@ -151,8 +151,7 @@ def _lower(context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
     is_known = all(isinstance(size, int) for size in sizes)
     if not is_known or is_partitioned(context) or not pays(x, others[:n]):
         return arrays[:1]
-    in_one = mlir.lower_fun(lambda y, x, *others: forms.y(x, *others[:n]), False)
-    return in_one(context, *arrays)
+    return lowered(lambda y, x, *others: [forms.y(x, *others[:n])], context, *arrays)
 
 
 def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any:

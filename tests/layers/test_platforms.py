@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from experiments.common import exact
@@ -99,6 +100,37 @@ def test_lowered_for_every_platform(name, dtype):
         traced = jax.jit(f).trace(x)
         for platform in ("cuda", "tpu"):
             traced.lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "layer", [LayerNorm(W), GroupNorm(2, C, 1e-5, False), RMSNorm(W, use_weight=False)]
+)
+def test_over_devices(layer, kind):
+    """Inside `shard_map` a GPU has the program of one device; `jit` keeps the passes, which XLA
+    can split."""
+    x = jax.ShapeDtypeStruct((N, *(SHAPE if isinstance(layer, GroupNorm) else (W,))), "float32")
+    on = jax.sharding.AbstractMesh((2,), ("x",), (kind,))
+    split = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(on, jax.P("x")))
+
+    def f(x):
+        return jax.vmap(layer)(x), jax.grad(lambda x: jnp.sum(jax.vmap(layer)(x) ** 2))(x)
+
+    how: Any = {"mesh": on, "in_specs": jax.P("x"), "out_specs": jax.P("x")}
+    programs = {f: False}
+    if kind == AxisType.Auto:
+        programs |= {jax.shard_map(f, check_vma=check, **how): True for check in (True, False)}
+    for program, has_own in programs.items():
+        with jax.sharding.use_abstract_mesh(on):
+            traced = jax.jit(program).trace(split)
+            assert is_one_kernel(traced) == has_own
+            traced.lower(lowering_platforms=("tpu",))
+
+
+def is_one_kernel(traced):
+    """Returns whether a program for a GPU starts from the largest value of each row."""
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return "applies stablehlo.maximum" in text
 
 
 # ------------------------------------------------------------------ values, within all bounds
@@ -191,8 +223,7 @@ def program(name, activation=None):
     of = jax.ShapeDtypeStruct
     shape = (6, 5, 7) if name in ("GroupNorm", "InstanceNorm") else layer.weight.shape
     vector, x = of(layer.weight.shape, "float32"), of((8, *shape), "float32")
-    text = jax.jit(y_and_dx).trace(vector, vector, x, x).lower(lowering_platforms=("cuda",))
-    has_own = "applies stablehlo.maximum" in text.as_text()
+    has_own = is_one_kernel(jax.jit(y_and_dx).trace(vector, vector, x, x))
     return lowered_for("cuda", y_and_dx), layer.weight.shape, x.shape, has_own
 
 
