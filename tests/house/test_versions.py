@@ -18,14 +18,15 @@ from tests.processes import ROOT, python
 # Files that use what a new jax may change without a deprecation, and what each uses.
 UNSTABLE = {
     "eqx_norm/_memory.py": "manual_axis_type",
-    "eqx_norm/_normalise/collectives.py": "jax.extend jax.interpreters manual_axis_type",
+    "eqx_norm/_normalise/collectives.py": "jax.core jax.extend jax.interpreters manual_axis_type",
     "eqx_norm/_normalise/elementwise.py": "jax.extend manual_axis_type",
     "eqx_norm/_normalise/gpu/mosaic.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/gpu/triton.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/jaxprs.py": "eqns",
-    "eqx_norm/_normalise/linear.py": "jax.extend jax.interpreters",
+    "eqx_norm/_normalise/linear.py": "jax.core jax.extend jax.interpreters",
+    "eqx_norm/_normalise/one_kernel.py": "jax.extend jax.interpreters",
     "eqx_norm/_normalise/one_loop.py": "jax.extend jax.interpreters manual_axis_type",
-    "eqx_norm/_normalise/primitives.py": "jax.core jax.extend jax.interpreters",
+    "eqx_norm/_normalise/primitives.py": "jax.extend jax.interpreters",
     "eqx_norm/determinism/_program.py": "jax.extend jax.interpreters eqns manual_axis_type",
     "eqx_norm/determinism/_recipe.py": "jax.config.values",
 }
