@@ -18,7 +18,9 @@ from tests.processes import ROOT, python
 # Files that use what a new jax may change without a deprecation, and what each uses.
 UNSTABLE = {
     "eqx_norm/_memory.py": "manual_axis_type",
-    "eqx_norm/_normalise/collectives.py": "jax.core jax.extend jax.interpreters manual_axis_type",
+    "eqx_norm/_normalise/collectives.py": (
+        "jax.core jax.extend jax.interpreters manual_axis_type"
+    ),
     "eqx_norm/_normalise/elementwise.py": "jax.extend manual_axis_type",
     "eqx_norm/_normalise/gpu/mosaic.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/gpu/triton.py": "jax.experimental manual_axis_type",
