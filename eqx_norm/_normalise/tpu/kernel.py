@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..elementwise import applied
 from .rows import Norm
 
 # In a block. Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx
@@ -35,21 +36,26 @@ def rows(x: Array, weight: Array, bias: Array, *, norm: Norm) -> list[Array]:
 
 def _rows(norm: Norm, x: Any, weight: Any, bias: Any, y: Any) -> None:
     u, _ = _normalised(norm, x[...])
-    y[...] = (bias[...] + weight[...] * u).astype(y.dtype)
+    y[...] = applied(norm.activation, bias[...] + weight[...] * u).astype(y.dtype)
 
 
-def gradients(dy: Array, x: Array, weight: Array, *, norm: Norm, sums: bool) -> list[Array]:
+def gradients(
+    dy: Array, x: Array, weight: Array, bias: Array, *, norm: Norm, sums: bool
+) -> list[Array]:
     """Returns dx and, if `sums`, the gradients of weight and bias."""
     blocks = _Blocks(x)
     vectors = [jax.ShapeDtypeStruct(weight.shape, jnp.float32)] * 4 * sums
     body = functools.partial(_gradients, norm, blocks)
-    dx, *found = blocks.call(body, [dy, x, weight], [x, *vectors])
+    dx, *found = blocks.call(body, [dy, x, weight, bias], [x, *vectors])
     return [dx, *map(jnp.add, found[::2], found[1::2])]
 
 
-def _gradients(norm: Norm, blocks: "_Blocks", dy: Any, x: Any, weight: Any, *out: Any) -> None:
+def _gradients(norm: Norm, blocks: "_Blocks", *refs: Any) -> None:
+    dy, x, weight, bias, dx, *sums = refs
     (u, rstd), g = _normalised(norm, x[...]), dy[...].astype(jnp.float32)
-    dx, *sums = out
+    if norm.activation is not None:
+        activation = functools.partial(applied, norm.activation)
+        (g,) = jax.vjp(activation, bias[...] + weight[...] * u)[1](g)
     if sums:
         blocks.add(g * u, *sums[:2])
         blocks.add(g, *sums[2:])

@@ -1,8 +1,8 @@
 """Normalises rows with `implementation="pallas"`, by three primitives:
 
-    rows(x, weight, bias)                     y
-    tangent(dx, d_weight, d_bias; x, weight)  the derivative of rows, linear in the first three
-    gradients(dy; x, weight)                  the transpose of tangent, linear in dy
+    rows(x, weight, bias)                           y
+    tangent(dx, d_weight, d_bias; x, weight, bias)  the derivative of rows
+    gradients(dy; x, weight, bias)                  the transpose of tangent
 
 On a TPU the first and the last are a kernel each, and all else is computed by the passes of
 `Values`. On a CUDA device these compute everything, with their kernel for statistics.
@@ -16,6 +16,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
@@ -24,11 +25,19 @@ from jaxtyping import Array
 from ..collectives import split
 from ..elementwise import Activation, applied
 from ..gpu.choice import DTYPES, PARTITIONED, refusal
+from ..jaxprs import equations
 from ..primitives import Static, bind, new_primitive
 from ..reference import summed
 from ..values import Values
 
 _PLATFORM = "tpu"
+# The elementwise primitives that Mosaic compiles (jax 0.10.2 and 0.12.0.1).
+_TEXT = """
+abs add add_any and broadcast_in_dim clamp convert_element_type copy custom_jvp_call div eq exp
+exp2 ge gt integer_pow jit le log log1p logistic lt max min mul ne neg not or pjit pow rsqrt
+select_n sign sqrt square stop_gradient sub tanh xor
+"""
+_MOSAIC = frozenset(_TEXT.split())
 
 
 class Norm(NamedTuple):
@@ -37,6 +46,7 @@ class Norm(NamedTuple):
     eps: float
     centred: bool
     dtype: str
+    activation: Activation | None
 
 
 def normalised(
@@ -58,15 +68,28 @@ def normalised(
     bias = jnp.zeros(()) if bias is None else bias
     vectors = [jnp.broadcast_to(v.astype(jnp.float32), x.shape) for v in (weight, bias)]
 
-    def rows(dtype: str, *arrays: Array) -> Array:
-        return bind(ROWS, *arrays, static=static, norm=Norm(eps, centred, dtype))[0]
+    def rows(dtype: str, activation: Activation | None, *arrays: Array) -> Array:
+        norm = Norm(eps, centred, dtype, activation)
+        return bind(ROWS, *arrays, static=static, norm=norm)[0]
 
     def activated(*arrays: Array) -> Array:
-        return applied(activation, rows("float32", *arrays)).astype(x.dtype)
+        return applied(activation, rows("float32", None, *arrays)).astype(x.dtype)
 
-    if activation is None:
-        return rows(x.dtype.name, x, *vectors)
+    if activation is None or _fits(activation, x):
+        return rows(x.dtype.name, activation, x, *vectors)
     return jax.checkpoint(activated)(x, *vectors)
+
+
+def _fits(activation: Activation, x: Array) -> bool:
+    """Returns whether a kernel can compute the activation and its derivative."""
+
+    def both(u: Array, g: Array) -> Any:
+        return jax.vjp(functools.partial(applied, activation), u)[1](g)
+
+    if any(map(eqx.is_array, jax.tree.leaves(activation))):
+        return False
+    jaxpr = jax.make_jaxpr(both)(*[jax.ShapeDtypeStruct(x.shape, jnp.float32)] * 2)
+    return not jaxpr.consts and {e.primitive.name for e in equations(jaxpr.jaxpr)} <= _MOSAIC
 
 
 # --- By the passes. `how` is the `implementation`, and the number of axes of a row.
@@ -77,7 +100,8 @@ def _rows(how: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -> list
     if x.ndim == ndim:
         values = Values(x, implementation=implementation, groups=1, channels=1)
         used = values.moments(centred=norm.centred)
-        return [values.normalise(used, weight, bias, eps=norm.eps, dtype=norm.dtype)]
+        how = {"eps": norm.eps, "dtype": norm.dtype, "activation": norm.activation}
+        return [values.normalise(used, weight, bias, **how)]
     arrays = x, weight, bias
     places = [0 if len(a) == len(x) else None for a in arrays]
     arrays = [a[0] if at is None else a for a, at in zip(arrays, places, strict=True)]
@@ -85,16 +109,14 @@ def _rows(how: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -> list
 
 
 def _tangent(how: Any, *arrays: Array, norm: Norm) -> list[Array]:
-    *along, x, weight = arrays
-    at = x, weight, jnp.zeros_like(along[-1])
-    return jax.jvp(functools.partial(_rows, how, norm=norm), at, tuple(along))[1]
+    return jax.jvp(functools.partial(_rows, how, norm=norm), arrays[3:], arrays[:3])[1]
 
 
 def _gradients(
-    how: Any, dy: Array, x: Array, weight: Array, *, norm: Norm, shape: Any = None
+    how: Any, dy: Array, x: Array, *vectors: Array, norm: Norm, shape: Any = None
 ) -> list[Array]:
-    at = [x, *[weight if shape is None else jnp.broadcast_to(weight, shape)] * 2]
-    found = jax.vjp(functools.partial(_rows, how, norm=norm), *at)[1]([dy])
+    at = [v if shape is None else jnp.broadcast_to(v, shape) for v in vectors]
+    found = jax.vjp(functools.partial(_rows, how, norm=norm), x, *at)[1]([dy])
     return list(found[: 1 if shape is None else None])
 
 
@@ -120,6 +142,8 @@ def _with_kernel(
         why_not = f"it is for {devices}, and this program is for {', '.join(platforms)}"
     elif partitioned:
         why_not = PARTITIONED
+    elif x.dtype == jnp.float16:
+        why_not = "Mosaic compiles no float16 for a TPU"
     elif x.size == 0:
         why_not = "it is empty"
     elif x.shape[-1] > kernel.LONGEST:
@@ -135,11 +159,12 @@ def _rows_by(kernel: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -
 
 
 def _gradients_by(
-    kernel: Any, dy: Array, x: Array, weight: Array, *, norm: Norm, shape: Any = None
+    kernel: Any, dy: Array, x: Array, *vectors: Array, norm: Norm, shape: Any = None
 ) -> list[Array]:
-    weight = weight if shape is None else jnp.broadcast_to(weight, shape)
+    whole = shape or jnp.broadcast_shapes(*(v.shape for v in vectors))
+    weight, bias = (jnp.broadcast_to(v, whole) for v in vectors)
     run = functools.partial(kernel.gradients, norm=norm, sums=shape is not None)
-    return _for_each(weight, run)(dy, x, weight)
+    return _for_each(weight, run)(dy, x, weight, bias)
 
 
 def _for_each(weight: Array, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +190,7 @@ TANGENT = new_primitive(
 GRADIENTS = new_primitive(
     "rows_gradients",
     functools.partial(_gradients, ("auto", 2)),
-    lambda dy, x, weight, *, static, norm, shape=None: [
+    lambda dy, x, weight, bias, *, static, norm, shape=None: [
         x.update(weak_type=False),
         *[weight.update(shape=shape, weak_type=False)] * (0 if shape is None else 2),
     ],
@@ -178,9 +203,8 @@ GRADIENTS = new_primitive(
 
 
 def _rows_jvp(primals: Any, tangents: Any, **given: Any) -> Any:
-    x, weight, _ = primals
     along = map(ad.instantiate_zeros, tangents)
-    return ROWS.bind(*primals, **given), bind(TANGENT, *along, x, weight, **given)
+    return ROWS.bind(*primals, **given), bind(TANGENT, *along, *primals, **given)
 
 
 def _jvp(
@@ -192,14 +216,14 @@ def _jvp(
 
 
 def _tangent_transpose(cotangents: Any, *operands: Any, **given: Any) -> Any:
-    *linear, x, weight = operands
+    linear, primals = operands[:3], operands[3:]
     if isinstance(cotangents[0], ad.Zero):
         return [None] * len(operands)
     wanted = [o.aval if ad.is_undefined_primal(o) else None for o in linear]
     if any(wanted[1:]):
-        shapes = [like.shape for like in wanted[1:] if like is not None]
-        given["shape"] = jnp.broadcast_shapes(weight.shape, *shapes)
-    found = bind(GRADIENTS, *cotangents, x, weight, **given)
+        shapes = [v.shape for v in (*wanted[1:], *primals[1:]) if v is not None]
+        given["shape"] = jnp.broadcast_shapes(*shapes)
+    found = bind(GRADIENTS, *cotangents, *primals, **given)
     # Weight and bias may differ along different axes, and over a mesh be split otherwise.
     found = [
         split(ct.sum(tuple(summed(ct.shape, like.shape)), keepdims=True), like.sharding.spec)
