@@ -88,7 +88,7 @@ class _Blocks:
         *mapped, _, size = x.shape
         rows = next((n for n in reversed(mapped) if n > 1), 1)
         self._shape = x.size // (rows * size), rows, size
-        most = _VALUES // _up(size, _LANES)
+        most = _VALUES // _up(size, _LANES) // _SUBLANES * _SUBLANES
         # An axis that is not cut may have any size.
         each = rows if _up(rows, _SUBLANES) <= most else _up(_even(rows, most), _SUBLANES)
         outer = _even(self._shape[0], max(1, most // _up(each, _SUBLANES)))
@@ -104,11 +104,13 @@ class _Blocks:
         specs = [vector if a.size == size else row for a in (*arrays, *results)]
         shapes = [(1, 1, size) if a.size == size else self._shape for a in (*arrays, *results)]
         n = len(arrays)
+        # Results vary over the axes of a mesh as the operands do.
+        varies: Any = {"manual_axis_type": jax.typeof(arrays[0]).manual_axis_type}
         # Sums are added up on one core.
         order = ("arbitrary" if len(results) > 1 else "parallel",) * 2
         found = pl.pallas_call(
             body,
-            [jax.ShapeDtypeStruct(s, r.dtype) for s, r in zip(shapes[n:], results, strict=True)],
+            [jax.ShapeDtypeStruct(s, r.dtype, **varies) for s, r in zip(shapes[n:], results)],
             grid=tuple(map(pl.cdiv, self._shape[:2], self._block)),
             in_specs=specs[:n],
             out_specs=specs[n:],

@@ -34,8 +34,8 @@ _PLATFORM = "tpu"
 # The elementwise primitives that Mosaic compiles (jax 0.10.2 and 0.12.0.1).
 _TEXT = """
 abs add add_any and broadcast_in_dim clamp convert_element_type copy custom_jvp_call div eq exp
-exp2 ge gt integer_pow jit le log log1p logistic lt max min mul ne neg not or pjit pow rsqrt
-select_n sign sqrt square stop_gradient sub tanh xor
+exp2 ge gt integer_pow jit le log log1p logistic lt max min mul ne neg not one_minus_square or pjit
+pow rsqrt select_n sqrt square stop_gradient sub tanh xor
 """
 _MOSAIC = frozenset(_TEXT.split())
 
@@ -150,7 +150,7 @@ def _with_kernel(
         why_not = f"a row of more than {kernel.LONGEST} values may not fit into VMEM"
     else:
         return functools.partial(of_kernel, kernel)
-    raise refusal(x, why_not)
+    raise refusal(x, why_not, "mapped axes, 1, values")
 
 
 def _rows_by(kernel: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -> list[Array]:
