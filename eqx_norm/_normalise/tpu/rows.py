@@ -22,12 +22,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from ..collectives import split
 from ..elementwise import Activation, applied
 from ..gpu.choice import DTYPES, PARTITIONED, refusal
 from ..jaxprs import equations
-from ..primitives import Static, bind, new_primitive
-from ..reference import summed
+from ..primitives import Static, bind, fitted, new_primitive
 from ..values import Values
 
 _PLATFORM = "tpu"
@@ -109,7 +107,9 @@ def _rows(how: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -> list
 
 
 def _tangent(how: Any, *arrays: Array, norm: Norm) -> list[Array]:
-    return jax.jvp(functools.partial(_rows, how, norm=norm), arrays[3:], arrays[:3])[1]
+    # An operand and its tangent may differ along different axes.
+    along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
+    return jax.jvp(functools.partial(_rows, how, norm=norm), at, along)[1]
 
 
 def _gradients(
@@ -186,6 +186,7 @@ TANGENT = new_primitive(
     functools.partial(_tangent, ("auto", 2)),
     lambda dx, *_, static, norm: [dx.update(dtype=jnp.dtype(norm.dtype), weak_type=False)],
     full=[0, 3],
+    kernel=lambda *_, **given: functools.partial(_tangent, ("auto", 2)),
 )
 GRADIENTS = new_primitive(
     "rows_gradients",
@@ -224,14 +225,9 @@ def _tangent_transpose(cotangents: Any, *operands: Any, **given: Any) -> Any:
         shapes = [v.shape for v in (*wanted[1:], *primals[1:]) if v is not None]
         given["shape"] = jnp.broadcast_shapes(*shapes)
     found = bind(GRADIENTS, *cotangents, *primals, **given)
-    # Weight and bias may differ along different axes, and over a mesh be split otherwise.
-    found = [
-        split(ct.sum(tuple(summed(ct.shape, like.shape)), keepdims=True), like.sharding.spec)
-        if like is not None
-        else None
-        for ct, like in zip(found, wanted, strict=False)
-    ]
-    return [*found, *[None] * (len(operands) - len(found))]
+    missing = [None] * (len(operands) - len(found))
+    found = [None if like is None else fitted(ct, like) for ct, like in zip(found, wanted)]
+    return [*found, *missing]
 
 
 ad.primitive_jvps[ROWS] = _rows_jvp
