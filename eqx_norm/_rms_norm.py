@@ -38,7 +38,8 @@ class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
         activation: Activation | None = None,
         implementation: Implementation = "auto",
     ):
-        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
+        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square. There are no
+        kernels for CUDA devices.
 
         **Raises:** `ValueError` for an invalid argument.
         """

@@ -1,10 +1,12 @@
-"""Normalises rows on a TPU: the forward pass reads x and writes y; the backward pass reads x and
-dy and writes dx, and sums for weight and bias. (XLA reads x again for each sum.)
+"""Normalises rows on a TPU: the forward pass reads x and writes y, the backward pass reads x
+and dy and writes dx, and sums for weight and bias. XLA:TPU reads x again for each sum.
 
 A program keeps a block of whole rows in VMEM and calculates in float32. The backward pass takes
 the moments of its rows again. Its sums go on from block to block, in order, each as a total and
-its rounding error. Rows are the last two of three axes, `(outer, rows, size)`: to join these
-XLA:TPU would have to move x, unless whole tiles of 8 or 16 rows lie in them.
+its rounding error.
+
+The kernels read x as `(outer, rows, size)`, because XLA:TPU would have to move x to join the
+first two, unless the rows fill whole tiles of memory.
 """
 
 import functools
@@ -18,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from ..elementwise import applied
+from eqx_norm._normalise.elementwise import applied
+
 from .rows import Norm
 
 # In a block. Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx
@@ -98,25 +101,32 @@ class _Blocks:
         self, body: Callable[..., None], arrays: Sequence[Array], results: Sequence[Any]
     ) -> list[Array]:
         """Returns what `body(*arrays, *results)` writes, block by block."""
-        size = self._shape[-1]
-        row = pl.BlockSpec(self._block, lambda i, j: (i, j, 0))
-        vector = pl.BlockSpec((1, 1, size), lambda i, j: (0, 0, 0))
-        specs = [vector if a.size == size else row for a in (*arrays, *results)]
-        shapes = [(1, 1, size) if a.size == size else self._shape for a in (*arrays, *results)]
-        n = len(arrays)
+        one_row = 1, 1, self._block[-1]
+        rows = pl.BlockSpec(self._block, lambda i, j: (i, j, 0))
+        vector = pl.BlockSpec(one_row, lambda i, j: (0, 0, 0))
+
+        def is_vector(array: Any) -> bool:
+            return array.size == self._block[-1]  # as is x of one row
+
+        def shape(array: Any) -> tuple[int, int, int]:
+            return one_row if is_vector(array) else self._shape
+
+        def specs(arrays: Sequence[Any]) -> list[pl.BlockSpec]:
+            return [vector if is_vector(array) else rows for array in arrays]
+
         # Results vary over the axes of a mesh as the operands do.
         varies: Any = {"manual_axis_type": jax.typeof(arrays[0]).manual_axis_type}
-        # Sums are added up on one core.
+        # A sum is added up on one core.
         order = ("arbitrary" if len(results) > 1 else "parallel",) * 2
         found = pl.pallas_call(
             body,
-            [jax.ShapeDtypeStruct(s, r.dtype, **varies) for s, r in zip(shapes[n:], results)],
+            [jax.ShapeDtypeStruct(shape(r), r.dtype, **varies) for r in results],
             grid=tuple(map(pl.cdiv, self._shape[:2], self._block)),
-            in_specs=specs[:n],
-            out_specs=specs[n:],
+            in_specs=specs(arrays),
+            out_specs=specs(results),
             compiler_params=pltpu.CompilerParams(dimension_semantics=order),
             name="eqx_norm_rows",
-        )(*map(jnp.reshape, arrays, shapes))
+        )(*(array.reshape(shape(array)) for array in arrays))
         return [a.reshape(r.shape) for a, r in zip(found, results, strict=True)]
 
     def add(self, values: Array, total: Any, rest: Any) -> None:

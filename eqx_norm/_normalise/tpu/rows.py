@@ -22,18 +22,18 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from ..elementwise import Activation, applied
-from ..gpu.choice import DTYPES, PARTITIONED, refusal
-from ..jaxprs import equations
-from ..primitives import Static, bind, fitted, new_primitive
-from ..values import Values
+from eqx_norm._normalise.elementwise import Activation, applied
+from eqx_norm._normalise.gpu.choice import DTYPES, PARTITIONED, refusal
+from eqx_norm._normalise.jaxprs import equations
+from eqx_norm._normalise.primitives import Static, bind, fitted, new_primitive
+from eqx_norm._normalise.values import Values
 
 _PLATFORM = "tpu"
 # The elementwise primitives that Mosaic compiles (jax 0.10.2 and 0.12.0.1).
 _TEXT = """
 abs add add_any and broadcast_in_dim clamp convert_element_type copy custom_jvp_call div eq exp
-exp2 ge gt integer_pow jit le log log1p logistic lt max min mul ne neg not one_minus_square or pjit
-pow rsqrt select_n sqrt square stop_gradient sub tanh xor
+exp2 ge gt integer_pow jit le log log1p logistic lt max min mul ne neg not one_minus_square or
+pjit pow rsqrt select_n sqrt square stop_gradient sub tanh xor
 """
 _MOSAIC = frozenset(_TEXT.split())
 
@@ -47,7 +47,7 @@ class Norm(NamedTuple):
     activation: Activation | None
 
 
-def normalised(
+def normalised_row(
     x: Array,
     mask: Array | None,
     layer: tuple[Array | None, Array | None, Activation | None],
@@ -136,7 +136,7 @@ def _with_kernel(
     if tuple(platforms) == ("cuda",) and norm.centred:
         return functools.partial(of_passes, ("pallas", 2))
     kernel = importlib.import_module(".kernel", __package__)
-    x = max(arrays, key=lambda array: array.size)
+    x = arrays[-3]
     if tuple(platforms) != (_PLATFORM,):
         devices = "CUDA devices and TPUs" if norm.centred else "TPUs"
         why_not = f"it is for {devices}, and this program is for {', '.join(platforms)}"
@@ -225,9 +225,9 @@ def _tangent_transpose(cotangents: Any, *operands: Any, **given: Any) -> Any:
         shapes = [v.shape for v in (*wanted[1:], *primals[1:]) if v is not None]
         given["shape"] = jnp.broadcast_shapes(*shapes)
     found = bind(GRADIENTS, *cotangents, *primals, **given)
-    missing = [None] * (len(operands) - len(found))
-    found = [None if like is None else fitted(ct, like) for ct, like in zip(found, wanted)]
-    return [*found, *missing]
+    # Without sums only dx is found.
+    fit = [None if v is None else fitted(ct, v) for ct, v in zip(found, wanted, strict=False)]
+    return [*fit, *[None] * (len(operands) - len(fit))]
 
 
 ad.primitive_jvps[ROWS] = _rows_jvp

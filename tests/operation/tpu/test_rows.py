@@ -18,7 +18,6 @@ from tests.layers import accuracy
 from tests.operation.test_residuals import held, of_each
 
 pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("interpreted")]  # no float64
-each_kind = pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 
 
 def mapped(kind, shape, ndim=1, implementation: Any = "pallas", **options):
@@ -35,9 +34,10 @@ def mapped(kind, shape, ndim=1, implementation: Any = "pallas", **options):
     return f
 
 
-# Of one block; cut along one axis or the other, with and without a remainder; axes of size 1.
-ONE = [(1, 1), (1, 7), (5, 3), (16, 130), (3, 2, 7), (7,), (2, 1, 5), (2, 3, 1, 4)]
-CUT = [(96, 7), (37, 9), (1000, 3), (5, 3, 7), (5, 37, 2), (3, 4, 33, 2), (64, 1, 2)]
+# Of one block; cut along one axis or both, with and without a remainder; axes of size 1.
+ONE = [(7,), (1, 1), (5, 3), (16, 130), (2, 3, 1, 4)]
+CUT = [(96, 7), (37, 9), (5, 3, 7), (5, 37, 2), (64, 1, 2)]
+FLOAT, HALF = np.float32, jnp.bfloat16
 
 
 @functools.partial(jax.jit, static_argnames="kind")
@@ -60,9 +60,13 @@ def check(kind, x, dy, weight, bias, bounds=accuracy.BOUNDS):
     assert not over, over
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("shape", [*ONE, *CUT], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        *((LayerNorm, FLOAT, shape) for shape in [*ONE, *CUT]),
+        *((kind, HALF, shape) for kind in (LayerNorm, RMSNorm) for shape in CUT[1:4]),
+    ],
+)
 @pytest.mark.usefixtures("small_blocks")
 def test_against_64_bits(kind, shape, dtype):
     random = np.random.default_rng(0)
@@ -76,7 +80,7 @@ def drawn(random, shape, dtype: Any = np.float32):
     return random.standard_normal(shape).astype(dtype), weight, bias
 
 
-@pytest.mark.parametrize("shape", [(8, 7), (8, 121), (8, 1009)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 7), (8, 1009)], ids=str)
 @hypothesis.given(accuracy.seeds)
 @hypothesis.settings(
     max_examples=8, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
@@ -155,7 +159,8 @@ TRANSFORMS = {
 
 CASES = [
     *((LayerNorm, "silu", transform) for transform in TRANSFORMS),
-    *((LayerNorm, name, way) for name in ("none", "elu", "tanh") for way in ("reverse", "penalty")),
+    *((LayerNorm, name, "reverse") for name in ("none", "elu", "tanh")),
+    *((LayerNorm, name, "penalty") for name in ("none", "elu", "tanh")),
     *((RMSNorm, "silu", transform) for transform in ("reverse", "forward", "penalty")),
 ]
 
