@@ -28,7 +28,7 @@ from eqx_norm._normalise.jaxprs import equations
 from eqx_norm._normalise.primitives import Static, bind, fitted, new_primitive
 from eqx_norm._normalise.values import Values
 
-_PLATFORM = "tpu"
+_PLATFORM = "tpu"  # tests take a CPU for one
 # The elementwise primitives that Mosaic compiles (jax 0.10.2 and 0.12.0.1).
 _TEXT = """
 abs add add_any and broadcast_in_dim clamp convert_element_type copy custom_jvp_call div eq exp
