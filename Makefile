@@ -13,20 +13,21 @@ PEERS := .venv-peers
 NEWEST := .venv-newest
 DOCS := .venv-docs
 GPU_COMPILE := .venv-gpu-compile
+TPU_COMPILE := .venv-tpu-compile
 GPU := .venv-gpu
-ENVIRONMENTS := $(VENV) $(PEERS) $(NEWEST) $(DOCS) $(GPU_COMPILE) $(GPU)
+ENVIRONMENTS := $(VENV) $(PEERS) $(NEWEST) $(DOCS) $(GPU_COMPILE) $(TPU_COMPILE) $(GPU)
 SOURCES := eqx_norm strategies experiments tests scripts
 SCHEMA := $(VENV)/bin/check-jsonschema --default-filetype yaml --builtin-schema vendor
 TO := $(if $(OUT),--out $(OUT))
 
-.PHONY: $(ENVIRONMENTS) help setup stability accuracy benchmark experiments gpu-compile-check gpu \
-	test test-long test-peers test-newest lint linters schemas format docs docs-serve notebooks \
-	dist clean
+.PHONY: $(ENVIRONMENTS) help setup stability accuracy benchmark experiments gpu-compile-check \
+	tpu-compile-check gpu test test-long test-peers test-newest lint linters schemas format docs \
+	docs-serve notebooks dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo 'PYTHON=python3.12   with any of them: the Python to make environments with'
-	@echo 'OUT=experiments     with those that have gpu in their names: replace committed results'
+	@echo 'OUT=experiments     with those for a GPU or a TPU: replace committed results'
 
 # Environments are targets, too. The script makes those that are not ready, with PYTHON.
 $(ENVIRONMENTS):
@@ -48,13 +49,18 @@ experiments: $(PEERS) ## replace every committed table and figure (35 minutes)
 		small_batches state_consistency layer_norm accuracy determinism distributed speed; do \
 		$(PEERS)/bin/python -m experiments.$$experiment --out experiments || exit 1; \
 	done
-	$(MAKE) --no-print-directory gpu-compile-check OUT=experiments
+	$(MAKE) --no-print-directory gpu-compile-check tpu-compile-check OUT=experiments
 	$(PEERS)/bin/python -m experiments
 
-# jax's CUDA plugin and the newest jax need Python 3.12. Where there is none, the script says so, and
-# no environment is ready.
+# jax's CUDA plugin, libtpu of that version, and the newest jax need Python 3.12. Where there is none,
+# the script says so, and no environment is ready.
 gpu-compile-check: $(GPU_COMPILE) ## compile for GPUs, none needed: what programs move (1.3 GB)
-	@! test -e $(GPU_COMPILE)/ready || $(GPU_COMPILE)/bin/python -m experiments.compiled $(TO)
+	@! test -e $(GPU_COMPILE)/ready || \
+		$(GPU_COMPILE)/bin/python -m experiments.compiled --target gpu $(TO)
+
+tpu-compile-check: $(TPU_COMPILE) ## compile for TPUs, none needed: what programs move (1.4 GB)
+	@! test -e $(TPU_COMPILE)/ready || \
+		$(TPU_COMPILE)/bin/python -m experiments.compiled --target tpu $(TO)
 
 # Each exits with 1 if a claim does not hold. The second runs in any case.
 gpu: ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)

@@ -16,7 +16,8 @@ ORDER = [
     "small_batches",
     "state_consistency",
 ]
-ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed", "compiled"]
+ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed"]
+ORDER += ["compiled", "compiled_tpu"]
 
 HEAD = """# Results of the experiments
 
@@ -60,12 +61,23 @@ def overview() -> str:
     return table(("experiment", "asked", "answer", "claims that hold", "figure"), lines)
 
 
+def beside() -> str:
+    """Returns the table of what layers move, for every device for which it was counted."""
+    found = [result["beside"] for result in results().values() if "beside" in result]
+    return table(found[0][0], [line for header, *lines in found for line in lines])
+
+
 def document() -> str:
     """Returns the text of experiments/README.md."""
     parts, goals = [HEAD, overview(), CLAIMS], []
     for name, result in results().items():
         parts += [f"\n## {name}", f"\n{result['asked']} **Answer:** {result['answer']}."]
         parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
+        if name == "compiled" and "beside" in result:
+            parts += [
+                "\nOf eqx-norm / Equinox (and temporary memory), in units of x:\n",
+                beside(),
+            ]
         parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
         goals += [(name, *goal) for goal in result["goals"]]
     if goals:

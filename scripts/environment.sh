@@ -20,8 +20,12 @@ case $folder in
     extras=dev constraints=constraints-newest.txt oldest=3.12
     ;;
 .venv-gpu-compile) # 1 GB, without cuDNN, cuBLAS, NCCL and others, which only running needs
-    extras=experiments constraints=constraints-gpu-compile.txt oldest=3.12
+    extras=experiments constraints=constraints-compile.txt oldest=3.12
     set -- --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+    ;;
+.venv-tpu-compile) # 1.4 GB, half of it libtpu
+    extras=experiments constraints=constraints-compile.txt oldest=3.12
+    set -- libtpu
     ;;
 .venv-gpu) # 7 GB; TORCH= leaves torch out, 3 GB; CUDA=12 is for drivers older than 580
     extras=experiments constraints=constraints-gpu.txt oldest=3.12

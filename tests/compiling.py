@@ -10,6 +10,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.export
 
 OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -27,3 +28,16 @@ def filter_jit(function: Any) -> Any:
     """Returns `eqx.filter_jit(function)` with options, which its annotations leave out."""
     options: Any = {"compiler_options": OPTIONS}
     return eqx.filter_jit(function, **options)
+
+
+def lowered_for(platform: str, function: Any) -> Any:
+    """Returns the function as it is lowered for another platform, for this one to run: XLA's
+    operations are the same for all, unless a kernel is among them."""
+    checks: Any = [jax.export.DisabledSafetyCheck.platform()]
+    export = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)
+
+    def call(*arguments: Any) -> Any:
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+        return export(*like).call(*arguments)
+
+    return jax.jit(call)

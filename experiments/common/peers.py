@@ -55,11 +55,12 @@ COLOURS: dict[str, str] = {
 IMPLEMENTATIONS: dict[str, Any] = {OURS_PALLAS: "pallas"}  # "auto" for the others
 # Layers that normalise one example, by their names in Equinox, Flax and this package.
 LAYER_NORM, GROUP_NORM, RMS_NORM = "LayerNorm", "GroupNorm", "RMSNorm"
+INSTANCE_NORM = "InstanceNorm"  # in Equinox, a group norm with a group for each channel
 GROUPS = 8  # of a group norm
 AXIS = "batch"  # the mapped axis of layers that take one example
 Affine = tuple[Any, Any]  # weight and bias, or `None`
-# From (weight and bias, memory, x) to y and the new memory.
-Apply = Callable[[Affine, Any, Any], tuple[Array, Any]]
+# From (weight and bias, memory, x), and a mask if the layer takes one, to y and the new memory.
+Apply = Callable[..., tuple[Array, Any]]
 
 
 class Layer(NamedTuple):
@@ -135,22 +136,27 @@ def _followed(made: Layer, activation: Callable[[Array], Array]) -> Layer:
     return made._replace(train=follow(made.train), evaluate=follow(made.evaluate))
 
 
-def example_norm(kind: str, name: str, shape: tuple[int, ...], *, eps: float) -> Layer:
+def example_norm(
+    kind: str, name: str, shape: tuple[int, ...], *, eps: float, groups: int = GROUPS
+) -> Layer:
     """Returns the layer of this kind and name, whose `x` is `[N, *shape]`; it has no memory.
 
-    Weight and bias may be `None`. They have `shape`; those of a group norm have the first axis
-    of `shape`, in Flax the last.
+    Weight and bias may be `None`. They have `shape`; those of a group or instance norm have the
+    first axis of `shape`, in Flax the last.
     """
 
-    def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+    def apply(affine: Affine, memory: Any, *given: Array) -> tuple[Array, Any]:
         weight, bias = (parameter is not None for parameter in affine)
         library: Any = eqx.nn if package(name) == "equinox" else eqx_norm
         how: Any = {"implementation": IMPLEMENTATIONS[name]} if name in IMPLEMENTATIONS else {}
-        if kind == GROUP_NORM:
-            made = library.GroupNorm(GROUPS, shape[0], eps, weight, **how)
+        if kind == INSTANCE_NORM and library is eqx_norm:
+            made = library.InstanceNorm(shape[0], eps, weight, **how)
+        elif kind in (GROUP_NORM, INSTANCE_NORM):
+            number = groups if kind == GROUP_NORM else shape[0]
+            made = library.GroupNorm(number, shape[0], eps, weight, **how)
         else:
             made = getattr(library, kind)(shape, eps, weight, bias, **how)
-        return jax.vmap(_with_affine(made, affine))(x), memory
+        return jax.vmap(_masked(_with_affine(made, affine)))(*given), memory
 
     def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
         given = dict(zip(("scale", "bias"), affine, strict=True))
@@ -180,10 +186,10 @@ def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ..
     leaves, structure = jax.tree.flatten(state)
 
     def mode(inference: bool) -> Apply:
-        def apply(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+        def apply(affine: Affine, memory: Any, *given: Array) -> tuple[Array, Any]:
             model = eqx.nn.inference_mode(_with_affine(layer, affine), inference)
-            mapped = jax.vmap(model, axis_name=AXIS, in_axes=(0, None), out_axes=(0, None))
-            y, state = mapped(x, jax.tree.unflatten(structure, memory))
+            one = _masked(model, jax.tree.unflatten(structure, memory))
+            y, state = jax.vmap(one, axis_name=AXIS, out_axes=(0, None))(*given)
             return y, tuple(jax.tree.leaves(state))
 
         return apply
@@ -192,6 +198,11 @@ def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ..
         return statistics(layer, jax.tree.unflatten(structure, memory))
 
     return Layer(tuple(leaves), mode(False), mode(True), read)
+
+
+def _masked(layer: Any, *state: Any) -> Callable[..., Any]:
+    """Returns a layer as a function of x and, if there is one, a mask."""
+    return lambda x, *mask: layer(x, *state, **dict(zip(("mask",), mask, strict=False)))
 
 
 def _with_affine(layer: Any, affine: Affine) -> Any:
@@ -232,17 +243,22 @@ def _of_flax(
     return Layer(memory, mode(False), mode(True), lambda memory: memory)
 
 
-def forward_and_backward(made: Layer, apart: bool = False) -> Callable[..., Any]:
+def forward_and_backward(
+    apply: Apply, apart: bool = False, of_x: bool = False
+) -> Callable[..., Any]:
     """Returns a function from (weight and bias, memory, x, dy) to y, memory and gradients.
 
     It is a new function each time, so `jax.jit` compiles it. With `apart`, dy is available only
-    after y, as in a network.
+    after y, as in a network. With `of_x` it returns only the gradient of x.
     """
 
-    def both(affine: Any, memory: Any, x: Array, dy: Array) -> Any:
+    def both(affine: Any, memory: Any, x: Array, dy: Array, *mask: Array) -> Any:
         def train(affine: Any, x: Array) -> tuple[Array, Any]:
-            return made.train(affine, memory, x)
+            return apply(affine, memory, x, *mask)
 
+        if of_x:
+            y, pull_back = jax.vjp(lambda x: train(affine, x)[0], x)
+            return pull_back(dy.astype(y.dtype))
         y, pull_back, after = jax.vjp(train, affine, x, has_aux=True)
         if apart:
             y, dy = jax.lax.optimization_barrier((y, dy))
@@ -298,7 +314,7 @@ def function(
         made = example_norm(kind, name, x.shape[1:], eps=EPS)
     if train:
         # On a GPU dy is available only after y, as in a network.
-        both = forward_and_backward(made, apart=jax.default_backend() == "gpu")
+        both = forward_and_backward(made.train, apart=jax.default_backend() == "gpu")
         return both, (tuple(affine), made.memory, x, dy)
     # All statistics are 1, because before any batch some layers compute 0/0.
     memory = jax.tree.map(jnp.ones_like, made.memory)
@@ -398,7 +414,7 @@ def _step(
 ) -> tuple[Layer, Callable[..., Any]]:
     """Returns the layer, made with or without 64 bits, and its forward and backward pass."""
     made = make(name, size, eps=EPS, **how)
-    return made, jax.jit(forward_and_backward(made))
+    return made, jax.jit(forward_and_backward(made.train))
 
 
 def _in_torch(apply: Callable[..., Any], batch: Batch) -> Answer:

@@ -86,7 +86,7 @@ def unfinished(out: Path) -> Iterator[Path]:
 
 def table(header: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
     """Returns a Markdown table with aligned columns, for the terminal and for documents."""
-    cells = [[_text(cell, digits=4) for cell in line] for line in (header, *lines)]
+    cells = [[text(cell) for cell in line] for line in (header, *lines)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     padded = [map(str.ljust, line, widths) for line in cells]
@@ -100,10 +100,10 @@ def save_csv(
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
-        writer.writerows([_text(cell, digits) for cell in line] for line in lines)
+        writer.writerows([text(cell, digits) for cell in line] for line in lines)
 
 
-def _text(value: Any, digits: int) -> str:
+def text(value: Any, digits: int = 4) -> str:
     """Returns a cell's text: nothing for NaN and `None`, 64x3x3 for a shape."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -144,7 +144,7 @@ def publish(
         "seconds": round(time.perf_counter() - STARTED, 1),
         "verdicts": verdicts,
         "goals": goals,
-        "shown": [text.splitlines() for text in shown],
+        "shown": [each.splitlines() for each in shown],
     }
     path = folder / "results" / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,13 @@
 """Tests how bytes are counted in a compiled program, and the verdicts on them."""
 
+import math
+import re
+
 import pytest
 
+from experiments import __main__ as every
 from experiments import compiled
+from experiments.common import traffic
 
 # x has 4,096 bytes. The GPU backend writes programs like this one.
 PROGRAM = """\
@@ -27,19 +32,80 @@ ENTRY %main (x: f32[4,256]) -> f32[1,256] {
 """
 
 
+# So does the TPU backend. Arrays in S(1) cost nothing, a copy what its other end does.
+TPU_PROGRAM = """\
+%inner (param_0.1: bf16[4,256]) -> f32[1,256] {
+  %param_0.1 = bf16[4,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %slice.1 = bf16[1,256]{1,0:T(8,128)(2,1)} slice(%param_0.1), slice={[0:1], [0:256]}
+  ROOT %convert.1 = f32[1,256]{1,0:T(8,128)} convert(%slice.1)
+}
+%outer (param_0.2: bf16[4,256], param_1.2: f32[256]) -> f32[1,256] {
+  %param_1.2 = f32[256]{0:T(256)S(1)} parameter(1)
+  %param_0.2 = bf16[4,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %first = f32[1,256]{1,0:T(8,128)} fusion(%param_0.2), kind=kLoop, calls=%inner
+  ROOT %sum = f32[1,256]{1,0:T(8,128)} add(%first, %param_1.2)
+}
+ENTRY %main (x.1: bf16[4,256], w.1: f32[256]) -> f32[1,256] {
+  %x.1 = bf16[4,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %w.1 = f32[256]{0:T(256)} parameter(1)
+  %copy-start = (f32[256]{0:T(256)S(1)}, f32[256]{0:T(256)}, u32[]{:S(2)}) copy-start(%w.1)
+  %copy-done = f32[256]{0:T(256)S(1)} copy-done(%copy-start)
+  %slice-start = ((bf16[4,256]{1,0}), bf16[2,256]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%x.1)
+  %slice-done = bf16[2,256]{1,0:S(1)} slice-done(%slice-start)
+  ROOT %fusion = f32[1,256]{1,0:T(8,128)} fusion(%x.1, %copy-done), calls=%outer
+}
+"""
+
+
 def test_what_a_program_moves():
     # x and its view are the same memory; of `low`, one row is read, and written as f32.
-    assert compiled.launches(PROGRAM) == {"sums": 4096 + 1024 + 2048, "first": 512 + 1024}
-    with pytest.raises(NotImplementedError, match=r"%view = while\(...\)"):
-        compiled.launches(PROGRAM.replace("bitcast", "while"))
+    assert traffic.moved(PROGRAM) == {"sums": 4096 + 1024 + 2048, "first": 512 + 1024}
+    read = {"copy-done": 1024, "slice-done": 1024, "fusion": 512 + 1024}
+    assert traffic.moved(TPU_PROGRAM) == read
+    for opcode in ("while", "all-reduce-start"):
+        with pytest.raises(NotImplementedError, match=rf"%view = {opcode}\(...\)"):
+            traffic.moved(PROGRAM.replace("bitcast", opcode))
 
 
-@pytest.mark.parametrize("claim", compiled.MOST)
-def test_units(claim):
-    *case, most = compiled.MOST[claim]
-    row = dict(zip(compiled.CASE, (next(iter(values)) for values in case), strict=False))
-    for extra, holds in ((0, True), (0.01, False)):
-        assert compiled.moves_little([{**row, "units": most + extra}])[0][2] == holds
+def test_what_a_program_sends():
+    sends = "  %sent = (f32[7]{0}, f32[64]{0}) all-gather-start(%x), dimensions={0}\n}\n"
+    assert traffic.collectives(PROGRAM.removesuffix("}\n") + sends) == [("all-gather", 64)]
+
+
+@pytest.mark.parametrize(
+    ("target", "claim"),
+    [(target, claim) for target in compiled.MOST for claim in compiled.MOST[target]],
+)
+def test_units(target, claim):
+    *case, most = compiled.MOST[target][claim]
+    row = dict(zip(compiled.CASE, (next(iter(values), ()) for values in case), strict=False))
+    for units, holds in ((most, True), (most + 0.01, False), (math.inf, False)):
+        verdicts = compiled.moves_little(target, [{**row, "units": units}])
+        assert (claim, holds) in [(said, held) for said, _, held in verdicts]
+
+
+ROW = {"program": "LayerNorm", "shape": (8, 4), "direction": compiled.BOTH, "dtype": "float32"}
+PAIR = [{**ROW, "layer": layer, "units": 8, "temporary": 1} for layer in compiled.TWO]
+
+
+@pytest.mark.parametrize("field", ["units", "temporary"])
+def test_no_more_than_equinox(field):
+    for more, held in ((0.009, True), (0.011, False), (math.inf, False)):
+        verdicts = compiled.is_no_worse([{**PAIR[0], field: PAIR[0][field] + more}, PAIR[1]])
+        assert [holds for *_, holds in verdicts].count(False) == (not held)
+        assert all(
+            "LayerNorm, 8x4, forward + backward, eqx-norm, float32" in v[1] for v in verdicts
+        )
+
+
+def test_one_table_of_all_devices(monkeypatch):
+    rows = [PAIR[0], {**PAIR[1], "units": 9, "temporary": 0}]
+    results = {name: {"beside": compiled.beside(name, rows)} for name in ("H200", "TPU v5e")}
+    monkeypatch.setattr(every, "results", lambda: results)
+    header, _, *lines = every.beside().splitlines()
+    assert compiled.BOTH in header
+    assert [re.split(r" *\| *", line)[1] for line in lines] == [*results]
+    assert all("| 8.00 (1.00) / 9.00 " in line for line in lines)
 
 
 BAD = {"sends": 3}, {"kept": 41}, {"scatters": 1}, {"ptx": "8 bytes spill"}, {"ptx": "red.add"}

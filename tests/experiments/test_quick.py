@@ -25,7 +25,7 @@ def test_help_teaches(name, monkeypatch, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "compiled"])
 def test_quick_holds_every_claim(name, tmp_path):
-    """All but `compiled`, which needs jax's CUDA plugin: make gpu-compile-check."""
+    """All but `compiled`, which needs a plugin of jax: make gpu-compile-check."""
     command = [sys.executable, "-W", "error", "-m", f"experiments.{name}", "--quick", "--out"]
     done = subprocess.run(
         [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False

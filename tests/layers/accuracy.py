@@ -15,6 +15,7 @@ import numpy as np
 from eqx_norm import LayerNorm
 from experiments.common import exact
 from experiments.common.exact import EPS, Answer, Batch
+from tests.compiling import lowered_for
 from tests.helpers import make
 
 # dweight: x - mean - mean_rest is rounded twice, by half an ulp each, where mean/std is large.
@@ -24,12 +25,22 @@ MEAN_ULPS = 4
 seeds = st.integers(0, 2**32 - 1)
 
 
-@functools.partial(jax.jit, static_argnames=("layer", "implementation"))
-def train(batch, mask=None, *, layer="BatchNorm", implementation="auto"):
-    """Returns what a layer gives in one training step, and the mean that it remembers.
+def train(batch, mask=None, *, layer="BatchNorm", implementation="auto", platform="cpu"):
+    """Returns what a layer gives in one training step, and the mean that it remembers; `train`
+    is lowered for the platform, and runs on this one.
 
     A `LayerNorm`, which remembers nothing, is given `[examples, values]`.
     """
+    return _compiled(layer, implementation, platform)(batch, mask)
+
+
+@functools.cache
+def _compiled(layer, implementation, platform):
+    step = functools.partial(_step, layer=layer, implementation=implementation)
+    return jax.jit(step) if platform == "cpu" else lowered_for(platform, step)
+
+
+def _step(batch, mask, *, layer, implementation):
     channels = batch.x.shape[1]
 
     def layer_norm(weight, bias, x):
@@ -67,9 +78,10 @@ def make_batch(random, x, *, affine=True):
     return Batch(x, dy, weight.astype(dtype), bias.astype(dtype))
 
 
-def check(batch, mask=None, *, layer="BatchNorm", scale=1.0, implementation="auto"):
-    """Holds a layer to the bounds; `scale` is the ulp's, relative to float32."""
-    found = train(batch, mask, layer=layer, implementation=implementation)
+def check(batch, mask=None, *, layer="BatchNorm", scale=1.0, **how):
+    """Holds a layer to the bounds; `scale` is the ulp's, relative to float32; `how`: as for
+    `train`."""
+    found = train(batch, mask, layer=layer, **how)
     answer, mean = jax.tree.map(np.asarray, found)
     assert answer.y.dtype == answer.dx.dtype == batch.x.dtype
     assert answer.dweight.dtype == answer.dbias.dtype == batch.weight.dtype

@@ -41,6 +41,11 @@ ARGUMENTS = [
     ({"input_size": 3.0}, "input_size=3.0: it is the number of channels, an int"),
     ({"implementation": "cuda"}, "'cuda' is not available.*are 'auto', 'xla'"),
     ({"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
+    ({"axis_name": ("b", "b")}, r"axis_name=\('b', 'b'\) names 'b' more than once"),
+    (
+        {"memory_axis_name": ["g", "h", "g"]},
+        r"memory_axis_name=\('g', 'h', 'g'\) names 'g' more than once.*Give each name once",
+    ),
     *(
         ({"eps": eps}, f"eps={eps}.*at least 1e-20")
         for eps in (0.0, -1e-5, 9e-21, float("nan"))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import LayerNorm, RMSNorm
 from tests.compiling import filter_jit
 from tests.helpers import bits, copy, each_approach, f32, make, normal, same
 from tests.helpers import quick_call as call
@@ -74,6 +75,18 @@ def test_gradients_of_masked_outputs_are_not_looked_at():
         chex.assert_tree_all_finite(right)
 
 
+@each_approach
+def test_gradients_of_masked_values_are_0_whatever_the_others_hold(approach):
+    for function in (None, activation, jax.nn.softmax):
+        for value in (np.nan, np.inf):
+            layer, state = trained(approach, function)
+            x = X.at[1, 0, 0].set(value)  # counts
+            y, _, dweight, *_, dx = step(layer, state, x, LENGTHS, DY)
+            assert not np.isfinite(dweight).all()
+            for array in (y, dx):
+                np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)
+
+
 def test_second_derivatives_do_not_see_masked_places():
     layer, state = trained("batch", jax.nn.silu)
 
@@ -108,6 +121,21 @@ def test_one_mask_for_all_examples():
     layer, state = trained("batch")
     right = call_masked(layer, copy(state), X, np.tile(LENGTHS[3], (N, 1)))
     all_close(call(functools.partial(layer, mask=LENGTHS[3]), copy(state), X), right)
+
+
+@pytest.mark.parametrize("layer", [LayerNorm(()), RMSNorm(())], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_an_example_without_axes(layer, dtype):
+    x = jnp.asarray(3, dtype)
+
+    def both(mask):
+        return jax.value_and_grad(lambda x: jnp.sin(layer(x, mask=mask)).real)(x)
+
+    assert same(both(True), both(None))
+    assert same(both(np.array(False)), (jnp.zeros_like(x.real), jnp.zeros_like(x)))
+    values, masks = jnp.asarray([3, np.nan, 4], dtype), jnp.array([True, False, True])
+    y = jax.vmap(lambda x, mask: layer(x, mask=mask))(values, masks)
+    assert same(list(y), [layer(values[0]), jnp.zeros_like(x), layer(values[2])])
 
 
 # --- What is remembered.

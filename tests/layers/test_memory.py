@@ -74,6 +74,35 @@ def test_with_and_without_a_gradient_it_is_the_same(approach):
         assert same(without, other)
 
 
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+@pytest.mark.x32
+def test_a_scan_over_batches_keeps_the_rest_of_the_mean(ratio):
+    """A mean and a rest from loops that round differently would lose an ulp of the mean."""
+    steps, channels, momentum = 300, 64, 0.9
+    x = ratio * normal(1, (channels,)) + normal(2, (steps, 8, channels))
+    layer, state = make(channels, "batch", approach="batch", momentum=momentum)
+
+    @jax.jit
+    def scan(state, xs):
+        def step(state, x):
+            _, state = over_batch(layer)(x, state)
+            memory = state.get(layer.memory_index)
+            return state, (memory.mean, memory.mean_rest)
+
+        return jax.lax.scan(step, state, xs)[1]
+
+    mean, rest = (np.asarray(v, np.float64) for v in scan(state, x))
+    batches, right, weight = np.asarray(x, np.float64).mean(1), 0.0, 0.0
+    for k in range(steps):
+        weight = momentum * weight + 1 - momentum
+        step = (1 - momentum) / weight * (batches[k] - right)
+        right = right + step
+        # The step is rounded in the distance, its factor and the product; the pair, to 2**-48.
+        far = np.abs(batches[: k + 1] - right).max(0)
+        atol = 8 * 2**-24 * far + 2**-48 * np.abs(right)
+        assert (np.abs(mean[k] + rest[k] - right) <= atol).all()
+
+
 @each_approach
 def test_no_gradient_flows_into_or_out_of_memory(approach):
     layer, state = make(3, "batch", approach=approach)

@@ -186,6 +186,18 @@ def test_within_the_bounds(name, mask, ratio):
 
 
 @each_norm
+@pytest.mark.parametrize("activation", [None, jax.nn.silu, jax.nn.softmax])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_gradients_of_masked_values_are_0_whatever_the_others_hold(name, activation, value):
+    layer = moved(NORMS[name][0](activation=activation))
+    x, mask = normal(0, SHAPE).at[:, 0, 0, 0].set(value), SOME
+    y, (gradient, dx) = differentiate(layer, x, normal(1, SHAPE), mask)
+    assert np.isnan(gradient.weight).any()
+    for values in (y, dx):
+        np.testing.assert_array_equal(np.where(mask[:, None], 0, values), 0)
+
+
+@each_norm
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(("mean", "std"), [(300, 1), (0, 300)])
 @pytest.mark.x32
@@ -211,6 +223,24 @@ def test_a_constant_gives_the_bias(name, value):
     bias = layer.bias if layer.bias.ndim > 1 else layer.bias[:, None, None]
     np.testing.assert_array_equal(y, jnp.broadcast_to(bias, SHAPE).astype(y.dtype))
     assert np.isfinite(dx).all()
+
+
+# LayerNorm and RMSNorm are made for one shape, which is not empty.
+EMPTY = [
+    *((name, (0, *SHAPE[1:])) for name in NORMS),
+    *((name, (*SHAPE[:3], 0)) for name in NORMS if name not in ("layer", "rms")),
+]
+
+
+@pytest.mark.parametrize(("name", "size"), EMPTY, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_to_normalise(name, size, masked):
+    layer = NORMS[name][0](activation=jax.nn.silu)
+    mask = jnp.ones((size[0], *size[2:]), bool) if masked else None
+    y, (gradient, dx) = differentiate(layer, jnp.ones(size), jnp.ones(size), mask)
+    assert y.shape == dx.shape == size
+    assert not np.any(gradient.weight)
+    assert not np.any(gradient.bias)
 
 
 # --- What is kept, and what is computed.

@@ -149,6 +149,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"where": ROW, "approach": "ema"}, "^approach= is a setting of BatchNorm"),
     ({"approach": lambda strategy: 3}, r"^\[0\]: approach=3 is neither a name nor a strat"),
     ({"approach": Batch}, r"^\[0\]: approach=<class .* with the parentheses"),
+    ({"axis_name": ("b", "b")}, r"^\[0\]: axis_name=\('b', 'b'\) names 'b' more than once"),
     ({"approach": Loading(), "momentum": 0.5}, r"^\[0\]: momentum=0.5: .*Loading"),
     ({"approach": Unloaded()}, r"^\[0\]: Cumulative cannot take over"),
     ({"model": made(("Linear", {}), OURS)[0], "eps": 1.0}, r"no layer of eqx_norm; .*swap\("),

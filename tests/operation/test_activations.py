@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
+from tests.compiling import jit
 from tests.helpers import bits, copy, make, over_batch
 
 from .derivatives import ACTIVATIONS, COTANGENT, C, X
@@ -160,3 +161,33 @@ def test_one_example_of_numpy_s_float64():
     right, _ = layer(jnp.asarray(X[0]), state)
     assert bits(y) == bits(right)
     assert y.dtype == LayerNorm(X.shape[1:])(X[0]).dtype == jnp.float32
+
+
+BRANCHES = {
+    "on a mapped value": lambda i: lambda u: jax.lax.switch(i, [jnp.tanh, jax.nn.relu], u),
+    "on a sum": lambda _: lambda u: jax.lax.cond(u.sum() > 0, jnp.tanh, jnp.sin, u),
+    "on the platform": lambda _: (
+        lambda u: jax.lax.platform_dependent(u, cpu=jnp.tanh, default=jnp.sin)
+    ),
+}
+
+
+@pytest.mark.parametrize("branch", BRANCHES.values(), ids=BRANCHES)
+def test_an_activation_that_branches(branch):
+    """Compares the gradients of x and their derivatives with those of the branch afterwards."""
+    x, which = jnp.asarray(X, jnp.float32), jnp.arange(len(X)) % 2
+
+    def gradient(x, inside):
+        def one(x, i):
+            activation = branch(i)
+            row = LayerNorm(X.shape[1:], activation=activation if inside else None)
+            return row(x) if inside else activation(row(x))
+
+        return jax.grad(lambda x: jnp.sin(jax.vmap(one)(x, which)).sum())(x)
+
+    def second(x, inside):
+        return jax.grad(lambda x: jnp.vdot(gradient(x, inside), COTANGENT))(x)
+
+    for derive in (gradient, second):
+        derive = jit(derive, static_argnums=1)
+        np.testing.assert_allclose(derive(x, True), derive(x, False), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,193 @@
+"""Computes a norm of one example in one kernel of XLA:GPU.
+
+XLA:GPU makes one kernel of a chain of sums along rows, each of values that the sum before has
+changed, with all arithmetic in between. It reads a row once, where the passes of `primitives`
+read x for each sum. But such a kernel cannot return its sums, and the gradients of weights need
+them. So it serves where they are not needed: for y that nobody differentiates, and for the
+gradient of x alone (weights frozen, or none), which computes the sums again.
+
+A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
+several kernels (jax 0.12.0.1; `make gpu-compile-check` counts them). A CPU and a TPU gain
+nothing: XLA has no such kernel there.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from eqx_norm.strategies._pair import rounded
+
+from . import linear
+from .collectives import is_partitioned, varying
+from .reference import Shape, rsqrt
+
+LONGEST = 2**14
+
+
+class Chain(NamedTuple):
+    """Holds the norm of an example of `shape`, in float32: `weight` and `bias`, if there are
+    any, have one number for each value or for each block of consecutive values."""
+
+    shape: Shape
+    groups: int
+    repeats: int  # how often a weight is repeated along a row; 0 if it need not be written
+    eps: float
+    centred: bool
+    has_weight: bool
+    has_bias: bool
+    activation: Callable[[Array], Array] | None
+
+    @property
+    def rows(self) -> Shape:
+        """Returns the shape in which the chain computes: a row, or one for each group."""
+        if len(self.shape) == 1 and self.groups == 1:
+            return self.shape
+        return self.groups, math.prod(self.shape) // self.groups
+
+    def y(self, x: Array, *weights: Array) -> Array:
+        """Returns the normalised x."""
+        u, _ = self._normalised(x)
+        _, u = self._affine(u, u, weights)
+        u = u if self.activation is None else self.activation(u)
+        return self._in_shape(u, x.dtype)
+
+    def tangent(self, dx: Array, x: Array, *weights: Array) -> Array:
+        """Returns the tangent of y along that of x."""
+        u, rstd = self._normalised(x)
+        g = self._rows(dx)
+        g = g - _mean(g) if self.centred else g
+        du, u = self._affine(rstd * (g - u * _mean(g * u)), u, weights)
+        du = du if self.activation is None else jax.jvp(self.activation, (u,), (du,))[1]
+        return self._in_shape(du, x.dtype)
+
+    def _normalised(self, x: Array) -> tuple[Array, Array]:
+        """Returns (x - mean) rstd, and rstd, of each row."""
+        x = self._rows(x)
+        if self.centred:
+            k = x.max(-1, keepdims=True)  # as in `reference.statistics`
+            d = x - (k + rounded(_mean(x - k)))
+            d = d - rounded(_mean(d))
+        else:
+            # Exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
+            d = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
+        rstd = rsqrt(_mean(d * d) + self.eps)
+        return d * rstd, rstd
+
+    def _affine(self, du: Array, u: Array, weights: Sequence[Array]) -> tuple[Array, Array]:
+        """Returns `weight * du` and `weight * u + bias`."""
+        left = list(weights)
+        if self.has_weight:
+            weight = self._rows(left.pop(0))
+            du, u = weight * du, weight * u
+        return du, u + self._rows(left.pop(0)) if self.has_bias else u
+
+    def _rows(self, array: Array) -> Array:
+        """Returns an array as float32 with a row for each group. Behind the barrier it is in
+        memory, because a reshape inside of the kernel would cut it."""
+        if self.rows != self.shape:
+            if self.repeats and array.shape != self.shape:
+                array = array.reshape(-1, *(1,) * (len(self.shape) - 1))
+                array = jnp.broadcast_to(array, self.shape)
+            array = lax.optimization_barrier(array.reshape(self.groups, -1))
+        return array.astype(jnp.float32)
+
+    def _in_shape(self, rows: Array, dtype: Any) -> Array:
+        rows = rows.astype(dtype)
+        if self.rows != self.shape:
+            rows = lax.optimization_barrier(rows)  # the transpose is a kernel, too
+        return rows.reshape(self.shape)
+
+    def pays(self, x: Any, weights: Sequence[Any]) -> bool:
+        """Returns whether the kernel moves less than the passes, for x and weights of all
+        examples: repeated weights are written and read, and the passes read x twice more."""
+        repeated = sum(w.size for w in weights) * self.repeats
+        return 2 * repeated * 4 <= 2 * x.size * x.dtype.itemsize
+
+
+def _mean(rows: Array) -> Array:
+    return rows.sum(-1, keepdims=True) / rows.shape[-1]
+
+
+class Forms(NamedTuple):
+    """Holds functions of the operands of `ONE_KERNEL` but y, for one example or mapped."""
+
+    y: Callable[..., Array]  # of x and weights
+    tangent: Callable[..., Array]  # of dx, x and weights
+    by_passes: Callable[..., Array]  # the tangent, of dx, x, weights and vectors
+
+
+def of(
+    y: Array,
+    x: Array,
+    weights: Sequence[Array],
+    vectors: Sequence[Array],
+    chain: Chain,
+    by_passes: Callable[..., Array],
+) -> Array:
+    """Returns y, which a GPU computes by the chain.
+
+    **Arguments:**
+
+    - `y`: computed by passes; its derivative is that of the result unless only x moves.
+    - `vectors`: what the passes' derivative needs besides x and weights.
+    - `by_passes`: returns the tangent of y, of dx, x, weights and vectors.
+    """
+    forms = Forms(chain.y, chain.tangent, by_passes)
+    arrays = varying([y, x, *weights, *vectors])
+    return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=len(weights))
+
+
+def _lower(context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
+    _, x, *others = context.avals_in
+    sizes = (*x.shape, *(size for w in others[:n] for size in w.shape))
+    is_known = all(isinstance(size, int) for size in sizes)
+    if not is_known or is_partitioned(context) or not pays(x, others[:n]):
+        return arrays[:1]
+    in_one = mlir.lower_fun(lambda y, x, *others: forms.y(x, *others[:n]), False)
+    return in_one(context, *arrays)
+
+
+def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any:
+    y, x, *others = primals
+    dy, dx, *along = tangents
+    only_x = all(isinstance(tangent, ad.Zero) for tangent in along[:n])
+    if isinstance(dx, ad.Zero) or not only_x or not pays(x, others[:n]):
+        return y, dy
+
+    def by_passes(dx: list[Array], operands: list[Array]) -> list[Array]:
+        return [forms.by_passes(*dx, *operands)]
+
+    def on_gpu(dx: list[Array], operands: list[Array]) -> list[Array]:
+        return [forms.tangent(*dx, *operands[: 1 + n])]
+
+    (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=on_gpu)
+    return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
+
+
+def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: int) -> Any:
+    del axis
+    y, *operands = arrays
+    x, *others = places[1:]
+    mapped = Forms(
+        jax.vmap(forms.y, (x, *others[:n])),
+        jax.vmap(forms.tangent, (x, x, *others[:n])),
+        jax.vmap(forms.by_passes, (x, x, *others)),
+    )
+    y = jnp.moveaxis(y, places[0], 0)
+    return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0
+
+
+ONE_KERNEL = Primitive("eqx_norm_one_kernel")
+ONE_KERNEL.def_impl(lambda y, *_, **parameters: y)
+ONE_KERNEL.def_abstract_eval(lambda y, *_, **parameters: y)
+mlir.register_lowering(ONE_KERNEL, lambda context, *arrays, **_: arrays[:1])
+mlir.register_lowering(ONE_KERNEL, _lower, "gpu")
+batching.fancy_primitive_batchers[ONE_KERNEL] = _batch
+ad.primitive_jvps[ONE_KERNEL] = _jvp

@@ -1,0 +1,209 @@
+"""Tests what a GPU and a TPU get, on a machine that has none.
+
+JAX lowers every layer for both: each direction and dtype, with and without mask, activation and
+weights. And a CPU runs what was lowered for them, which is as exact as its own programs: what
+they compile of it, `make gpu-compile-check` and `make tpu-compile-check` count.
+"""
+
+import functools
+import itertools
+
+import equinox as eqx
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from experiments.common import exact
+from experiments.common.exact import Answer
+from tests.compiling import lowered_for
+from tests.helpers import APPROACHES, bits, copy, make
+from tests.layers.accuracy import (
+    BOUNDS,
+    check,
+    far_from_zero,
+    make_batch,
+    seeds,
+    train,
+    with_outlier,
+)
+
+pytestmark = pytest.mark.x32  # has its own dtypes
+
+N, C, H, W = 2, 4, 3, 5
+SHAPE = C, H, W
+
+
+def batch_norm(approach):
+    def made(weights, **how):
+        layer, state = make(C, "batch", channelwise_affine=weights, approach=approach, **how)
+        return lambda layer, x, mask: layer(x, copy(state), mask=mask)[0], layer
+
+    return made
+
+
+def alone(kind, *arguments, names):
+    """Returns a maker of a norm of one example; `names`: the arguments for its weights."""
+
+    def made(weights, **how):
+        layer = kind(*arguments, **dict.fromkeys(names, weights), **how)
+        return lambda layer, x, mask: layer(x, mask=mask), layer
+
+    return made
+
+
+BOTH = "use_weight", "use_bias"
+LAYERS = {name: batch_norm(name) for name in APPROACHES} | {
+    "LayerNorm": alone(LayerNorm, SHAPE, names=BOTH),
+    "LayerNorm of vectors": alone(LayerNorm, W, names=BOTH),
+    "RMSNorm": alone(RMSNorm, SHAPE, names=BOTH),
+    "GroupNorm": alone(GroupNorm, 2, C, names=["channelwise_affine"]),
+    "InstanceNorm": alone(InstanceNorm, C, names=["affine"]),
+}
+
+
+def directions(call, layer, masked, dtype):
+    """Returns y and all derivatives of a layer as functions of x, in one function."""
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+    shape = (W,) if getattr(layer, "shape", None) == (W,) else SHAPE
+    mask = jnp.arange(W) > 0 if masked and len(shape) > 1 else None
+
+    def forward(weights, x):
+        f = lambda x: call(eqx.combine(weights, static), x, mask)  # noqa: E731
+        return jax.vmap(f, axis_name="batch")(x)
+
+    def every(x):
+        loss = lambda weights, x: jnp.sum(forward(weights, x) ** 2, dtype=float)  # noqa: E731
+        return (
+            forward(weights, x),
+            jax.grad(loss, (0, 1))(weights, x),
+            jax.grad(loss, 1)(weights, x),
+            jax.jvp(forward, (weights, x), (weights, x)),
+        )
+
+    return every, jax.ShapeDtypeStruct((N, *shape), dtype)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_lowered_for_every_platform(name, dtype):
+    for masked, weights, activation in itertools.product(
+        (False, True), (False, True), (None, jax.nn.silu)
+    ):
+        made = LAYERS[name](weights, activation=activation)
+        f, x = directions(*made, masked, dtype)
+        traced = jax.jit(f).trace(x)
+        for platform in ("cuda", "tpu"):
+            traced.lower(lowering_platforms=(platform,))
+
+
+# ------------------------------------------------------------------ values, within all bounds
+
+each_platform = pytest.mark.parametrize("platform", ["cuda", "tpu"])
+few_examples = hypothesis.settings(max_examples=4)
+
+
+def rows(draw, random, shape, *how):
+    """Returns what is drawn for channels, for the examples of a norm of one example."""
+    drawn = draw(random, (np.prod(shape[1:]), shape[0]), *how).T
+    return np.ascontiguousarray(drawn.reshape(shape))
+
+
+def hard(random, shape, draw=lambda draw, *how: draw(*how)):
+    """Yields values whose mean, range or first value makes rounding errors large."""
+    yield draw(far_from_zero, random, shape)
+    yield draw(with_outlier, random, shape, 0)
+    yield (300 + random.standard_normal(shape)).astype(np.float16)
+    yield (300 * random.standard_normal(shape)).astype(np.float16)
+    yield (100 + random.standard_normal(shape)).astype(jnp.bfloat16)
+
+
+@each_platform
+@pytest.mark.parametrize("shape", [(7, 8), (3, 8, 2, 2)], ids=str)  # a CPU adds in a row
+@hypothesis.given(seeds)
+@few_examples
+def test_batch_norm_in_training(platform, shape, seed):
+    random = np.random.default_rng(seed)
+    for x in hard(random, shape):
+        batch = make_batch(random, x, affine=x.dtype == np.float32)
+        check(batch, platform=platform)
+    mask = np.arange(x.size // shape[1]).reshape(shape[0], *shape[2:]) % 3 != 0
+    batch = make_batch(random, far_from_zero(random, shape))
+    np.moveaxis(batch.x, 1, -1)[~mask] = np.nan
+    check(batch, mask, platform=platform)
+
+
+@each_platform
+@hypothesis.given(seeds)
+@few_examples
+def test_layer_norm_in_training(platform, seed):
+    random = np.random.default_rng(seed)
+    for x in hard(random, (8, 121), rows):
+        batch = make_batch(random, x, affine=x.dtype == np.float32)
+        check(batch, layer="LayerNorm", platform=platform)
+
+
+@each_platform
+@pytest.mark.parametrize("shape", [(7, 8), (121, 8), (8, 8, 5, 5)], ids=str)
+def test_constant_channels_in_training(platform, shape):
+    """1/n, rounded, would give another mean: https://github.com/BVLC/caffe/issues/3963."""
+    constants = np.float32([1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0])
+    columns = (-1, *(1,) * (len(shape) - 2))
+    x = np.broadcast_to(constants.reshape(columns), shape).copy()
+    batch = make_batch(np.random.default_rng(0), x)
+    answer, _ = train(batch, platform=platform)
+    assert not np.asarray(answer.variance).any()
+    assert bits(answer.y) == bits(np.broadcast_to(batch.bias.reshape(columns), shape))
+
+
+# y that nobody differentiates, and the gradient of x alone, have a program of their own on a GPU.
+ALONE = {
+    "LayerNorm": (LayerNorm, (121,), exact.layer_norm),
+    "LayerNorm of an image": (LayerNorm, ((3, 5, 7),), exact.layer_norm),
+    "RMSNorm": (RMSNorm, (121,), exact.rms_norm),
+    "GroupNorm": (GroupNorm, (2, 6), functools.partial(exact.group_norm, groups=2)),
+    "InstanceNorm": (
+        functools.partial(InstanceNorm, affine=True),
+        (6,),
+        functools.partial(exact.group_norm, groups=6),
+    ),
+}
+
+
+@functools.cache
+def program(name, activation=None):
+    make, arguments, _ = ALONE[name]
+    layer = make(*arguments, activation=activation)
+
+    def y_and_dx(weight, bias, x, dy):
+        moved = eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, (weight, bias))
+        dx = jax.vjp(jax.vmap(moved), x)[1](dy.astype(x.dtype))[0]
+        return jax.vmap(moved)(x), dx
+
+    of = jax.ShapeDtypeStruct
+    shape = layer.weight.shape if isinstance(layer, LayerNorm | RMSNorm) else (6, 5, 7)
+    vector, x = of(layer.weight.shape, "float32"), of((8, *shape), "float32")
+    text = jax.jit(y_and_dx).trace(vector, vector, x, x).lower(lowering_platforms=("cuda",))
+    has_own = "applies stablehlo.maximum" in text.as_text()
+    return lowered_for("cuda", y_and_dx), layer.weight.shape, x.shape, has_own
+
+
+@pytest.mark.parametrize("name", ALONE)
+@hypothesis.given(seeds)
+@few_examples
+def test_one_kernel(name, seed):
+    run, of_weights, shape, has_own = program(name)
+    assert has_own
+    random = np.random.default_rng(seed)
+    for x in hard(random, shape, rows):
+        batch = make_batch(random, x)
+        weight, bias = random.uniform(0.5, 1.5, (2, *of_weights)).astype(np.float32)
+        batch = batch._replace(weight=weight, bias=bias)
+        y, dx = map(np.asarray, run(weight, bias, batch.x, batch.dy))
+        assert y.dtype == dx.dtype == x.dtype
+        right = ALONE[name][2](batch._replace(x=batch.x.astype(np.longdouble)))
+        errors = exact.errors(batch, right, Answer(y, None, dx, None, None))
+        assert errors.y <= BOUNDS["y"]
+        assert errors.dx <= BOUNDS["dx"]
