@@ -4,12 +4,10 @@ and dy and writes dx, and sums for weight and bias. XLA:TPU reads x again for ea
 A program keeps a block of whole rows in VMEM and calculates in float32. The backward pass takes
 the moments of its rows again. Its sums go on from block to block, in order, each as a total and
 its rounding error.
-
-The kernels read x as `(outer, rows, size)`, because XLA:TPU would have to move x to join the
-first two, unless the rows fill whole tiles of memory.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,52 +18,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from eqx_norm._normalise.elementwise import applied
+from .rows import LONGEST, Norm
 
-from .rows import Norm
-
-# In a block. Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx
-# twice, and six arrays of float32 or so.
-_VALUES = 2**18
 _LANES, _SUBLANES = 128, 16  # of a tile in half precision; float32 has 8 sublanes
-LONGEST = _VALUES // _SUBLANES
+_VALUES = _SUBLANES * LONGEST  # in a block
 
 
 def rows(x: Array, weight: Array, bias: Array, *, norm: Norm) -> list[Array]:
     """Returns y. x is `(*mapped, 1, size)`, weight and bias `(1, ..., 1, size)`."""
-    body, y = functools.partial(_rows, norm), jax.ShapeDtypeStruct(x.shape, norm.dtype)
-    return _Blocks(x).call(body, [x, weight, bias], [y])
 
+    def body(x: Any, weight: Any, bias: Any, y: Any) -> None:
+        u, _ = _normalised(norm, x[...])
+        y[...] = (bias[...] + weight[...] * u).astype(y.dtype)
 
-def _rows(norm: Norm, x: Any, weight: Any, bias: Any, y: Any) -> None:
-    u, _ = _normalised(norm, x[...])
-    y[...] = applied(norm.activation, bias[...] + weight[...] * u).astype(y.dtype)
+    return _call(body, [x], [weight, bias])
 
 
 def gradients(
-    dy: Array, x: Array, weight: Array, bias: Array, *, norm: Norm, sums: bool
+    dy: Array, x: Array, weight: Array, _: Array, *, norm: Norm, shape: Any = None
 ) -> list[Array]:
-    """Returns dx and, if `sums`, the gradients of weight and bias."""
-    blocks = _Blocks(x)
-    vectors = [jax.ShapeDtypeStruct(weight.shape, jnp.float32)] * 4 * sums
-    body = functools.partial(_gradients, norm, blocks)
-    dx, *found = blocks.call(body, [dy, x, weight, bias], [x, *vectors])
-    return [dx, *map(jnp.add, found[::2], found[1::2])]
+    """Returns dx and, if there is a `shape`, the gradients of weight and bias."""
+    blocks = _blocks(x.shape)
 
+    def body(dy: Any, x: Any, weight: Any, dx: Any, *sums: Any) -> None:
+        (u, rstd), g = _normalised(norm, x[...]), dy[...].astype(jnp.float32)
+        if sums:
+            _add(blocks, g * u, *sums[:2])
+            _add(blocks, g, *sums[2:])
+        g = g * weight[...]
+        g = g - _mean(g) if norm.centred else g
+        dx[...] = (rstd * (g - u * _mean(g * u))).astype(dx.dtype)
 
-def _gradients(norm: Norm, blocks: "_Blocks", *refs: Any) -> None:
-    dy, x, weight, bias, dx, *sums = refs
-    (u, rstd), g = _normalised(norm, x[...]), dy[...].astype(jnp.float32)
-    if norm.activation is not None:
-        activation = functools.partial(applied, norm.activation)
-        (g,) = jax.vjp(activation, bias[...] + weight[...] * u)[1](g)
-    if sums:
-        blocks.add(g * u, *sums[:2])
-        blocks.add(g, *sums[2:])
-    g = g * weight[...]
-    if norm.centred:
-        g = g - _mean(g)
-    dx[...] = (rstd * (g - u * _mean(g * u))).astype(dx.dtype)
+    dx, *sums = _call(body, [dy, x], [weight], sums=0 if shape is None else 4)
+    return [dx, *((a + b).reshape(shape) for a, b in zip(sums[::2], sums[1::2], strict=True))]
 
 
 def _normalised(norm: Norm, x: Array) -> tuple[Array, Array]:
@@ -84,69 +69,56 @@ def _mean(x: Array) -> Array:
     return x.sum(-1, keepdims=True) / x.shape[-1]
 
 
-class _Blocks:
-    """Cuts x into blocks of rows, one for each program."""
+def _blocks(shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns `(outer, rows, size)`, as which a kernel reads x, and the shape of a block. To join
+    outer and rows, XLA:TPU would have to move x, unless rows fill whole tiles of memory."""
+    *mapped, _, size = shape
+    rows = next((n for n in reversed(mapped) if n > 1), 1)
+    outer = math.prod(mapped) // rows
+    tiles = _VALUES // _SUBLANES // _LANES // pl.cdiv(size, _LANES)  # of 16 rows
+    each = min(rows, tiles * _SUBLANES)  # an axis that is not cut may have any size
+    many = min(outer, tiles // pl.cdiv(each, _SUBLANES))
+    return (outer, rows, size), (many, each, size)
 
-    def __init__(self, x: Array):
-        *mapped, _, size = x.shape
-        rows = next((n for n in reversed(mapped) if n > 1), 1)
-        self._shape = x.size // (rows * size), rows, size
-        most = _VALUES // _up(size, _LANES) // _SUBLANES * _SUBLANES
-        # An axis that is not cut may have any size.
-        each = rows if _up(rows, _SUBLANES) <= most else _up(_even(rows, most), _SUBLANES)
-        outer = _even(self._shape[0], max(1, most // _up(each, _SUBLANES)))
-        self._block = outer, each, size
 
-    def call(
-        self, body: Callable[..., None], arrays: Sequence[Array], results: Sequence[Any]
-    ) -> list[Array]:
-        """Returns what `body(*arrays, *results)` writes, block by block."""
-        one_row = 1, 1, self._block[-1]
-        rows = pl.BlockSpec(self._block, lambda i, j: (i, j, 0))
-        vector = pl.BlockSpec(one_row, lambda i, j: (0, 0, 0))
-
-        def is_vector(array: Any) -> bool:
-            return array.size == self._block[-1]  # as is x of one row
-
-        def shape(array: Any) -> tuple[int, int, int]:
-            return one_row if is_vector(array) else self._shape
-
-        def specs(arrays: Sequence[Any]) -> list[pl.BlockSpec]:
-            return [vector if is_vector(array) else rows for array in arrays]
-
-        # Results vary over the axes of a mesh as the operands do.
-        varies: Any = {"manual_axis_type": jax.typeof(arrays[0]).manual_axis_type}
+def _call(
+    body: Callable[..., None], arrays: Sequence[Array], vectors: Sequence[Array], sums: int = 0
+) -> list[Array]:
+    """Returns what `body(*arrays, *vectors, y, *sums)` writes, block by block: y is like the
+    last of the arrays, and sums are vectors in float32."""
+    x, (whole, block) = arrays[-1], _blocks(arrays[-1].shape)
+    one_row = 1, 1, whole[-1]
+    row = pl.BlockSpec(block, lambda i, j: (i, j, 0))
+    vector = pl.BlockSpec(one_row, lambda i, j: (0, 0, 0))
+    # Results vary over the axes of a mesh as the operands do.
+    varies: Any = {"manual_axis_type": jax.typeof(x).manual_axis_type}
+    like = functools.partial(jax.ShapeDtypeStruct, **varies)
+    y, *found = pl.pallas_call(
+        body,
+        [like(whole, x.dtype), *[like(one_row, jnp.float32)] * sums],
+        grid=tuple(map(pl.cdiv, whole[:2], block)),
+        in_specs=[row] * len(arrays) + [vector] * len(vectors),
+        out_specs=[row] + [vector] * sums,
         # A sum is added up on one core.
-        order = ("arbitrary" if len(results) > 1 else "parallel",) * 2
-        found = pl.pallas_call(
-            body,
-            [jax.ShapeDtypeStruct(shape(r), r.dtype, **varies) for r in results],
-            grid=tuple(map(pl.cdiv, self._shape[:2], self._block)),
-            in_specs=specs(arrays),
-            out_specs=specs(results),
-            compiler_params=pltpu.CompilerParams(dimension_semantics=order),
-            name="eqx_norm_rows",
-        )(*(array.reshape(shape(array)) for array in arrays))
-        return [a.reshape(r.shape) for a, r in zip(found, results, strict=True)]
+        compiler_params=pltpu.CompilerParams(("arbitrary" if sums else "parallel",) * 2),
+        name="eqx_norm_rows",
+    )(*(a.reshape(whole) for a in arrays), *(v.reshape(one_row) for v in vectors))
+    return [y.reshape(x.shape), *found]
 
-    def add(self, values: Array, total: Any, rest: Any) -> None:
-        """Adds the rows of a block to a sum, which is a total and its rounding error."""
-        # A block at the end holds anything beyond it.
-        for axis, size in enumerate(self._shape[:2]):
-            if size % (own := self._block[axis]):
-                sizes = [n if i == axis else 1 for i, n in enumerate(self._block)]
-                place = pl.program_id(axis) * own + lax.broadcasted_iota(jnp.int32, sizes, axis)
-                values = jnp.where(place < size, values, 0)
-        part = _total(_total(values, 0, 1), 1, 8)
 
-        @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
-        def _() -> None:
-            total[...] = rest[...] = jnp.zeros_like(part)
-
-        before = total[...]
-        total[...] = after = before + part
-        added = after - before
-        rest[...] += (before - (after - added)) + (part - added)
+def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
+    """Adds the rows of a block to a sum, which is a total and its rounding error."""
+    # A block at the end holds anything beyond it.
+    for axis, (size, own) in enumerate(zip(*blocks, strict=True)):
+        if size % own:
+            place = lax.broadcasted_iota(jnp.int32, values.shape, axis)
+            values = jnp.where(pl.program_id(axis) * own + place < size, values, 0)
+    part = _total(_total(values, 0, 1), 1, 8)
+    is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
+    before, left = (jnp.where(is_first, 0, ref[...]) for ref in (total, rest))
+    total[...] = after = before + part
+    added = after - before
+    rest[...] = left + ((before - (after - added)) + (part - added))
 
 
 def _total(x: Array, axis: int, tile: int) -> Array:
@@ -157,12 +129,3 @@ def _total(x: Array, axis: int, tile: int) -> Array:
     cut = functools.partial(lax.slice_in_dim, x, axis=axis)
     total, left = _total(cut(0, half) + cut(half, 2 * half), axis, tile), cut(2 * half, None)
     return total + left.sum(axis, keepdims=True) if left.size else total
-
-
-def _even(size: int, most: int) -> int:
-    """Returns the size of equal parts of at most this size; the last may be smaller."""
-    return pl.cdiv(size, pl.cdiv(size, most))
-
-
-def _up(size: int, tile: int) -> int:
-    return pl.cdiv(size, tile) * tile

@@ -7,197 +7,102 @@
 On a TPU the first and the last are a kernel each, and all else is computed by the passes of
 `Values`. On a CUDA device these compute everything, with their kernel for statistics.
 
-Mapped axes are in front, as in `primitives`. Operands that do not differ have size 1 there, so
-`gradients` sums over these axes.
+Arrays are as in `primitives`: of size 1 along mapped axes where they do not differ. `gradients`
+sums over these.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from eqx_norm._normalise.elementwise import Activation, applied
-from eqx_norm._normalise.gpu.choice import DTYPES, PARTITIONED, refusal
-from eqx_norm._normalise.jaxprs import equations
-from eqx_norm._normalise.primitives import Static, bind, fitted, new_primitive
+from eqx_norm._normalise.gpu.choice import PARTITIONED, refusal
+from eqx_norm._normalise.primitives import Compute, Static, bind, fitted, new_primitive
 from eqx_norm._normalise.values import Values
 
+# Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx twice, and six
+# arrays of float32 or so, each of 16 rows at least.
+LONGEST = 2**14
 _PLATFORM = "tpu"  # tests take a CPU for one
-# The elementwise primitives that Mosaic compiles (jax 0.10.2 and 0.12.0.1).
-_TEXT = """
-abs add add_any and broadcast_in_dim clamp convert_element_type copy custom_jvp_call div eq exp
-exp2 ge gt integer_pow jit le log log1p logistic lt max min mul ne neg not one_minus_square or
-pjit pow rsqrt select_n sqrt square stop_gradient sub tanh xor
-"""
-_MOSAIC = frozenset(_TEXT.split())
 
 
 class Norm(NamedTuple):
-    """Holds the static arguments of a norm of rows; `dtype` is that of y."""
+    """Holds the static arguments of a norm of rows."""
 
     eps: float
     centred: bool
-    dtype: str
-    activation: Activation | None
 
 
 def normalised_row(
-    x: Array,
-    mask: Array | None,
-    layer: tuple[Array | None, Array | None, Activation | None],
-    *,
-    eps: float,
-    centred: bool,
+    x: Array, weight: Array | None, bias: Array | None, *, eps: float, centred: bool
 ) -> Array:
-    """Returns x, one row, normalised; `layer`: weight, bias, activation. Raises `ValueError` if
-    there is no kernel for it."""
-    if x.dtype.name not in DTYPES:
-        raise refusal(x, f"the kernel takes {', '.join(DTYPES)}", "one row")
-    if mask is not None:
-        raise refusal(x, "it takes no mask", "one row")
-    static, (weight, bias, activation) = Static(x.ndim, 1, "pallas"), layer
+    """Returns x, one row in float32 or bfloat16, normalised."""
     weight = jnp.ones(()) if weight is None else weight
     bias = jnp.zeros(()) if bias is None else bias
     vectors = [jnp.broadcast_to(v.astype(jnp.float32), x.shape) for v in (weight, bias)]
-
-    def rows(dtype: str, activation: Activation | None, *arrays: Array) -> Array:
-        norm = Norm(eps, centred, dtype, activation)
-        return bind(ROWS, *arrays, static=static, norm=norm)[0]
-
-    def activated(*arrays: Array) -> Array:
-        return applied(activation, rows("float32", None, *arrays)).astype(x.dtype)
-
-    if activation is None or _fits(activation, x):
-        return rows(x.dtype.name, activation, x, *vectors)
-    return jax.checkpoint(activated)(x, *vectors)
+    how: Any = {"static": Static(x.ndim, 1, "pallas"), "norm": Norm(eps, centred)}
+    return bind(ROWS, x, *vectors, **how)[0]
 
 
-def _fits(activation: Activation, x: Array) -> bool:
-    """Returns whether a kernel can compute the activation and its derivative."""
-
-    def both(u: Array, g: Array) -> Any:
-        return jax.vjp(functools.partial(applied, activation), u)[1](g)
-
-    if any(map(eqx.is_array, jax.tree.leaves(activation))):
-        return False
-    jaxpr = jax.make_jaxpr(both)(*[jax.ShapeDtypeStruct(x.shape, jnp.float32)] * 2)
-    return not jaxpr.consts and {e.primitive.name for e in equations(jaxpr.jaxpr)} <= _MOSAIC
+# --- By the passes. A row has `ndim` axes: two, once a primitive has flattened it.
 
 
-# --- By the passes. `how` is the `implementation`, and the number of axes of a row.
-
-
-def _rows(how: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -> list[Array]:
-    implementation, ndim = how
-    if x.ndim == ndim:
+def _rows(*arrays: Array, norm: Norm, ndim: int = 2, implementation: str = "auto") -> Any:
+    def row(x: Array, weight: Array, bias: Array) -> Array:
         values = Values(x, implementation=implementation, groups=1, channels=1)
-        used = values.moments(centred=norm.centred)
-        how = {"eps": norm.eps, "dtype": norm.dtype, "activation": norm.activation}
-        return [values.normalise(used, weight, bias, **how)]
-    arrays = x, weight, bias
-    places = [0 if len(a) == len(x) else None for a in arrays]
-    arrays = [a[0] if at is None else a for a, at in zip(arrays, places, strict=True)]
-    return jax.vmap(functools.partial(_rows, how, norm=norm), places)(*arrays)
+        return values.normalised(weight, bias, eps=norm.eps, centred=norm.centred)
+
+    axes = ",".join(f"n{i}" for i in range(ndim))
+    return [jnp.vectorize(row, signature=f"({axes}),({axes}),({axes})->({axes})")(*arrays)]
 
 
-def _tangent(how: Any, *arrays: Array, norm: Norm) -> list[Array]:
+def _tangent(*arrays: Array, **how: Any) -> Any:
     # An operand and its tangent may differ along different axes.
     along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
-    return jax.jvp(functools.partial(_rows, how, norm=norm), at, along)[1]
+    return jax.jvp(functools.partial(_rows, **how), at, along)[1]
 
 
-def _gradients(
-    how: Any, dy: Array, x: Array, *vectors: Array, norm: Norm, shape: Any = None
-) -> list[Array]:
+def _gradients(dy: Array, x: Array, *vectors: Array, shape: Any = None, **how: Any) -> Any:
     at = [v if shape is None else jnp.broadcast_to(v, shape) for v in vectors]
-    found = jax.vjp(functools.partial(_rows, how, norm=norm), x, *at)[1]([dy])
-    return list(found[: 1 if shape is None else None])
+    dx, *sums = jax.vjp(functools.partial(_rows, **how), x, *at)[1]([dy])
+    return [dx] if shape is None else [dx, *sums]
 
 
 # --- By the kernels.
 
 
-def _with_kernel(
-    of_kernel: Callable[..., Any],
-    of_passes: Callable[..., Any],
-    platforms: Sequence[str],
-    partitioned: bool,
-    *arrays: Any,
-    norm: Norm,
-    **_: Any,
-) -> Callable[..., Any]:
-    """Returns what computes a primitive; raises `ValueError` if nothing does."""
-    if tuple(platforms) == ("cuda",) and norm.centred:
-        return functools.partial(of_passes, ("pallas", 2))
-    kernel = importlib.import_module(".kernel", __package__)
-    x = arrays[-3]
+def _chosen(
+    kernel: str, passes: Compute, platforms: Any, partitioned: bool, *arrays: Any, **given: Any
+) -> Compute:
+    """Returns the kernel of this name, or the passes; raises `ValueError` if neither serves."""
+    x, weight, bias = arrays[-3:]
     if tuple(platforms) != (_PLATFORM,):
-        devices = "CUDA devices and TPUs" if norm.centred else "TPUs"
-        why_not = f"it is for {devices}, and this program is for {', '.join(platforms)}"
-    elif partitioned:
-        why_not = PARTITIONED
-    elif x.dtype == jnp.float16:
-        why_not = "Mosaic compiles no float16 for a TPU"
-    elif x.size == 0:
-        why_not = "it is empty"
-    elif x.shape[-1] > kernel.LONGEST:
-        why_not = f"a row of more than {kernel.LONGEST} values may not fit into VMEM"
-    else:
-        return functools.partial(of_kernel, kernel)
-    raise refusal(x, why_not, "mapped axes, 1, values")
+        return functools.partial(passes, implementation="pallas")
+    if partitioned or x.shape[-1] > LONGEST:
+        too_long = f"a row of more than {LONGEST} values may not fit into VMEM"
+        raise refusal(x, PARTITIONED if partitioned else too_long)
+    # A kernel takes one weight and one bias for all rows.
+    shapes = weight.shape, bias.shape, given.get("shape", ())
+    if x.size == 0 or any(n > 1 for shape in shapes for n in shape[:-1]):
+        return passes
+    return getattr(importlib.import_module(".kernel", __package__), kernel)
 
 
-def _rows_by(kernel: Any, x: Array, weight: Array, bias: Array, *, norm: Norm) -> list[Array]:
-    weight, bias = jnp.broadcast_arrays(weight, bias)
-    return _for_each(weight, functools.partial(kernel.rows, norm=norm))(x, weight, bias)
+def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
+    """Returns the types of a primitive's results."""
+    sums = [] if shape is None else [others[-1].update(shape=shape, weak_type=False)] * 2
+    return [first.update(weak_type=False), *sums]
 
 
-def _gradients_by(
-    kernel: Any, dy: Array, x: Array, *vectors: Array, norm: Norm, shape: Any = None
-) -> list[Array]:
-    whole = shape or jnp.broadcast_shapes(*(v.shape for v in vectors))
-    weight, bias = (jnp.broadcast_to(v, whole) for v in vectors)
-    run = functools.partial(kernel.gradients, norm=norm, sums=shape is not None)
-    return _for_each(weight, run)(dy, x, weight, bias)
-
-
-def _for_each(weight: Array, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `run`, mapped over the axes along which weights differ."""
-    for axis, size in enumerate(weight.shape[:-2]):
-        run = jax.vmap(run, axis, axis) if size > 1 else run
-    return run
-
-
-ROWS = new_primitive(
-    "rows",
-    functools.partial(_rows, ("auto", 2)),
-    lambda x, *_, static, norm: [x.update(dtype=jnp.dtype(norm.dtype), weak_type=False)],
-    full=[0],
-    kernel=functools.partial(_with_kernel, _rows_by, _rows),
-)
-TANGENT = new_primitive(
-    "rows_tangent",
-    functools.partial(_tangent, ("auto", 2)),
-    lambda dx, *_, static, norm: [dx.update(dtype=jnp.dtype(norm.dtype), weak_type=False)],
-    full=[0, 3],
-    kernel=lambda *_, **given: functools.partial(_tangent, ("auto", 2)),
-)
-GRADIENTS = new_primitive(
-    "rows_gradients",
-    functools.partial(_gradients, ("auto", 2)),
-    lambda dy, x, weight, bias, *, static, norm, shape=None: [
-        x.update(weak_type=False),
-        *[weight.update(shape=shape, weak_type=False)] * (0 if shape is None else 2),
-    ],
-    full=[0, 1],
-    kernel=functools.partial(_with_kernel, _gradients_by, _gradients),
-)
+_of_rows = functools.partial(_chosen, "rows", _rows)
+_of_gradients = functools.partial(_chosen, "gradients", _gradients)
+ROWS = new_primitive("rows", _rows, _types, [0], kernel=_of_rows)
+TANGENT = new_primitive("d_rows", _tangent, _types, [0, 3], kernel=lambda *_, **given: _tangent)
+GRADIENTS = new_primitive("d_rows_t", _gradients, _types, [0, 1], kernel=_of_gradients)
 
 
 # --- Their derivatives.
@@ -206,14 +111,6 @@ GRADIENTS = new_primitive(
 def _rows_jvp(primals: Any, tangents: Any, **given: Any) -> Any:
     along = map(ad.instantiate_zeros, tangents)
     return ROWS.bind(*primals, **given), bind(TANGENT, *along, *primals, **given)
-
-
-def _jvp(
-    primitive: Any, function: Any, primals: Any, tangents: Any, *, static: Static, **given: Any
-) -> Any:
-    by_passes = functools.partial(function, ("auto", static.ndim), **given)
-    _, along = jax.jvp(by_passes, primals, tuple(map(ad.instantiate_zeros, tangents)))
-    return primitive.bind(*primals, static=static, **given), along
 
 
 def _tangent_transpose(cotangents: Any, *operands: Any, **given: Any) -> Any:
@@ -230,7 +127,12 @@ def _tangent_transpose(cotangents: Any, *operands: Any, **given: Any) -> Any:
     return [*fit, *[None] * (len(operands) - len(fit))]
 
 
+def _jvp(passes: Compute, primals: Any, tangents: Any, *, static: Static, **given: Any) -> Any:
+    function = functools.partial(passes, ndim=static.ndim, **given)
+    return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
 ad.primitive_jvps[ROWS] = _rows_jvp
-ad.primitive_jvps[TANGENT] = functools.partial(_jvp, TANGENT, _tangent)
-ad.primitive_jvps[GRADIENTS] = functools.partial(_jvp, GRADIENTS, _gradients)
+ad.primitive_jvps[TANGENT] = functools.partial(_jvp, _tangent)
+ad.primitive_jvps[GRADIENTS] = functools.partial(_jvp, _gradients)
 ad.primitive_transposes[TANGENT] = _tangent_transpose

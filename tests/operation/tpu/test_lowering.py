@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import LayerNorm, RMSNorm
+from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 
 of = jax.ShapeDtypeStruct
 X = of((6, 256), "bfloat16")
@@ -26,10 +27,6 @@ def results(function, *arrays):
     return [line.rpartition("->")[-1].count("tensor<") for line in calls]
 
 
-def mapped(layer):
-    return jax.vmap(layer)
-
-
 def grad(f, **where):
     return jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), **where)
 
@@ -39,9 +36,10 @@ PROGRAMS = {
     # Without the sums for weight and bias.
     "gradient of x": (lambda f: grad(f), [1, 1]),
     "remat": (lambda f: grad(jax.checkpoint(f)), [1, 1]),
-    "ensemble": (lambda f: lambda x: jax.vmap(grad(f))(jnp.stack([x] * 3)), [1, 1]),
+    "three gradients": (lambda f: lambda x: jax.vmap(grad(f))(jnp.stack([x] * 3)), [1, 1]),
     "scan": (lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), 0), x, length=2), [1]),
     "forward mode": (lambda f: lambda x: jax.jvp(f, (x,), (x,)), [1]),
+    "no rows": (lambda f: lambda x: f(x[:0]), []),
 }
 
 
@@ -49,8 +47,7 @@ PROGRAMS = {
 @each_kind
 def test_one_kernel_each_way(kind, program):
     transform, expected = PROGRAMS[program]
-    layer = kind(256, implementation="pallas", activation=jax.nn.gelu)
-    assert results(transform(mapped(layer)), X) == expected
+    assert results(transform(jax.vmap(kind(256, implementation="pallas"))), X) == expected
 
 
 @each_kind
@@ -71,6 +68,11 @@ def test_sums_for_weights_in_the_same_kernel(kind, shape):
     assert results(grad(f, argnums=(0, 1)), kind(shape[-1]), x) == []
 
 
+def test_weights_that_differ_have_no_kernel():
+    layers = eqx.filter_vmap(lambda _: LayerNorm(256, implementation="pallas"))(jnp.arange(3))
+    assert results(lambda x: eqx.filter_vmap(lambda f: jax.vmap(f)(x))(layers), X) == []
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma):
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
@@ -88,25 +90,28 @@ def test_inside_shard_map(check_vma):
     assert results(jax.shard_map(step, check_vma=check_vma, **how), layer, X) == [1, 5]
 
 
-REFUSED = [
-    (LayerNorm, X, "cpu", "it is for CUDA devices and TPUs, and this program is for cpu"),
-    (RMSNorm, X, "cuda", "it is for TPUs, and this program is for cuda"),
-    (LayerNorm, of((0, 256), "float32"), "tpu", "it is empty"),
-    (LayerNorm, of((6, 256), "float16"), "tpu", "Mosaic compiles no float16"),
-    (LayerNorm, of((6, 16385), "float32"), "tpu", "row of more than 16384 values"),
-    (LayerNorm, of((6, 256), "complex64"), "tpu", "the kernel takes float32, bfloat16"),
-]
+PLAIN = "on a TPU it serves LayerNorm and RMSNorm of float32 or bfloat16, without mask and act"
+LAYER = LayerNorm(256, implementation="pallas")
+RMS = RMSNorm(256, implementation="pallas")
+RELU, GROUPS = (
+    LayerNorm(256, activation=jax.nn.relu, implementation="pallas"),
+    GroupNorm(2, 256, implementation="pallas"),
+)
+LONG = LayerNorm(16385, implementation="pallas")
+MASK = np.full((), True)
+REFUSED = {
+    "cpu": (LAYER, X, "cpu", f"it is for CUDA devices, and this program is for cpu; {PLAIN}"),
+    "cuda": (RMS, X, "cuda", f"takes the mean, too; {PLAIN}"),
+    "activation": (RELU, X, "tpu", f"this program is for tpu; {PLAIN}"),
+    "groups": (GROUPS, X, "tpu", f"this program is for tpu; {PLAIN}"),
+    "mask": (lambda x: RMS(x, mask=MASK), X, "tpu", f"takes the mean, too; {PLAIN}"),
+    "float16": (LAYER, of((6, 256), "float16"), "tpu", f"this program is for tpu; {PLAIN}"),
+    "long": (LONG, of((6, 16385), "float32"), "tpu", "row of more than 16384 values"),
+}
 
 
-@pytest.mark.parametrize(("kind", "x", "platform", "reason"), REFUSED)
-def test_refused(kind, x, platform, reason):
-    layer = kind(x.shape[-1], implementation="pallas")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    layer, x, platform, reason = REFUSED[case]
     with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):
-        lowered(mapped(layer), x, platform=platform)
-
-
-@each_kind
-def test_masks_are_refused(kind):
-    layer, mask = kind((2, 3), implementation="pallas"), np.full(3, True)
-    with pytest.raises(ValueError, match="it takes no mask"):
-        lowered(lambda x: layer(x, mask=mask), of((2, 3), "float32"))
+        lowered(jax.vmap(layer), x, platform=platform)
