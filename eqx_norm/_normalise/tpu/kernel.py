@@ -70,8 +70,8 @@ def _mean(x: Array) -> Array:
 
 
 def _blocks(shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns `(outer, rows, size)`, as which a kernel reads x, and the shape of a block. To join
-    outer and rows, XLA:TPU would have to move x, unless rows fill whole tiles of memory."""
+    """Returns `(outer, rows, size)`, as which a kernel reads x, and the shape of a block. To
+    join the first two, XLA:TPU would move x, unless rows fill whole tiles of memory."""
     *mapped, _, size = shape
     rows = next((n for n in reversed(mapped) if n > 1), 1)
     outer = math.prod(mapped) // rows

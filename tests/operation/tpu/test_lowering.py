@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import GroupNorm, LayerNorm, RMSNorm
+from eqx_norm import LayerNorm, RMSNorm
 
 of = jax.ShapeDtypeStruct
 X = of((6, 256), "bfloat16")
@@ -27,27 +27,39 @@ def results(function, *arrays):
     return [line.rpartition("->")[-1].count("tensor<") for line in calls]
 
 
-def grad(f, **where):
-    return jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), **where)
+def f(layer, x):
+    for _ in x.shape[:-1]:
+        layer = jax.vmap(layer)
+    return layer(x)
+
+
+def grad(f, *places):
+    return jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), places)
+
+
+def ensemble(layer, x):
+    layers = eqx.filter_vmap(lambda i: jax.tree.map(lambda v: v * i, layer))(jnp.ones(3))
+    return eqx.filter_vmap(f, in_axes=(0, None))(layers, x)
 
 
 PROGRAMS = {
-    "forward": (lambda f: f, [1]),
-    # Without the sums for weight and bias.
-    "gradient of x": (lambda f: grad(f), [1, 1]),
-    "remat": (lambda f: grad(jax.checkpoint(f)), [1, 1]),
-    "three gradients": (lambda f: lambda x: jax.vmap(grad(f))(jnp.stack([x] * 3)), [1, 1]),
-    "scan": (lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), 0), x, length=2), [1]),
-    "forward mode": (lambda f: lambda x: jax.jvp(f, (x,), (x,)), [1]),
-    "no rows": (lambda f: lambda x: f(x[:0]), []),
+    "forward": (f, [1]),
+    "gradient of x": (grad(f, 1), [1, 1]),  # without the sums for weight and bias
+    "remat": (grad(jax.checkpoint(f), 1), [1, 1]),
+    "many gradients": (lambda f, x: jax.vmap(jax.grad(lambda x: f(x).sum()))(x), [1]),
+    "scan": (lambda layer, x: jax.lax.scan(lambda x, _: (f(layer, x), 0), x, length=2), [1]),
+    "forward mode": (lambda layer, x: jax.jvp(jax.vmap(layer), (x,), (x,)), [1]),
+    "no rows": (lambda layer, x: f(layer, x[:0]), []),
+    "weights that differ": (ensemble, []),
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @each_kind
 def test_one_kernel_each_way(kind, program):
-    transform, expected = PROGRAMS[program]
-    assert results(transform(jax.vmap(kind(256, implementation="pallas"))), X) == expected
+    function, expected = PROGRAMS[program]
+    layer = kind(256, dtype=jnp.bfloat16, implementation="pallas")
+    assert results(function, layer, X) == expected
 
 
 @each_kind
@@ -55,22 +67,10 @@ def test_one_kernel_each_way(kind, program):
 def test_sums_for_weights_in_the_same_kernel(kind, shape):
     """With 64 bits and strict dtypes, too. Each sum is a total and its rounding error."""
     x = of(shape, "float32")
-
-    def f(layer, x):
-        for _ in shape[:-1]:
-            layer = jax.vmap(layer)
-        return layer(x)
-
     for is_wide in (False, True):
         with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("strict"):
             layer = kind(shape[-1], dtype=jnp.float32, implementation="pallas")
-            assert results(grad(f, argnums=(0, 1)), layer, x) == [1, 5]
-    assert results(grad(f, argnums=(0, 1)), kind(shape[-1]), x) == []
-
-
-def test_weights_that_differ_have_no_kernel():
-    layers = eqx.filter_vmap(lambda _: LayerNorm(256, implementation="pallas"))(jnp.arange(3))
-    assert results(lambda x: eqx.filter_vmap(lambda f: jax.vmap(f)(x))(layers), X) == []
+            assert results(grad(f, 0, 1), layer, x) == [1, 5]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -78,40 +78,40 @@ def test_inside_shard_map(check_vma):
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     sharded = of(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P("x")))
     layer = LayerNorm(256, implementation="pallas")
-    f = grad(lambda layer, x: jax.vmap(layer)(x))
     with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
-        lowered(f, layer, sharded)
+        lowered(grad(f, 0), layer, sharded)
 
     def step(layer, x):
-        gradient = f(layer, x)
+        gradient = grad(f, 0)(layer, x)
         return gradient if check_vma else jax.lax.psum(gradient, "x")
 
     how: Any = {"in_specs": (jax.P(), jax.P("x")), "out_specs": jax.P(), "mesh": mesh}
     assert results(jax.shard_map(step, check_vma=check_vma, **how), layer, X) == [1, 5]
 
 
-PLAIN = "on a TPU it serves LayerNorm and RMSNorm of float32 or bfloat16, without mask and act"
-LAYER = LayerNorm(256, implementation="pallas")
-RMS = RMSNorm(256, implementation="pallas")
-RELU, GROUPS = (
-    LayerNorm(256, activation=jax.nn.relu, implementation="pallas"),
-    GroupNorm(2, 256, implementation="pallas"),
-)
-LONG = LayerNorm(16385, implementation="pallas")
-MASK = np.full((), True)
+SERVED = "on a TPU it serves LayerNorm and RMSNorm of float32 or bfloat16, without mask"
+FOR = "it is for CUDA devices, and this program is for"
+MASK = {"mask": np.full((), True)}
 REFUSED = {
-    "cpu": (LAYER, X, "cpu", f"it is for CUDA devices, and this program is for cpu; {PLAIN}"),
-    "cuda": (RMS, X, "cuda", f"takes the mean, too; {PLAIN}"),
-    "activation": (RELU, X, "tpu", f"this program is for tpu; {PLAIN}"),
-    "groups": (GROUPS, X, "tpu", f"this program is for tpu; {PLAIN}"),
-    "mask": (lambda x: RMS(x, mask=MASK), X, "tpu", f"takes the mean, too; {PLAIN}"),
-    "float16": (LAYER, of((6, 256), "float16"), "tpu", f"this program is for tpu; {PLAIN}"),
-    "long": (LONG, of((6, 16385), "float32"), "tpu", "row of more than 16384 values"),
+    "CPU": (LayerNorm, {}, {}, X, "cpu", f"{FOR} cpu; {SERVED}"),
+    "CUDA": (RMSNorm, {}, {}, X, "cuda", f"takes the mean, too; {SERVED}"),
+    "activation": (
+        LayerNorm,
+        {"activation": jax.nn.relu},
+        {},
+        X,
+        "tpu",
+        f"{FOR} tpu; {SERVED}",
+    ),
+    "mask": (RMSNorm, {}, MASK, X, "tpu", f"takes the mean, too; {SERVED}"),
+    "float16": (LayerNorm, {}, {}, of((6, 256), "float16"), "tpu", f"{FOR} tpu; {SERVED}"),
+    "long": (LayerNorm, {}, {}, of((6, 16385), "float32"), "tpu", "more than 16384 values"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
-    layer, x, platform, reason = REFUSED[case]
+    kind, options, given, x, platform, reason = REFUSED[case]
+    layer = kind(x.shape[-1], **options, implementation="pallas")
     with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):
-        lowered(jax.vmap(layer), x, platform=platform)
+        lowered(jax.vmap(lambda x: layer(x, **given)), x, platform=platform)
