@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,6 @@ from eqx_norm import LayerNorm, RMSNorm
 
 of = jax.ShapeDtypeStruct
 X = of((6, 256), "bfloat16")
-each_kind = pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 
 
 def lowered(function, *arrays, platform="tpu"):
@@ -37,37 +35,27 @@ def grad(f, *places):
     return jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), places)
 
 
-def ensemble(layer, x):
-    layers = eqx.filter_vmap(lambda i: jax.tree.map(lambda v: v * i, layer))(jnp.ones(3))
-    return eqx.filter_vmap(f, in_axes=(0, None))(layers, x)
+CASES = [
+    (f, X.shape, [1]),
+    # Without the sums for weight and bias.
+    (grad(f, 1), X.shape, [1, 1]),
+    (grad(jax.checkpoint(f), 1), X.shape, [1, 1]),
+    (lambda f, x: jax.vmap(jax.grad(lambda x: f(x).sum()))(x), X.shape, [1]),
+    (lambda layer, x: jax.jvp(jax.vmap(layer), (x,), (x,)), X.shape, [1]),
+    (f, (0, 256), []),
+    # Each sum is a total and its rounding error.
+    *((grad(f, 0, 1), n, [1, 5]) for n in [(7, 256), (3, 197, 100), (5, 1, 3), (33, 16384)]),
+]
 
 
-PROGRAMS = {
-    "forward": (f, [1]),
-    "gradient of x": (grad(f, 1), [1, 1]),  # without the sums for weight and bias
-    "remat": (grad(jax.checkpoint(f), 1), [1, 1]),
-    "many gradients": (lambda f, x: jax.vmap(jax.grad(lambda x: f(x).sum()))(x), [1]),
-    "forward mode": (lambda layer, x: jax.jvp(jax.vmap(layer), (x,), (x,)), [1]),
-    "no rows": (lambda layer, x: f(layer, x[:0]), []),
-    "weights that differ": (ensemble, []),
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@each_kind
-def test_one_kernel_each_way(kind, program):
-    function, expected = PROGRAMS[program]
-    assert results(function, kind(256, implementation="pallas"), X) == expected
-
-
-@each_kind
-@pytest.mark.parametrize("shape", [(7, 256), (3, 197, 100), (5, 1, 3), (33, 16384)], ids=str)
-@pytest.mark.parametrize("is_wide", [False, True])
-def test_sums_for_weights_in_the_same_kernel(kind, shape, is_wide):
-    """With 64 bits and strict dtypes, too. Each sum is a total and its rounding error."""
-    with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("strict"):
-        layer = kind(shape[-1], dtype=jnp.float32, implementation="pallas")
-        assert results(grad(f, 0, 1), layer, of(shape, "float32")) == [1, 5]
+@pytest.mark.parametrize(("function", "shape", "expected"), CASES)
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_one_kernel_each_way(kind, function, shape, expected):
+    """With 64 bits and strict dtypes, too."""
+    for is_wide in (False, True):
+        with jax.enable_x64(is_wide), jax.numpy_dtype_promotion("strict"):
+            layer = kind(shape[-1], dtype=jnp.float32, implementation="pallas")
+            assert results(function, layer, of(shape, "float32")) == expected
 
 
 def test_inside_shard_map():
