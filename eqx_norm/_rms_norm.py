@@ -1,14 +1,13 @@
 """Defines `RMSNorm`."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import equinox as eqx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from eqx_norm._example import AbstractExampleNorm, Options, check_shape, checked_sizes
-from eqx_norm._normalise import Activation
+from eqx_norm._normalise import Activation, Implementation
 
 
 class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
@@ -28,8 +27,6 @@ class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
     https://arxiv.org/abs/1910.07467.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("eps", "activation")
-
     def __init__(
         self,
         shape: int | Sequence[int],
@@ -39,14 +36,17 @@ class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        implementation: Implementation = "auto",
     ):
-        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
+        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square. There are no
+        kernels for CUDA devices.
 
         **Raises:** `ValueError` for an invalid argument.
         """
         self.shape = checked_sizes(shape)
         self.use_weight, self.use_bias = bool(use_weight), bool(use_bias)
-        super().__init__(self.shape, eps, self.use_weight, self.use_bias, dtype, activation)
+        weights = self.use_weight, self.use_bias, dtype
+        super().__init__(self.shape, eps, *weights, activation, implementation)
 
     def _options(self, x: Array) -> Options:
         check_shape(x, self.shape)

@@ -54,9 +54,9 @@ def reconfigure(
         that share one state (`eqx.nn.State(model)`) must change their approach together.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
         `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The other layers have
-        `eps`, `activation` and, except `RMSNorm`, `implementation`, and ignore the rest. An
-        approach given by name keeps the layer's momentum. `approach` may also be a function of
-        the layer's strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`.
+        `eps`, `activation` and `implementation`, and ignore the rest. An approach given by name
+        keeps the layer's momentum. `approach` may also be a function of the layer's strategy:
+        `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
     **Returns:** a new model and a new state, with the tree structure of a model made with these
     settings. The running statistics are carried over, so inference is as before; a layer that

@@ -55,8 +55,8 @@ ARROWS = {
         ),
     ),
     # The others ask `gpu/choice.py`, so that no kernel is imported where none is taken.
-    "only the gpu folder knows Pallas": (
-        files(OPERATION, but="gpu"),
+    "only the gpu folder, and one file for TPUs, know Pallas": (
+        [f for f in files(OPERATION, but="gpu") if f != OPERATION / "tpu" / "kernel.py"],
         lambda name: (
             "pallas" not in name and (inside(name, f"{GPU}.choice") or not inside(name, GPU))
         ),

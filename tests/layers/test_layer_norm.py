@@ -76,6 +76,23 @@ def test_the_moments_of_a_row_are_computed_by_one_loop():
     assert str(compiled.as_text()).count("direction=NE") == 1
 
 
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=["weights", "biases"])
+def test_only_weights_or_only_biases_differ(axes):
+    """Each gets the gradients of the examples that share it."""
+    weight, bias, x = (normal(seed, (3, 4), 1.0) for seed in range(3))
+    given = [v if axis == 0 else v[0] for v, axis in zip((weight, bias), axes, strict=True)]
+
+    def gradients(kind):
+        def f(weight, bias, x):
+            return eqx.tree_at(lambda m: (m.weight, m.bias), kind(4), (weight, bias))(x)
+
+        loss = lambda *a: jnp.sum(jax.vmap(f, (*axes, 0))(*a) ** 2)  # noqa: E731
+        return jit(jax.grad(loss, (0, 1)))(*given, x)
+
+    for found, right in zip(gradients(LayerNorm), gradients(eqx.nn.LayerNorm), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.x32  # Equinox's layer promotes
 def test_complex_numbers():
     x = normal(0, (5, 6), 1.0) + 1j * normal(1, (5, 6), -2.0, 3.0)

@@ -1,0 +1,1 @@
+"""Kernels for a TPU: rows, normalised one by one."""

@@ -1,0 +1,1 @@
+"""Tests the kernels for TPUs, on machines that have none."""
