@@ -50,6 +50,7 @@ DIRECTIONS = (FORWARD, BOTH, APART, FROZEN, OF_X, INFERENCE)
 RELU, BETWEEN = "BatchNorm + ReLU", "conv, BatchNorm + ReLU, conv"
 ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
 SINGLE = LAYER, RMS, GROUP, INSTANCE = "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"
+PALLAS = (OURS_PALLAS,)
 NO_NORM, MASKED, TWO = "no norm", "eqx-norm, masks", (OURS, EQUINOX)
 DTYPES, LAYERS = ("bfloat16", "float32"), (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
 # Vectors, images, rows. XLA would keep an x of less than 128 MB in the fast memory of a TPU.
@@ -75,6 +76,7 @@ GRIDS[GPU] += (
     ((BETWEEN,), IMAGES, (BOTH,), (NO_NORM, *LAYERS)),
     ((RELU,), (*COLUMNS, *IMAGES), (FORWARD, APART), (OURS_PALLAS,)),
 )
+GRIDS[TPU] += (((LAYER, RMS), SHAPES[TPU][2], DIRECTIONS[:5], (OURS_PALLAS,)),)
 UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
 JIT, SHARD_MAP, CHANNELS = "jit", "shard_map", 64  # of the step over several devices
 MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
@@ -242,6 +244,14 @@ MOST: dict[str, dict[str, Any]] = {
         "GroupNorm of images: at most 8.1": ((GROUP,), LARGE, (BOTH,), (OURS,), 8.1),
         "InstanceNorm: at most 8.1": ((INSTANCE,), (), (BOTH,), (OURS,), 8.1),
         "of images, forward: at most 4.1": ((), LARGE, (FORWARD,), (OURS,), 4.1),
+        "rows by Pallas, forward: at most 2.1": ((LAYER, RMS), (), (FORWARD,), PALLAS, 2.1),
+        "rows by Pallas, both ways: at most 5.1": (
+            (LAYER, RMS),
+            (),
+            (BOTH, APART),
+            PALLAS,
+            5.1,
+        ),
     },
 }
 

@@ -29,6 +29,8 @@ UNSTABLE = {
     "eqx_norm/_normalise/one_kernel.py": "jax.extend jax.interpreters",
     "eqx_norm/_normalise/one_loop.py": "jax.extend jax.interpreters manual_axis_type",
     "eqx_norm/_normalise/primitives.py": "jax.extend jax.interpreters",
+    "eqx_norm/_normalise/tpu/kernel.py": "jax.experimental manual_axis_type",
+    "eqx_norm/_normalise/tpu/rows.py": "jax.interpreters",
     "eqx_norm/determinism/_program.py": "jax.extend jax.interpreters eqns manual_axis_type",
     "eqx_norm/determinism/_recipe.py": "jax.config.values",
 }
