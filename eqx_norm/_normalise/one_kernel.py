@@ -32,16 +32,14 @@ LONGEST = 2**14
 
 
 class Chain(NamedTuple):
-    """Holds the norm of an example of `shape`, in float32: `weight` and `bias`, if there are
-    any, have one number for each value or for each block of consecutive values."""
+    """Holds the norm of an example of `shape`, in float32. A weight or bias has one number for
+    each value or each block of consecutive values, or is `None`."""
 
     shape: Shape
     groups: int
     repeats: int  # how often a weight is repeated along a row; 0 if it need not be written
     eps: float
     centred: bool
-    has_weight: bool
-    has_bias: bool
     activation: Callable[[Array], Array] | None
 
     @property
@@ -51,20 +49,20 @@ class Chain(NamedTuple):
             return self.shape
         return self.groups, math.prod(self.shape) // self.groups
 
-    def y(self, x: Array, *weights: Array) -> Array:
+    def y(self, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the normalised x."""
         u, _ = self._normalised(x)
-        _, u = self._affine(u, u, weights)
+        _, u = self._affine(u, u, weight, bias)
         u = u if self.activation is None else self.activation(u)
         return self._in_shape(u, x.dtype)
 
-    def tangent(self, dx: Array, x: Array, *weights: Array) -> Array:
+    def tangent(self, dx: Array, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the tangent of y along that of x."""
         # Another x than that of y: XLA would write what both compute of it.
         u, rstd = self._normalised(lax.optimization_barrier(x))
         g = self._rows(dx)
         g = g - _mean(g) if self.centred else g
-        du, u = self._affine(rstd * (g - u * _mean(g * u)), u, weights)
+        du, u = self._affine(rstd * (g - u * _mean(g * u)), u, weight, bias)
         du = du if self.activation is None else jax.jvp(self.activation, (u,), (du,))[1]
         return self._in_shape(du, x.dtype)
 
@@ -81,13 +79,14 @@ class Chain(NamedTuple):
         rstd = rsqrt(_mean(d * d) + self.eps)
         return d * rstd, rstd
 
-    def _affine(self, du: Array, u: Array, weights: Sequence[Array]) -> tuple[Array, Array]:
+    def _affine(
+        self, du: Array, u: Array, weight: Array | None, bias: Array | None
+    ) -> tuple[Array, Array]:
         """Returns `weight * du` and `weight * u + bias`."""
-        left = list(weights)
-        if self.has_weight:
-            weight = self._rows(left.pop(0))
+        if weight is not None:
+            weight = self._rows(weight)
             du, u = weight * du, weight * u
-        return du, u + self._rows(left.pop(0)) if self.has_bias else u
+        return du, u if bias is None else u + self._rows(bias)
 
     def _rows(self, array: Array) -> Array:
         """Returns an array as float32 with a row for each group. Behind the barrier it is in
@@ -125,24 +124,29 @@ class Forms(NamedTuple):
 
 
 def of(
-    y: Array,
-    x: Array,
-    weights: Sequence[Array],
-    vectors: Sequence[Array],
     chain: Chain,
     by_passes: Callable[..., Array],
+    y: Array,
+    x: Array,
+    weights: tuple[Array | None, Array | None],
+    vectors: Sequence[Array],
 ) -> Array:
     """Returns y, which a GPU computes by the chain.
 
     **Arguments:**
 
+    - `by_passes`: returns the tangent of y, of dx, x, `weights` and `vectors`.
     - `y`: computed by passes; its derivative is that of the result unless only x moves.
-    - `vectors`: what the passes' derivative needs besides x and weights.
-    - `by_passes`: returns the tangent of y, of dx, x, weights and vectors.
     """
-    forms = Forms(chain.y, chain.tangent, by_passes)
-    arrays = varying([y, x, *weights, *vectors])
-    return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=len(weights))
+    leaves, structure = jax.tree.flatten(weights)
+    n = len(leaves)
+    forms = Forms(
+        lambda x, *w: chain.y(x, *structure.unflatten(w)),
+        lambda dx, x, *w: chain.tangent(dx, x, *structure.unflatten(w)),
+        lambda dx, x, *o: by_passes(dx, x, structure.unflatten(o[:n]), o[n:]),
+    )
+    arrays = varying([y, x, *leaves, *vectors])
+    return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
 
 
 def _lower(context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
