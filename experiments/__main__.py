@@ -75,7 +75,7 @@ def document() -> str:
         parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
         if name == "compiled" and "beside" in result:
             parts += [
-                "\nOf eqx-norm / Equinox (and temporary memory), in units of x:\n",
+                "\nWhat eqx-norm / Equinox moves (and needs as temporary memory), in units of x:\n",
                 beside(),
             ]
         parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
