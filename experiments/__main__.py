@@ -75,7 +75,7 @@ def document() -> str:
         parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
         if name == "compiled" and "beside" in result:
             parts += [
-                "\nWhat eqx-norm / Equinox moves (and needs as temporary memory), in units of x:\n",
+                "\nUnits of x: moved by eqx-norm / Equinox (temporary memory):\n",
                 beside(),
             ]
         parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
