@@ -186,7 +186,8 @@ def test_an_activation_that_branches(branch):
         return jax.grad(lambda x: jnp.sin(jax.vmap(one)(x, which)).sum())(x)
 
     def second(x, inside):
-        return jax.grad(lambda x: jnp.vdot(gradient(x, inside), COTANGENT))(x)
+        dy = jnp.asarray(COTANGENT, x.dtype)
+        return jax.grad(lambda x: jnp.vdot(gradient(x, inside), dy))(x)
 
     for derive in (gradient, second):
         derive = jit(derive, static_argnums=1)
