@@ -221,16 +221,27 @@ def program(name, activation=None):
     of = jax.ShapeDtypeStruct
     shape = (6, 5, 7) if name in ("GroupNorm", "InstanceNorm") else layer.weight.shape
     vector, x = of(layer.weight.shape, "float32"), of((8, *shape), "float32")
-    has_own = is_one_kernel(jax.jit(y_and_dx).trace(vector, vector, x, x))
-    return lowered_for("cuda", y_and_dx), layer.weight.shape, x.shape, has_own
+    assert is_one_kernel(jax.jit(y_and_dx).trace(vector, vector, x, x))
+    return y_and_dx, lowered_for("cuda", y_and_dx), layer.weight.shape, x.shape
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_kernel_with_an_activation(name):
+    here, run, of_weights, shape = program(name, jax.nn.silu)
+    random = np.random.default_rng(0)
+    weight, bias = random.uniform(0.5, 1.5, (2, *of_weights)).astype(np.float32)
+    x, dy = random.standard_normal((2, *shape)).astype(np.float32)
+    for result, right in zip(
+        run(weight, bias, x, dy), jax.jit(here)(weight, bias, x, dy), strict=True
+    ):
+        np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ALONE)
 @hypothesis.given(seeds)
 @few_examples
 def test_one_kernel(name, seed):
-    run, of_weights, shape, has_own = program(name)
-    assert has_own
+    _, run, of_weights, shape = program(name)
     random = np.random.default_rng(seed)
     for x in hard(random, shape, rows):
         batch = make_batch(random, x)
