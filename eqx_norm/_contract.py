@@ -43,7 +43,7 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
                 "Return the .moments of this object instead."
                 if has_moments
                 else "Make them from a mean and a variance per channel: "
-                "eqx_norm.strategies.Moments.of(mean, variance, mean_rest)."
+                "eqx_norm.strategies.Moments.of(mean, variance)."
             )
         )
     if used.mean.shape != shape or used.m2.shape != shape:
@@ -53,7 +53,7 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
         )
     # Without `ddof` and the fields of a subclass, so that the moments of training and inference
     # are the same pytree, and the program can select one of the two.
-    return Moments(used.count, used.mean, used.m2, used.mean_rest)
+    return Moments(used.count, used.mean_pair, used.m2)
 
 
 def check_form(name: str, before: Any, after: Any) -> None:
@@ -87,7 +87,7 @@ def _short(value: Any) -> str:
     """Returns a description of `value` in one line."""
     if value is None:
         return "nothing (None)"
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return f"a tuple of {len(value)}, ({', '.join(map(_short, value))})"
     kind = "an array, " if eqx.is_array(value) else ""
     return kind + textwrap.shorten(eqx.tree_pformat(value), 120)

@@ -1,6 +1,6 @@
-"""Reads a strategy's memory from `eqx.nn.State`, and checks it."""
+"""Defines what `BatchNorm` keeps in `eqx.nn.State`, reads it from there, and checks it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,10 +18,37 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
+class Remembered(NamedTuple):
+    """Holds all that a layer remembers, `state.get(layer.memory_index)`.
+
+    **Fields:** `statistics`: the strategy's memory; `counts`, `(2,)`, int32: the numbers of
+    batches that were remembered and, because they were not finite, not remembered.
+    """
+
+    statistics: Any
+    counts: Int[Array, "*members 2"]
+
+    @property
+    def accepted(self) -> Int[Array, "*members"]:
+        """Returns how many batches were remembered."""
+        return self.counts[..., 0]
+
+    @property
+    def rejected(self) -> Int[Array, "*members"]:
+        """Returns how many batches were not finite."""
+        return self.counts[..., 1]
+
+
+def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Remembered:
+    """Returns what a layer remembers before any batch; `dtype` is that of its weights."""
+    memory = approach.init(channels, statistics_dtype(dtype))
+    return Remembered(memory, jnp.zeros(2, jnp.int32))
+
+
 @jax.jit
-def counted(count: Int[Array, ""], event: Bool[Array, ""]) -> Int[Array, ""]:
-    """Returns `count + 1` if `event` is true, else `count`; stops at the largest integer."""
-    return count + (event & (count < jnp.iinfo(count.dtype).max)).astype(count.dtype)
+def counted(counts: Int[Array, " n"], events: Bool[Array, " n"]) -> Int[Array, " n"]:
+    """Returns `counts`, plus 1 where there is an event; each stops at the largest integer."""
+    return counts + (events & (counts < jnp.iinfo(counts.dtype).max)).astype(counts.dtype)
 
 
 def check_shared(held: Any, learnt: Any, axis_name: Any) -> None:
@@ -74,18 +101,18 @@ def recall(
     index: eqx.nn.StateIndex[Any],
     approach: AbstractStrategy[Any],
     channels: int,
-) -> Any:
-    """Returns the memory at `index`; raises as `check` does, and if there is none."""
+) -> Remembered:
+    """Returns what is remembered at `index`; raises as `check` does, and if there is none."""
     try:
-        memory = state.get(index)
+        remembered = state.get(index)
     except KeyError:
         raise ValueError(
             "The state given has no entry for this layer: it was made for another model. Make "
             "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
             "state that each call returns to the next."
         ) from None
-    check(memory, approach, channels)
-    return memory
+    check(remembered.statistics, approach, channels)
+    return remembered
 
 
 def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:

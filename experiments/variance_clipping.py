@@ -122,7 +122,7 @@ def train(setting: Setting, seed: int, data: mnist.Mnist) -> Curves:
             batch = (2 * ink - 1).astype(np.float32)
         given = jnp.asarray(batch), jnp.asarray(labels[chosen])
         model, state, memory, found = training.train_step(model, state, memory, *given)
-        running = state.get(model.norm.memory_index).variance.mean()
+        running = state.get(model.norm.memory_index).statistics.variance.mean()
         accuracy = training.accuracy_of(model, state, *test) if step in EVALUATED else np.nan
         recorded.append({**found, "running_variance": running, "test_accuracy": accuracy})
     recorded = jax.device_get(recorded)

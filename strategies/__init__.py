@@ -18,6 +18,7 @@ from ._frozen import Frozen as Frozen
 from ._moments import Moments as Moments
 from ._named import NAMED as NAMED
 from ._named import named as named
+from ._pair import Pair as Pair
 from ._renorm import Ramp as Ramp
 from ._renorm import Renorm as Renorm
 from ._running import AbstractRunningStrategy as AbstractRunningStrategy

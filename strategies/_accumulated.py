@@ -53,8 +53,8 @@ class Accumulated(AbstractWrapper):
     model, state = eqx_norm.models.reconfigure(model, state, approach=wrap)
     ```
 
-    The next micro-batch takes the place of one that is not finite. The layer's
-    `accepted_index` counts micro-batches. Pooled moments that overflow are dropped.
+    The next micro-batch takes the place of one that is not finite. The layer
+    counts accepted micro-batches. Pooled moments that overflow are dropped.
 
     **Arguments:**
 
@@ -90,7 +90,7 @@ class Accumulated(AbstractWrapper):
         is_update = is_last & pooled.finite
         after = Accumulation(
             _select(is_update, learnt, memory.remembered),
-            _select(is_last, Moments.zero(len(batch.mean), batch.mean.dtype), pooled),
+            _select(is_last, Moments.zero(len(batch.m2), batch.mean.dtype), pooled),
             _select(is_last, jnp.zeros_like(batches), batches),
             memory.skipped
             + _select(is_update, jnp.zeros_like(batches), jnp.ones_like(batches)),

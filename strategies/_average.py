@@ -1,13 +1,9 @@
 """Defines `Average`, which remembers the average of the statistics of all batches."""
 
-import dataclasses
-
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import Pair, between, rounded
 from ._running import Running
 from ._training_batch import TrainingBatch
 
@@ -30,22 +26,12 @@ class Average(AbstractStrategy[Running]):
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[TrainingBatch, Running]:
         seen = batch.step.astype(memory.weight.dtype)
-        kept, share = seen / (seen + 1), 1 / (seen + 1)
-        old, new = Pair(memory.mean, memory.mean_rest), Pair(batch.mean, batch.mean_rest)
-        mean = between(old, new, kept, share)
-        variance = rounded(batch.memory_variance)
-        old, new = (
-            Pair(memory.variance, memory.variance_rest),
-            Pair(variance, jnp.zeros_like(variance)),
-        )
-        variance = between(old, new, kept, share)
-        one = jnp.ones_like(memory.weight)
-        learnt = Running(mean.value, variance.value, one, mean.rest, variance.rest)
-        return batch, learnt
+        share = 1 / (seen + 1)
+        new = Running.loaded(batch.mean_pair, batch.memory_variance)
+        return batch, new._replace(averages=memory.averages.towards(new.averages, share))
 
     def infer(self, memory: Running) -> Moments:
         return memory.moments
 
     def load(self, learnt: Moments) -> Running:
-        loaded = Running.loaded(learnt.mean, learnt.memory_variance)
-        return dataclasses.replace(loaded, mean_rest=learnt.mean_rest)
+        return Running.loaded(learnt.mean_pair, learnt.memory_variance)

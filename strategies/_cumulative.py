@@ -3,24 +3,27 @@
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import Pair, between, rounded, two_sum
+from ._pair import Pair, rounded
 from ._training_batch import TrainingBatch
 
 
 class Seen(eqx.Module):
-    """Holds the moments of all values seen, and rounding errors: float32 counts up to 2^24.
+    """Holds the moments of all values seen, to twice the precision: float32 counts up to 2^24.
 
-    **Fields:** `moments`: `count`, `()`, `mean` and `m2`, `(channels,)`; `count_rest` and
-    `m2_rest`: the rounding errors of `count` and `m2`, of their shapes.
+    **Fields:** `count_pair`, `(1,)`; `mean_pair` and `m2_pair`, `(channels,)`.
     """
 
-    moments: Moments
-    count_rest: Float[Array, ""]
-    m2_rest: Float[Array, " channels"]
+    count_pair: Pair = eqx.field(converter=Pair.of)
+    mean_pair: Pair = eqx.field(converter=Pair.of)
+    m2_pair: Pair = eqx.field(converter=Pair.of)
+
+    @property
+    def moments(self) -> Moments:
+        """Returns the moments, with count and m2 rounded to one float."""
+        return Moments(self.count_pair.value[..., 0], self.mean_pair, self.m2_pair.value)
 
 
 class Cumulative(AbstractStrategy[Seen]):
@@ -39,25 +42,19 @@ class Cumulative(AbstractStrategy[Seen]):
     """
 
     def init(self, channels: int, dtype: DTypeLike) -> Seen:
-        zero = Moments.zero(channels, dtype)
-        return Seen(zero, jnp.zeros_like(zero.count), jnp.zeros_like(zero.m2))
+        return self.load(Moments.zero(channels, dtype))
 
     def update(self, batch: TrainingBatch, memory: Seen) -> tuple[TrainingBatch, Seen]:
-        old = memory.moments
-        count = two_sum(old.count, batch.count + memory.count_rest)
-        n = jnp.where(count.value > 0, count.value, 1)
-        kept, share = rounded(old.count / n), rounded(batch.count / n)
-        before, new = Pair(old.mean, old.mean_rest), Pair(batch.mean, batch.mean_rest)
-        mean = between(before, new, kept, share)
-        delta = (new.value - before.value) + (new.rest - before.rest)
-        apart = (delta * delta.conj()).real * old.count * share
-        m2 = two_sum(old.m2, rounded(batch.m2 + apart) + memory.m2_rest)
-        moments = Moments(count.value, mean.value, m2.value, mean.rest)
-        return batch, Seen(moments, count.rest, m2.rest)
+        before = memory.count_pair
+        count = before + batch.count
+        share = rounded(batch.count / jnp.where(count.value > 0, count.value, 1))
+        delta = (batch.mean_pair - memory.mean_pair).value
+        apart = (delta * delta.conj()).real * before.value * share
+        mean = memory.mean_pair.towards(batch.mean_pair, share)
+        return batch, Seen(count, mean, memory.m2_pair + (batch.m2 + apart))
 
     def infer(self, memory: Seen) -> Moments:
         return memory.moments
 
     def load(self, learnt: Moments) -> Seen:
-        moments = Moments(learnt.count, learnt.mean, learnt.m2, learnt.mean_rest)
-        return Seen(moments, jnp.zeros_like(learnt.count), jnp.zeros_like(learnt.m2))
+        return Seen(learnt.count, learnt.mean_pair, learnt.m2)

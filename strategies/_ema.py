@@ -1,11 +1,10 @@
 """Defines `Ema`, which normalises by the running average."""
 
-import dataclasses
-
 import equinox as eqx
 import jax.numpy as jnp
 
 from ._moments import Moments
+from ._pair import Pair
 from ._running import AbstractRunningStrategy, Running
 
 
@@ -27,9 +26,7 @@ class Ema(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         # Weight 1 debiases nothing: neither the first batch nor the memory of another strategy.
-        one = jnp.ones_like(memory.weight)
-        seen = (memory.weight > 0).astype(one.dtype)
-        memory = dataclasses.replace(memory, weight=seen, weight_rest=0 * one)
-        memory = memory.push(batch, self.momentum)
-        memory = dataclasses.replace(memory, weight=one, weight_rest=0 * one)
+        seen = (memory.weight > 0).astype(memory.weight.dtype)
+        memory = memory._replace(weight_pair=Pair.of(seen)).push(batch, self.momentum)
+        memory = memory._replace(weight_pair=Pair.of(jnp.ones_like(seen)))
         return memory.moments, memory

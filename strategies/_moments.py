@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._pair import Pair, between, rounded, two_sum
+from ._pair import Pair
 
 
 class Moments(eqx.Module):
@@ -25,25 +25,17 @@ class Moments(eqx.Module):
 
     - `count`: the number of values, a scalar or `(channels,)`. If it is known while tracing, it
         is a NumPy number, and the program has no operations for a count of 0.
-    - `mean`: the mean, `(channels,)`, float or complex.
+    - `mean_pair`: the mean, `(channels,)`, float or complex, to twice the precision: a `Pair`,
+        or an array, which becomes one. `mean` is its value, an array.
     - `m2`: the sum of squared deviations from the mean, `(channels,)`, real.
-    - `mean_rest`: the rounding error of `mean`, by default 0. `mean + mean_rest` has twice the
-        precision. (With a mean of 1e6 and a standard deviation of 1, a single float32 mean
-        makes every output wrong by 0.03.)
     - `ddof`: 0 or 1, static; subtracted from `count` in `memory_variance`. 0 gives the biased
         variance (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN).
     """
 
     count: Float[Any, "*#channels"]
-    mean: Inexact[Array, "*channels"]
+    mean_pair: Pair = eqx.field(converter=Pair.of)
     m2: Float[Array, "*channels"]
-    # Filled in by __post_init__.
-    mean_rest: Inexact[Array, "*channels"] = None  # pyright: ignore[reportAssignmentType]
     ddof: int = eqx.field(default=0, static=True)
-
-    def __post_init__(self):
-        if self.mean_rest is None:
-            self.mean_rest = jnp.zeros_like(self.mean)
 
     @staticmethod
     def zero(channels: int, dtype: DTypeLike) -> "Moments":
@@ -52,14 +44,18 @@ class Moments(eqx.Module):
         return Moments(jnp.zeros((), mean.real.dtype), mean, mean.real)
 
     @staticmethod
-    def of(mean: Array, variance: Array, mean_rest: Array | None = None) -> "Moments":
+    def of(mean: Array | Pair, variance: Array) -> "Moments":
         """Returns moments with this mean and variance, `(channels,)`, and a nominal count of 1.
 
-        `mean_rest` may be any number small compared to the mean. Without it, outputs are wrong
-        by the rounding error of the mean, divided by the standard deviation.
+        A mean that is an array puts outputs off by its rounding error divided by the standard
+        deviation; a `Pair` does not.
         """
-        rest = jnp.zeros_like(mean) if mean_rest is None else mean_rest
-        return Moments(jnp.ones((), variance.dtype), mean, variance, rest)
+        return Moments(jnp.ones((), variance.dtype), mean, variance)
+
+    @property
+    def mean(self) -> Inexact[Array, "*channels"]:
+        """Returns the mean, rounded to one float."""
+        return self.mean_pair.value
 
     @property
     def variance(self) -> Float[Array, "*channels"]:
@@ -91,12 +87,11 @@ class Moments(eqx.Module):
         with `Moments.zero` changes nothing.
         """
         count = self.count + other.count
-        kept, share = (n / jnp.where(count > 0, count, 1) for n in (self.count, other.count))
-        delta = (other.mean - self.mean) + (other.mean_rest - self.mean_rest)
-        mean = between(self._mean, other._mean, kept, share)
+        share = other.count / jnp.where(count > 0, count, 1)
+        delta = (other.mean_pair - self.mean_pair).value
         squared = (delta * delta.conj()).real
         m2 = self.m2 + other.m2 + squared * self.count * share
-        return Moments(count, mean.value, m2, mean.rest, self.ddof)
+        return Moments(count, self.mean_pair.towards(other.mean_pair, share), m2, self.ddof)
 
     def pooled(self) -> "Moments":
         r"""Returns the moments of all sets along the first axis, merged at once.
@@ -116,16 +111,15 @@ class Moments(eqx.Module):
         first = jnp.argmax(seen, axis=0, keepdims=True)
         (k,) = jnp.take_along_axis(self.mean, first, 0)
 
-        def from_mean(mean: Array, rest: Array) -> Array:
-            return jnp.where(seen, (self.mean - mean) + (self.mean_rest - rest), 0)
+        def distances() -> Array:
+            return jnp.where(seen, (self.mean_pair - mean).value, 0)
 
-        mean = two_sum(k, rounded((share * from_mean(k, jnp.zeros_like(k))).sum(0)))
-        # The rounding error of shares and products.
-        more = rounded((share * from_mean(*mean)).sum(0))
-        delta = from_mean(mean.value, mean.rest + more)
+        mean = Pair.of(k)
+        for _ in range(2):  # again for the rounding error of shares and products
+            mean += (share * distances()).sum(0)
+        delta = distances()
         m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
-        value, rest = two_sum(mean.value, mean.rest + more)
-        return Moments(count.reshape(self.count.shape[1:]), value, m2, rest, self.ddof)
+        return Moments(count.reshape(self.count.shape[1:]), mean, m2, self.ddof)
 
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, for the mean and for the variance.
@@ -133,20 +127,15 @@ class Moments(eqx.Module):
         A share of 0 or 1 gives one of them to the bit. The count is nominal, as in `of`.
         """
         share = jnp.asarray(share, self.m2.dtype)
-        mean = between(self._mean, other._mean, 1 - share, share)
         a, b = self.variance, other.variance
         variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
-        return Moments.of(mean.value, variance, mean.rest)
-
-    @property
-    def _mean(self) -> Pair:
-        return Pair(self.mean, self.mean_rest)
+        return Moments.of(self.mean_pair.towards(other.mean_pair, share), variance)
 
     def astype(self, dtype: DTypeLike) -> "Moments":
         """Returns the moments in another precision; `dtype` is that of the mean."""
         real = jnp.zeros((), dtype).real.dtype
-        mean, rest = self.mean.astype(dtype), self.mean_rest.astype(dtype)
-        return Moments(self.count.astype(real), mean, self.m2.astype(real), rest, self.ddof)
+        mean = self.mean_pair.astype(dtype)
+        return Moments(self.count.astype(real), mean, self.m2.astype(real), self.ddof)
 
     @property
     def finite(self) -> Bool[Array, ""]:

@@ -100,7 +100,7 @@ class Renorm(AbstractRunningStrategy):
         sigma_b = jnp.sqrt(batch.variance + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
-        apart = (batch.mean - running.mean) + (batch.mean_rest - running.mean_rest)
+        apart = (batch.mean_pair - running.mean_pair).value
         most = (d_max * sigma).astype(apart.dtype)
         within = jnp.where(jnp.abs(apart) > jnp.abs(most), jnp.sign(apart) * most, apart)
         # The mean moves by d sigma_b / r, which is exactly `apart` if neither is clipped.
@@ -111,8 +111,8 @@ class Renorm(AbstractRunningStrategy):
         # Makes the layer, which adds eps, divide x by sigma_b / r.
         shrunk = 1 / (r * r)
         m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
-        rest = batch.mean_rest - shift * moving
-        used = dataclasses.replace(batch.moments, m2=m2, mean_rest=rest)
+        mean = batch.mean_pair - shift * moving
+        used = dataclasses.replace(batch.moments, m2=m2, mean_pair=mean)
         return used, memory.push(batch, self.momentum)
 
     @staticmethod

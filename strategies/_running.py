@@ -1,7 +1,7 @@
 """Defines `Running`, the memory of most strategies, and the base class of these."""
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import Pair, between, moved, rounded
+from ._pair import Pair
 
 
-class Running(eqx.Module):
+class Running(NamedTuple):
     r"""Holds the debiased exponential moving average of batch means and variances.
 
     With $b_k$ the mean and variance of batch $k$, and $m$ the momentum,
@@ -30,49 +30,63 @@ class Running(eqx.Module):
     This is equal in exact arithmetic and better in floating point: the first batch is
     remembered to the bit, and statistics that do not change stay the same to the bit.
 
-    **Fields:** `mean` and `variance`, `(channels,)`: $r_k$; `weight`, `()`: $w_k$. All are 0
-    before any batch. `mean_rest`, `variance_rest` and `weight_rest` are their rounding errors,
-    by default 0. Without them an average would stop moving: at a momentum of 0.99 with a
-    variance still wrong by 3e-6, and at 0.9999 with a weight of 0.9995.
+    **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances; `weight_pair`,
+    `(1,)`: $w_k$. All are 0 before any batch. Each is a `Pair`; `mean`, `variance` and `weight`
+    are their values. A single float would stop moving: at a momentum of 0.99 with a variance
+    still wrong by 3e-6, and at 0.9999 with a weight of 0.9995.
     """
 
-    mean: Inexact[Array, " channels"]
-    variance: Float[Array, " channels"]
-    weight: Float[Array, ""]
-    # Filled in by __post_init__.
-    mean_rest: Inexact[Array, " channels"] = None  # pyright: ignore[reportAssignmentType]
-    variance_rest: Float[Array, " channels"] = None  # pyright: ignore[reportAssignmentType]
-    weight_rest: Float[Array, ""] = None  # pyright: ignore[reportAssignmentType]
+    # In one array, because XLA compiles the arithmetic of an array once.
+    averages: Pair
+    weight_pair: Pair
 
-    def __post_init__(self):
-        for name in ("mean", "variance", "weight"):
-            if getattr(self, f"{name}_rest") is None:
-                setattr(self, f"{name}_rest", jnp.zeros_like(getattr(self, name)))
-
-    @classmethod
-    def empty(cls, channels: int, dtype: DTypeLike) -> "Running":
+    @staticmethod
+    def empty(channels: int, dtype: DTypeLike) -> "Running":
         """Returns the average before any batch; `dtype` is that of the mean."""
         mean = jnp.zeros((channels,), dtype)
-        return cls(mean, mean.real, jnp.zeros((), mean.real.dtype))
+        return Running.loaded(mean, mean.real, 0)
 
-    @classmethod
-    def loaded(cls, mean: ArrayLike, variance: ArrayLike) -> "Running":
-        """Returns given statistics, `(channels,)`, from PyTorch for example, with weight 1."""
-        mean, variance = jnp.asarray(mean), jnp.asarray(variance)
-        return cls(mean, variance, jnp.ones((), variance.dtype))
+    @staticmethod
+    def loaded(
+        mean: ArrayLike | Pair, variance: ArrayLike | Pair, weight: ArrayLike = 1
+    ) -> "Running":
+        """Returns given statistics, `(channels,)`, from PyTorch for example."""
+        pairs = Pair.of(mean), Pair.of(variance)
+        both = (pair.parts.astype(pairs[0].parts.dtype) for pair in pairs)
+        of_weight = Pair.of(jnp.asarray(weight, pairs[1].parts.dtype))
+        return Running(Pair(jnp.stack([*both], -3)), of_weight)
+
+    @property
+    def mean(self) -> Inexact[Array, "*members channels"]:
+        """Returns the average of the means, rounded to one float."""
+        return self.averages.value[..., 0, :]
+
+    @property
+    def mean_pair(self) -> Pair:
+        """Returns the average of the means."""
+        return Pair(self.averages.parts[..., 0, :, :])
+
+    @property
+    def variance(self) -> Float[Array, "*members channels"]:
+        """Returns the average of the variances, rounded to one float; 0 before any batch."""
+        return self.averages.value[..., 1, :].real
+
+    @property
+    def weight(self) -> Float[Array, "*members"]:
+        """Returns the weight of all batches, rounded to one float."""
+        return self.weight_pair.value[..., 0]
 
     def push(self, batch: Moments, momentum: float) -> "Running":
         """Returns the average after one more batch; it uses the batch's `memory_variance`."""
         # Outside of the compiled call, so that a program run op by op divides: inside a larger
         # program XLA may multiply by a reciprocal instead.
-        variance = rounded(batch.memory_variance)
-        return _pushed(self, batch.mean, batch.mean_rest, variance, momentum)
+        return _pushed(self, batch.mean_pair, Pair.of(batch.memory_variance), momentum)
 
     @property
     def moments(self) -> Moments:
         """Returns the average as moments; before any batch, mean 0 and variance 1."""
-        variance = jnp.where(self.weight > 0, self.variance, 1)
-        return Moments.of(self.mean, variance, self.mean_rest)
+        variance = jnp.where(self.weight_pair.value > 0, self.variance, 1)
+        return Moments.of(self.mean_pair, variance)
 
     def fill(self, batch: Moments) -> Moments:
         """Returns `h + (1 - w) b`: this batch gets the weight of the initial zero."""
@@ -80,21 +94,17 @@ class Running(eqx.Module):
 
 
 # Compiled, so that JAX traces it once for all layers of a size; run op by op it is one call.
-@functools.partial(jax.jit, static_argnums=4)
-def _pushed(
-    running: Running, mean: Array, rest: Array, variance: Array, momentum: float
-) -> Running:
-    # The weight is the running average of ones.
-    old = Pair(running.weight, running.weight_rest)
-    one = Pair(jnp.ones_like(running.weight), jnp.zeros_like(running.weight))
-    near_one = momentum < 0.5
-    w = moved(one, momentum, old, one) if near_one else moved(old, 1 - momentum, one, old)
-    kept, share = momentum * running.weight / w.value, (1 - momentum) / w.value
-    old, new = Pair(running.mean, running.mean_rest), Pair(mean, rest)
-    m = between(old, new, kept, share)
-    old = Pair(running.variance, running.variance_rest)
-    v = between(old, Pair(variance, jnp.zeros_like(variance)), kept, share)
-    return Running(m.value, v.value, w.value, m.rest, v.rest, w.rest)
+@functools.partial(jax.jit, static_argnums=3)
+def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Running:
+    # The weight is the average of ones.
+    batch = Running.loaded(mean, variance)
+    # The smaller share must be exact: the other is 1 minus it.
+    start, end, share = running, batch, 1 - momentum
+    if momentum < 0.5:
+        start, end, share = batch, running, momentum
+    weight = start.weight_pair.moved(end.weight_pair, share)
+    share = share * end.weight_pair.value / weight.value
+    return Running(start.averages.moved(end.averages, share), weight)
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):
@@ -120,5 +130,4 @@ class AbstractRunningStrategy(AbstractStrategy[Running]):
         return memory.moments
 
     def load(self, learnt: Moments) -> Running:
-        loaded = Running.loaded(learnt.mean, learnt.memory_variance)
-        return dataclasses.replace(loaded, mean_rest=learnt.mean_rest)
+        return Running.loaded(learnt.mean_pair, learnt.memory_variance)

@@ -27,9 +27,9 @@ class TrainingBatch(Moments):
     @property
     def moments(self) -> Moments:
         """Returns the moments without `eps` and `step`."""
-        return Moments(self.count, self.mean, self.m2, self.mean_rest, self.ddof)
+        return Moments(self.count, self.mean_pair, self.m2, self.ddof)
 
     def with_moments(self, moments: Moments) -> "TrainingBatch":
         """Returns a batch with these moments and the same `ddof`, `eps` and `step`."""
-        count, mean, m2, rest = moments.count, moments.mean, moments.m2, moments.mean_rest
-        return dataclasses.replace(self, count=count, mean=mean, m2=m2, mean_rest=rest)
+        count, mean, m2 = moments.count, moments.mean_pair, moments.m2
+        return dataclasses.replace(self, count=count, mean_pair=mean, m2=m2)

@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Array
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import NAMED, AbstractStrategy, Moments, Running, TrainingBatch
+from eqx_norm.strategies import NAMED, AbstractStrategy, Moments, Pair, Running, TrainingBatch
 from tests.compiling import filter_jit
 
 # Every test of a promise that all approaches make is parametrised with these.
@@ -57,13 +57,25 @@ def copy(state: eqx.nn.State) -> eqx.nn.State:
     return jax.tree.unflatten(structure, leaves)
 
 
+def remember(layer: BatchNorm, state: eqx.nn.State, statistics: Any) -> eqx.nn.State:
+    """Returns the state with another memory of the layer's strategy."""
+    held = state.get(layer.memory_index)
+    return state.set(layer.memory_index, held._replace(statistics=statistics))
+
+
 def load(layer: BatchNorm, state: eqx.nn.State, mean: Any, variance: Any) -> eqx.nn.State:
-    return state.set(layer.memory_index, Running.loaded(floats(mean), floats(variance)))
+    return remember(layer, state, Running.loaded(floats(mean), floats(variance)))
+
+
+def exact(pair: Pair) -> np.ndarray:
+    """Returns the numbers of a pair in float64."""
+    double = np.complex128 if jnp.iscomplexobj(pair.parts) else np.float64
+    return np.asarray(pair.parts, double).sum(-2)
 
 
 def remembered(layer: BatchNorm, state: eqx.nn.State) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean and the variance that inference uses."""
-    used = layer.approach.infer(state.get(layer.memory_index))
+    used = layer.approach.infer(state.get(layer.memory_index).statistics)
     return np.asarray(used.mean), np.asarray(used.variance)
 
 

@@ -131,10 +131,10 @@ def _at(path: str, model: Any, kind: Kind) -> Any:
 def _folded(layer: Any, norm: Any, state: eqx.nn.State) -> Any:
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
-    memory = remembered_by(norm, state)[0]["memory_index"]
+    memory = remembered_by(norm, state)[0]["memory_index"].statistics
     _memory.check(memory, norm.approach, norm.input_size)
     used = _contract.infer(norm.approach, memory, norm.input_size)
-    mean, rest, variance = map(_host, (used.mean, used.mean_rest, used.variance))
+    mean, rest, variance = map(_host, (used.mean, used.mean_pair.rest, used.variance))
     scale = 1 / np.sqrt(variance + norm.eps)
     if norm.weight is not None:
         scale = scale * _host(norm.weight)

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from eqx_norm._memory import Remembered
+
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]
 Where = Callable[[str, Any], Any]
 # A layer's entries in the state, by the names of its index fields.
-Remembered = dict[str, Any]
+Entries = dict[str, Any]
 # Maps a function of one member's memory over the members of an ensemble.
 OverMembers = Callable[[Callable[..., Any]], Callable[..., Any]]
-Carry = Callable[[Any, Any, Remembered, OverMembers], Remembered]
+Carry = Callable[[Any, Any, Entries, OverMembers], Entries]
 
 
 def found(model: Any, kind: Kind) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def replaced(
     return result, state_of(result, kept | made)
 
 
-def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Remembered, OverMembers]:
+def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Entries, OverMembers]:
     """Returns a layer's entries in the state, and a map over the members of an ensemble.
 
     **Raises:** `ValueError` for a state of another model.
@@ -129,8 +131,10 @@ def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Remembered, OverMemb
             "model. Pass the state that was made, or returned, with this model."
         )
     remembered = {field: held[index.marker] for field, index in indices.items()}
-    # Each layer counts its batches in a scalar.
+    # Equinox's layers count batches in a scalar, this package's in two numbers.
     axes = min((jnp.ndim(leaf) for leaf in jax.tree.leaves(remembered)), default=0)
+    if isinstance(memory := remembered.get("memory_index"), Remembered):
+        axes = jnp.ndim(memory.accepted)
 
     def over(function: Callable[..., Any]) -> Callable[..., Any]:
         for _ in range(axes):

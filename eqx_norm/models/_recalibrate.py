@@ -6,14 +6,16 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from eqx_norm._batch_norm import BatchNorm
+from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative, Seen
 
 from ._layers import (
+    Entries,
     OverMembers,
-    Remembered,
     chosen,
     copied,
     entries,
@@ -22,7 +24,7 @@ from ._layers import (
     replaced,
     state_of,
 )
-from ._reconfigure import batches_of, carry, dtype_of, is_new
+from ._reconfigure import carry, dtype_of, is_new, with_statistics
 
 Forward = Callable[[Any, eqx.nn.State, Any], Any]
 
@@ -90,14 +92,14 @@ def recalibrate(
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
     words, seen, unseen = list[str](), {}, {}
     for path, norm in norms.items():
-        before, after = (remembered_by(norm, of)[0] for of in (state, now))
-        if left_out := np.max(after["rejected_index"] - before["rejected_index"]):
+        before, after = (remembered_by(norm, of)[0]["memory_index"] for of in (state, now))
+        if left_out := np.max(after.rejected - before.rejected):
             words.append(f"{path or 'the model'} skipped {left_out} that were not finite")
-        if np.all(after["memory_index"].moments.count > 0):
+        if np.all(after.statistics.count_pair.value > 0):
             seen[path] = lambda _, norm=norm: norm
         else:
-            unseen[norm.memory_index.marker] = before["memory_index"]
-            unseen[norm.accepted_index.marker] = before["accepted_index"]
+            counts = jnp.stack([before.accepted, after.rejected], -1)
+            unseen[norm.memory_index.marker] = Remembered(before.statistics, counts)
             words.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
     said = f"Of {count} batches: {'; '.join(words)}."
     if not seen:
@@ -113,7 +115,7 @@ def recalibrate(
     return state_of(model, entries(state) | learnt | unseen)
 
 
-def _empty(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
+def _empty(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns an empty memory; raises for strategies without `load` before any data is read."""
 
     def one(memory: Any) -> Seen:
@@ -122,8 +124,8 @@ def _empty(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Rem
         old.approach.load(empty.moments)
         return empty
 
-    memory = over(one)(remembered["memory_index"])
-    return remembered | {"memory_index": memory, "accepted_index": batches_of(remembered)}
+    memory = remembered["memory_index"]
+    return {"memory_index": with_statistics(memory, over(one)(memory.statistics))}
 
 
 # Compiled once for all calls with the same forward.

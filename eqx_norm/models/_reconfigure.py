@@ -13,9 +13,10 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
+from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractWrapper, Accumulation, Running
 
-from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
+from ._layers import Entries, OverMembers, Where, chosen, copied, replaced
 
 Model = TypeVar("Model")
 
@@ -129,15 +130,15 @@ def _with_momentum(approach: Any, momentum: float) -> Any:
     )
 
 
-def carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
+def carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns the new layer's entries, with which it infers as the old one does.
 
     Strategies whose memory is a `Running` share it unchanged; others `load` it. A memory
     without batches becomes a new one. Pending micro-batches are dropped, and accepted
     micro-batches that were no update are not counted.
     """
-    memory, accepted = remembered["memory_index"], batches_of(remembered)
-    fresh = over(lambda memory: is_new(old, memory))(memory)
+    memory = remembered["memory_index"]
+    fresh = over(lambda memory: is_new(old, memory))(memory.statistics)
     if old.approach == new.approach:
         return remembered
     is_same = type(_innermost(old.approach)) is type(_innermost(new.approach))
@@ -159,13 +160,19 @@ def carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Reme
         loaded = new.approach.load(dataclasses.replace(used, ddof=int(new.unbiased)))
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
 
-    return remembered | {"memory_index": over(one)(memory, fresh), "accepted_index": accepted}
+    statistics = over(one)(memory.statistics, fresh)
+    return {"memory_index": with_statistics(memory, statistics)}
 
 
-def batches_of(remembered: Remembered) -> Array:
+def with_statistics(memory: Remembered, statistics: Any) -> Remembered:
+    """Returns the memory with those of another strategy; it counts no micro-batches."""
+    return Remembered(statistics, jnp.stack([batches_of(memory), memory.rejected], -1))
+
+
+def batches_of(memory: Remembered) -> Array:
     """Returns how many batches, not micro-batches, a strategy has accepted."""
-    memory, accepted = remembered["memory_index"], remembered["accepted_index"]
-    return accepted - memory.skipped if isinstance(memory, Accumulation) else accepted
+    held = memory.statistics
+    return memory.accepted - (held.skipped if isinstance(held, Accumulation) else 0)
 
 
 def is_new(layer: BatchNorm, memory: Any) -> Bool[Array, ""]:

@@ -16,10 +16,11 @@ from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._group_norm import GroupNorm
 from eqx_norm._instance_norm import InstanceNorm
 from eqx_norm._layer_norm import LayerNorm
+from eqx_norm._memory import Remembered
 from eqx_norm._rms_norm import RMSNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
-from ._layers import OverMembers, Remembered, Where, chosen, copied, replaced
+from ._layers import Entries, OverMembers, Where, chosen, copied, replaced
 from ._reconfigure import batches_of, check, is_new, reconfigure
 
 Model = TypeVar("Model")
@@ -174,7 +175,7 @@ def _fields_of(*, eqx_layer: Any, of: Any) -> dict[str, Any]:
     return {field.name: getattr(of, field.name) for field in dataclasses.fields(eqx_layer)}
 
 
-def _carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
+def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns the memory, and the counts of accepted and rejected batches."""
     if not {*_FIELDS[old.mode]} <= {*remembered}:
         raise ValueError(
@@ -183,7 +184,7 @@ def _carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Rem
         )
     count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
 
-    def one(count: Array, mean: Array, variance: Array) -> Remembered:
+    def one(count: Array, mean: Array, variance: Array) -> Entries:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
         is_new = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
@@ -193,9 +194,9 @@ def _carry(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Rem
         else:
             is_new, steps = is_new & (count == 0), count.astype(jnp.int32)
             mean, variance, weight = _debiased(old.momentum, count, mean, variance)
-        learnt = Running(mean.astype(dtype), variance.real.astype(weight.dtype), weight)
+        learnt = Running.loaded(mean.astype(dtype), variance.real.astype(weight.dtype), weight)
         memory = jax.tree.map(lambda a, b: jnp.where(is_new, a, b), empty, learnt)
-        return {"memory_index": memory, "accepted_index": steps, "rejected_index": 0 * steps}
+        return {"memory_index": Remembered(memory, jnp.stack([steps, 0 * steps]))}
 
     return over(one)(count, mean, variance)
 
@@ -249,13 +250,13 @@ def _mode(layer: BatchNorm) -> str:
     )
 
 
-def _carry_back(old: Any, new: Any, remembered: Remembered, over: OverMembers) -> Remembered:
+def _carry_back(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns Equinox's two entries: the count, or whether it is new, and the statistics."""
 
-    def one(memory: Any, accepted: Array) -> Remembered:
+    def one(memory: Any, accepted: Array) -> Entries:
         fresh = is_new(old, memory)
         used = old.approach.infer(memory)
-        mean, variance = used.mean + used.mean_rest, used.variance
+        mean, variance = used.mean, used.variance
         if new.mode == "ema":
             statistics = mean, jnp.where(fresh, 0, variance).astype(mean.dtype)
             return dict(zip(_FIELDS["ema"], (fresh, statistics), strict=True))
@@ -264,7 +265,8 @@ def _carry_back(old: Any, new: Any, remembered: Remembered, over: OverMembers) -
         statistics = mean, variance.astype(mean.dtype)
         return dict(zip(_FIELDS["batch"], (count, statistics), strict=True))
 
-    return over(one)(remembered["memory_index"], batches_of(remembered))
+    memory = remembered["memory_index"]
+    return over(one)(memory.statistics, batches_of(memory))
 
 
 def _many(layer: eqx.nn.BatchNorm) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_norm._batch_norm import BatchNorm
+from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
 from ._layers import entries, found, listed, located, name, state_of
@@ -81,11 +82,9 @@ def from_torch(
         if place(path, MEAN) in arrays and place(path, VARIANCE) in arrays:
             mean, variance = (arrays[place(path, what)] for what in (MEAN, VARIANCE))
             with located(path, norm):
-                learnt[norm.memory_index.marker] = norm.approach.load(
-                    Moments.of(mean, variance)
-                )
-            learnt[norm.accepted_index.marker] = arrays.get(place(path, COUNT), jnp.int32(0))
-            learnt[norm.rejected_index.marker] = jnp.int32(0)
+                statistics = norm.approach.load(Moments.of(mean, variance))
+            counts = jnp.zeros(2, jnp.int32).at[0].set(arrays.get(place(path, COUNT), 0))
+            learnt[norm.memory_index.marker] = Remembered(statistics, counts)
     said = [listed(problems, "\n    ")] if problems else []
     if strict and report.leftovers:
         said += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]

@@ -77,11 +77,12 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
     remembered, _ = remembered_by(norm, state)
-    memory, batches = remembered["memory_index"], batches_of(remembered)
+    memory = remembered["memory_index"]
+    batches = batches_of(memory)
     if batches.ndim:
         raise ValueError(_ENSEMBLE)
-    _memory.check(memory, norm.approach, norm.input_size)
-    used = norm.approach.infer(memory)
+    _memory.check(memory.statistics, norm.approach, norm.input_size)
+    used = norm.approach.infer(memory.statistics)
     arrays = {MEAN: used.mean, VARIANCE: used.variance, COUNT: np.array(batches, np.int64)}
     return {what: Slot(place(path, what), array) for what, array in arrays.items()}
 

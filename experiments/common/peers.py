@@ -211,8 +211,9 @@ def _with_affine(layer: Any, affine: Affine) -> Any:
 
 
 def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
-    running = state.get(layer.memory_index)
-    return running.mean, running.variance, running.weight, state.get(layer.rejected_index)
+    held = state.get(layer.memory_index)
+    running = held.statistics
+    return running.mean, running.variance, running.weight, held.rejected
 
 
 def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:

@@ -66,6 +66,17 @@ def test_a_verdict_follows_its_rows(verdict, holding, failing):
     assert not verdict(failing)[2]
 
 
+def test_goals_name_each_network():
+    rows = [
+        measured(speed.MS, ms, peer)._replace(layer=speed.NETWORK, program=f"critic, {use}")
+        for use, ours in (("gradient", 3.0), ("inference of 1", 1.5))
+        for peer, ms in ((peers.OURS_SEPARATE, ours), (peers.EQUINOX, 2.0))
+    ]
+    said = {aim: found for aim, found, _ in speed.goals(rows)}
+    aim = "networks: at most 1.0 of Equinox's time"
+    assert said == {aim: "critic, gradient: 1.50; critic, inference of 1: 0.75"}
+
+
 ONE = distributed.Process(distributed.ONE, 1, 2, 0, 0, np.nan, 0.0, 1.0, "a", "b", "c")
 SEVERAL = ONE._replace(run=distributed.SEVERAL, processes=2, code=1, seconds=0.1)
 RESTORED = ONE._replace(run=distributed.RESTORED)

@@ -46,10 +46,11 @@ ARROWS = {
         lambda name: inside(name, *PYTHON, "jax", "jaxtyping", "equinox", "strategies"),
     ),
     # And how they round a product, which is the same in both.
-    "the operation knows of the package only moments": (
+    "the operation knows of the package only moments and pairs": (
         files(OPERATION),
         lambda name: (
             inside(name, "eqx_norm._normalise", "eqx_norm.strategies.Moments")
+            or name == "eqx_norm.strategies.Pair"
             or name == "eqx_norm.strategies._pair.rounded"
             or not inside(name, "eqx_norm")
         ),
@@ -121,7 +122,7 @@ def test_the_package_s_strategies_are_a_link_to_those_at_top_level():
 
 def test_annotations_are_checked_while_testing():
     with pytest.raises(jaxtyping.TypeCheckError):
-        eqx_norm.strategies.Running(jnp.ones(3), jnp.ones(4), jnp.ones(()))
+        eqx_norm.strategies.Moments(jnp.ones(()), jnp.ones(3), jnp.ones(3, int))
 
 
 def test_the_layer_has_no_branch_on_the_strategy():

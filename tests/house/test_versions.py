@@ -27,7 +27,6 @@ UNSTABLE = {
     "eqx_norm/_normalise/jaxprs.py": "eqns",
     "eqx_norm/_normalise/linear.py": "jax.core jax.extend jax.interpreters",
     "eqx_norm/_normalise/one_kernel.py": "jax.extend jax.interpreters",
-    "eqx_norm/_normalise/one_loop.py": "jax.extend jax.interpreters manual_axis_type",
     "eqx_norm/_normalise/primitives.py": "jax.extend jax.interpreters",
     "eqx_norm/_normalise/tpu/kernel.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/tpu/rows.py": "jax.interpreters",

@@ -58,7 +58,7 @@ def _step(batch, mask, *, layer, implementation):
             return model(x, state, mask=mask)
 
         y, after = jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
-        memory = after.get(model.memory_index)
+        memory = after.get(model.memory_index).statistics
         return y, (memory.mean, memory.variance)
 
     forward = batch_norm if layer == "BatchNorm" else layer_norm

@@ -48,9 +48,10 @@ def trained(approach, activation=activation, **kwargs):
     """Returns a layer after one batch, so that its memory matters."""
     layer, state = untrained(approach, activation, **kwargs)
     batch = at_step(0, Moments.of(floats([1, 0, 2]), floats([1, 2, 3])))
-    _, memory = layer.approach.update(batch, state.get(layer.memory_index))
-    state = state.set(layer.memory_index, memory)
-    return layer, state.set(layer.accepted_index, jnp.int32(1))
+    held = state.get(layer.memory_index)
+    _, memory = layer.approach.update(batch, held.statistics)
+    counts = jnp.array([1, 0], jnp.int32)
+    return layer, state.set(layer.memory_index, type(held)(memory, counts))
 
 
 def masked(layer, *axis_names):
@@ -86,8 +87,8 @@ def step(layer, state, x, mask, dy):
 
 
 def memory_of(layer, state):
-    counts = state.get(layer.accepted_index), state.get(layer.rejected_index)
-    return state.get(layer.memory_index), counts
+    held = state.get(layer.memory_index)
+    return held.statistics, (held.accepted, held.rejected)
 
 
 def spoil(x, mask):

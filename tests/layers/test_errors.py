@@ -216,7 +216,7 @@ def test_calls(given, error, inference, unchecked):
 
     y, after = over_batch(fail_then_succeed)(X, copy(state))
     np.testing.assert_allclose(y, call(layer, state, X)[0], atol=1e-6)
-    assert after.get(layer.accepted_index) == int(not inference)
+    assert after.get(layer.memory_index).accepted == int(not inference)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1)], ids=str)

@@ -67,7 +67,7 @@ def test_what_a_layer_is_made_with_tells_them_apart():
         layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", **arguments)
         call = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         y, state = call(x, state)
-        return y, state.get(layer.memory_index).variance
+        return y, state.get(layer.memory_index).statistics.variance
 
     plain, learnt = used(approach="batch")
     assert not same(used(approach="batch", eps=0.5)[0], plain)
@@ -87,5 +87,5 @@ def test_a_strategy_that_has_no_hash_is_traced_each_time():
         layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach=approach)
         call = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         y, state = eqx.filter_jit(call)(x, state)
-        results.append((y, state.get(layer.memory_index).mean))
+        results.append((y, state.get(layer.memory_index).statistics.mean))
     assert same(*results)

@@ -149,7 +149,7 @@ def inferred(norm: Any, state: Any) -> Any:
         used = norm.approach.infer(memory)
         return used.mean, used.variance
 
-    memory = state.get(norm.memory_index)
+    memory = state.get(norm.memory_index).statistics
     return (jax.vmap(infer) if memory.mean.ndim > 1 else infer)(memory)
 
 

@@ -13,7 +13,7 @@ from eqx_norm.models import fold, fold_pairs, freeze
 from eqx_norm.models._layers import entries, found
 from eqx_norm.strategies import Running
 from tests.compiling import filter_jit
-from tests.helpers import bits, cast, copy, example, floats, normal, over_batch, same
+from tests.helpers import bits, cast, copy, example, floats, normal, over_batch, remember, same
 from tests.models.nested import KEY
 
 
@@ -84,7 +84,7 @@ def test_it_is_computed_in_float64_and_rounded_once(dtype):
     first, second = cast(conv(use_bias=False), dtype), norm(channelwise_affine=False)
     second, state = eqx.nn.make_with_state(lambda: eqx.nn.inference_mode(second))()
     memory = Running.loaded(floats([1e4, -1e4, 300, 0]), floats([1e8, 1e6, 1e-4, 0]))
-    folded = fold(first, second, state.set(second.memory_index, memory))
+    folded = fold(first, second, remember(second, state, memory))
     mean, variance = np.asarray(memory.mean, float), np.asarray(memory.variance, float)
     scale = 1 / np.sqrt(variance + 1e-5)
     weight = np.asarray(first.weight).astype(float) * scale[:, None, None]
@@ -168,6 +168,6 @@ def test_other_errors_and_the_example_in_the_docstring():
         fold(active[0], active[1], active_state)
     far = Running.loaded(floats([1e6] * 4), floats([1.0] * 4))
     with pytest.raises(ValueError, match="not finite in float16"):
-        fold(cast(layer, jnp.float16), second, copy(state).set(second.memory_index, far))
+        fold(cast(layer, jnp.float16), second, remember(second, copy(state), far))
     names = {"fold": fold, "eqx": eqx, "conv": layer, "norm": second, "state": state}
     assert eqx.tree_equal(example(fold, **names)["conv"], fold(layer, second, state))

@@ -13,7 +13,7 @@ from eqx_norm.models import freeze, recalibrate
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Average, VarianceClip
 from tests.helpers import Cumulative as Unloaded
-from tests.helpers import example, make, member, over_batch, quick_call, remembered, same
+from tests.helpers import exact, example, make, member, over_batch, quick_call, remembered, same
 from tests.models.nested import Counter, unchecked
 
 SIZES = (16, 8, 16)
@@ -59,13 +59,13 @@ def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
     kept = entries(state)
     after = recalibrate(layer, state, cut(x))
     check(layer, after, x, unbiased)
-    used = layer.approach.infer(after.get(layer.memory_index))
-    both = np.asarray(used.mean, float) + np.asarray(used.mean_rest, float)
+    used = layer.approach.infer(after.get(layer.memory_index).statistics)
     right = np.asarray(x, float).mean((0, 2))
-    np.testing.assert_allclose(both, right, rtol=1e-8)  # to twice the precision
+    # To twice the precision.
+    np.testing.assert_allclose(exact(used.mean_pair), right, rtol=1e-8)
     before = 1 if isinstance(approach, Accumulated) else 2  # of two micro-batches
-    assert after.get(layer.accepted_index) == before + len(SIZES)
-    assert after.get(layer.rejected_index) == 0
+    assert after.get(layer.memory_index).accepted == before + len(SIZES)
+    assert after.get(layer.memory_index).rejected == 0
     assert same(entries(state), kept)  # the state given stays valid, and as it was
 
 
@@ -107,7 +107,7 @@ def test_frozen_norms_and_other_state_stay():
     after = recalibrate(frozen, state, cut(data()))
     held, now, norm = entries(state), entries(after), model.layers[3]
     changed = {marker for marker in held if not same(held[marker], now[marker])}
-    assert changed == {norm.memory_index.marker, norm.accepted_index.marker}
+    assert changed == {norm.memory_index.marker}
 
 
 def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
@@ -118,8 +118,8 @@ def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
         after = recalibrate(model, state, [*batches, bad])
     right = recalibrate(model, state, batches)
     for layer in model.layers[1::2]:
-        assert same(*(s.get(layer.memory_index) for s in (after, right)))
-        assert after.get(layer.rejected_index) == 1
+        assert same(*(s.get(layer.memory_index).statistics for s in (after, right)))
+        assert after.get(layer.memory_index).rejected == 1
     with pytest.raises(ValueError, match=r"No batch norm got .*batches: layers\[1\] "):
         recalibrate(model, state, [bad])
 

@@ -33,7 +33,7 @@ class Loading(Unloaded):
     """Is a user's strategy with its own kind of memory, which can load."""
 
     def load(self, learnt):
-        return Moments.of(learnt.mean, learnt.memory_variance, learnt.mean_rest)
+        return Moments.of(learnt.mean_pair, learnt.memory_variance)
 
 
 def trained(approach: Any = "batch", members=0, steps=2) -> Any:
@@ -48,7 +48,7 @@ def trained(approach: Any = "batch", members=0, steps=2) -> Any:
 
 
 def memory(model, state) -> Any:
-    return state.get(model[0].memory_index)
+    return state.get(model[0].memory_index).statistics
 
 
 WRAPPED: dict[str, AbstractStrategy[Any]] = {
@@ -98,7 +98,7 @@ def test_what_is_wrapped_keeps_its_memory_to_the_bit():
 def test_after_accumulated_what_is_pending_is_dropped_and_only_batches_count(new):
     model, state = trained(Accumulated(Batch(), every=3), steps=5)
     other, other_state = reconfigure(model, state, approach=new)
-    assert other_state.get(other[0].accepted_index) == 1
+    assert other_state.get(other[0].memory_index).accepted == 1
     learnt = memory(other, other_state)
     held = getattr(learnt, "remembered", learnt)
     assert same(held, memory(model, state).remembered)

@@ -11,7 +11,7 @@ import numpy as np
 from eqx_norm._normalise.reference import compute_dtype
 from eqx_norm.strategies import Running
 from tests.compiling import jit
-from tests.helpers import copy, make, over_batch
+from tests.helpers import copy, make, over_batch, remember
 
 N, C, L = 4, 2, 3
 MOMENTUM, SEEN = 0.7, np.array(0.51)
@@ -35,8 +35,8 @@ def ours(approach, activation, run=over_batch, **arguments):
     arguments |= {"approach": approach, "momentum": MOMENTUM, "activation": activation}
     layer, state = make(C, "batch", **arguments)
     if approach != "variance_clip":  # which starts to clip, and differ from "batch", later
-        state = state.set(
-            layer.memory_index, Running(*map(jnp.asarray, (MEAN, VARIANCE, SEEN)))
+        state = remember(
+            layer, state, Running.loaded(*map(jnp.asarray, (MEAN, VARIANCE, SEEN)))
         )
 
     def f(weight, bias, x):

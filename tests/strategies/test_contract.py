@@ -48,9 +48,9 @@ def test_a_strategy_is_told_eps_and_the_step():
         y, state = call(layer, state, x)
         steps.append(np.nanmax(np.round(np.asarray(x - y * f32(1.25**0.5)), 3)))
     np.testing.assert_array_equal(steps, [0, 1, 2, 2])
-    assert state.get(layer.accepted_index) == 3
+    assert state.get(layer.memory_index).accepted == 3
     _, after = call(eqx.nn.inference_mode(layer), copy(state), X)
-    assert after.get(layer.accepted_index) == 3
+    assert after.get(layer.memory_index).accepted == 3
 
 
 class Last(Told):
@@ -65,7 +65,7 @@ def test_the_batch_itself_can_be_remembered(approach):
     layer, state = make(C, "batch", approach=approach)
     for scale in (1, 2):
         y, state = call(layer, state, scale * X)
-    assert type(state.get(layer.memory_index)) is Moments
+    assert type(state.get(layer.memory_index).statistics) is Moments
     inferred, _ = call(eqx.nn.inference_mode(layer), state, 2 * X)
     np.testing.assert_allclose(inferred, y, rtol=1e-6, atol=1e-6)
 
@@ -93,15 +93,17 @@ WRONG = {
     "batch": r"update returned TrainingBatch.*needs two things",
     "(batch, memory, 3)": r"update returned a tuple of 3, \(TrainingBatch.*needs two things",
     "(None, memory)": NOT_MOMENTS.format(r"nothing \(None\)")
-    + r".*Moments\.of\(mean, variance, mean_rest\)",
+    + r".*Moments\.of\(mean, variance\)",
     "(memory, batch)": r"before the memory, Running\(.*Return the \.moments of this",
     "(batch.mean, memory)": NOT_MOMENTS.format(r"an array, f\d\d\[3\]"),
     "((batch.mean, batch.variance), memory)": r"before the memory, a tuple of 2, \(an array",
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
     r"m2 of shape \(2,\), but this layer has 3 channels",
-    "(batch, None)": r"Answers\.update returned a memory of another structure.*mean=f\d\d\[3\]",
+    "(batch, None)": r"Answers\.update returned a memory of another structure"
+    r".*averages=Pair\(parts=f\d\d\[2,2,3\]",
     "(batch, jax.tree.map(lambda a: a.astype(jnp.float16), memory))": r"returned a memory"
-    r" of another structure, shape or dtype.*mean=f16\[3\].*it was given.*mean=f\d\d\[3\]",
+    r" of another structure, shape or dtype.*averages=Pair\(parts=f16\[2,2,3\].*it was given"
+    r".*averages=Pair\(parts=f\d\d\[2,2,3\]",
 }
 WRONG_IN_INFERENCE = {
     "memory": r"Answers\.infer returned Running\(.*Return the \.moments of this",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eqx_norm.strategies import Batch, Moments, Ramp, Renorm
-from tests.helpers import at_step, call, call_and_grad, copy, f32, make, normal, same
+from tests.helpers import at_step, call, call_and_grad, copy, f32, make, normal, remember, same
 
 pytestmark = pytest.mark.x32  # its bounds are float32's
 C, MOMENTUM = 3, 0.9
@@ -186,7 +186,7 @@ def renormed(x, mean, variance, eps, strategy=OPEN):
     """Returns y of a layer that remembers this mean and variance."""
     layer, state = make(1, "batch", eps=eps, approach=strategy)
     memory = strategy.load(Moments.of(f32([mean]), f32([variance])))
-    return call(layer, state.set(layer.memory_index, memory), x)[0]
+    return call(layer, remember(layer, state, memory), x)[0]
 
 
 def test_sbx_and_crossq_shift_by_another_deviation_than_they_divide_by():
