@@ -1,5 +1,6 @@
 """Defines what `BatchNorm` keeps in `eqx.nn.State`, reads it from there, and checks it."""
 
+import functools
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -45,7 +46,7 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
-@jax.jit
+@functools.partial(jax.jit, inline=True)
 def counted(counts: Int[Array, " n"], events: Bool[Array, " n"]) -> Int[Array, " n"]:
     """Returns `counts`, plus 1 where there is an event; each stops at the largest integer."""
     return counts + (events & (counts < jnp.iinfo(counts.dtype).max)).astype(counts.dtype)

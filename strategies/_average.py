@@ -25,7 +25,7 @@ class Average(AbstractStrategy[Running]):
         return Running.empty(channels, dtype)
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[TrainingBatch, Running]:
-        seen = batch.step.astype(memory.weight.dtype)
+        seen = batch.step.astype(memory.batches.dtype)
         share = 1 / (seen + 1)
         new = Running.loaded(batch.mean_pair, batch.memory_variance)
         return batch, new._replace(averages=memory.averages.towards(new.averages, share))

@@ -4,7 +4,6 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ._moments import Moments
-from ._pair import Pair
 from ._running import AbstractRunningStrategy, Running
 
 
@@ -26,7 +25,7 @@ class Ema(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         # Weight 1 debiases nothing: neither the first batch nor the memory of another strategy.
-        seen = (memory.weight > 0).astype(memory.weight.dtype)
-        memory = memory._replace(weight_pair=Pair.of(seen)).push(batch, self.momentum)
-        memory = memory._replace(weight_pair=Pair.of(jnp.ones_like(seen)))
+        weight_1 = jnp.where(memory.batches > 0, jnp.inf, 0)
+        memory = memory._replace(batches=weight_1).push(batch, self.momentum)
+        memory = memory._replace(batches=jnp.full_like(memory.batches, jnp.inf))
         return memory.moments, memory

@@ -31,7 +31,8 @@ class Pair(NamedTuple):
         compared to it, by default 0; returns a `Pair` unchanged."""
         if isinstance(value, Pair):
             return value
-        value = jnp.atleast_1d(jnp.asarray(value))
+        value = jnp.asarray(value)
+        value = value if value.ndim else value.reshape(1)
         if rest is None:
             return Pair(_with_zeros(rounded(value)))
         return Pair(_stacked(value, jnp.asarray(rest, value.dtype)))
@@ -55,8 +56,9 @@ class Pair(NamedTuple):
 
     def _plus(self, value: Array, rest: Array) -> "Pair":
         total, error = _two_sum(self.value, value)
-        error = lax.stop_gradient(error)  # is 0 in exact arithmetic
-        return Pair(_stacked(*_two_sum(total, error + (self.rest + rest))))
+        rest += lax.stop_gradient(error) + self.rest  # the error is 0 in exact arithmetic
+        value = total + rest
+        return Pair(_stacked(value, rest - (value - total)))  # Dekker's sum: the rest is small
 
     def __sub__(self, other: "ArrayLike | Pair") -> "Pair":
         """Returns the difference to a pair, or to a float per number."""

@@ -96,7 +96,7 @@ class Renorm(AbstractRunningStrategy):
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:
         r_max, d_max = (self._bound(bound, batch) for bound in (self.r_max, self.d_max))
-        running, first = memory.moments, memory.weight == 0
+        running, first = memory.moments, memory.batches == 0
         sigma_b = jnp.sqrt(batch.variance + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)

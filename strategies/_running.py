@@ -1,11 +1,13 @@
 """Defines `Running`, the memory of most strategies, and the base class of these."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Inexact
 
@@ -30,31 +32,29 @@ class Running(NamedTuple):
     This is equal in exact arithmetic and better in floating point: the first batch is
     remembered to the bit, and statistics that do not change stay the same to the bit.
 
-    **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances; `weight_pair`,
-    `(1,)`: $w_k$. All are 0 before any batch. Each is a `Pair`; `mean`, `variance` and `weight`
-    are their values. A single float would stop moving: at a momentum of 0.99 with a variance
-    still wrong by 3e-6, and at 0.9999 with a weight of 0.9995.
+    **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
+    momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
+    `batches`, `()`: $k$, a float; infinite for given statistics, whose weight is 1.
     """
 
     # In one array, because XLA compiles the arithmetic of an array once.
     averages: Pair
-    weight_pair: Pair
+    batches: Float[Array, "*members"]
 
     @staticmethod
     def empty(channels: int, dtype: DTypeLike) -> "Running":
-        """Returns the average before any batch; `dtype` is that of the mean."""
-        mean = jnp.zeros((channels,), dtype)
-        return Running.loaded(mean, mean.real, 0)
+        """Returns the average before any batch, 0; `dtype` is that of the mean."""
+        zeros = jnp.zeros((2, 2, channels), dtype)
+        return Running(Pair(zeros), jnp.zeros((), zeros.real.dtype))
 
     @staticmethod
     def loaded(
-        mean: ArrayLike | Pair, variance: ArrayLike | Pair, weight: ArrayLike = 1
+        mean: ArrayLike | Pair, variance: ArrayLike | Pair, batches: ArrayLike = np.inf
     ) -> "Running":
         """Returns given statistics, `(channels,)`, from PyTorch for example."""
-        pairs = Pair.of(mean), Pair.of(variance)
-        both = (pair.parts.astype(pairs[0].parts.dtype) for pair in pairs)
-        of_weight = Pair.of(jnp.asarray(weight, pairs[1].parts.dtype))
-        return Running(Pair(jnp.stack([*both], -3)), of_weight)
+        mean, variance = Pair.of(mean), Pair.of(variance)
+        averages = jnp.stack([mean.parts, variance.parts.astype(mean.parts.dtype)], -3)
+        return Running(Pair(averages), jnp.asarray(batches, averages.real.dtype))
 
     @property
     def mean(self) -> Inexact[Array, "*members channels"]:
@@ -71,10 +71,9 @@ class Running(NamedTuple):
         """Returns the average of the variances, rounded to one float; 0 before any batch."""
         return self.averages.value[..., 1, :].real
 
-    @property
-    def weight(self) -> Float[Array, "*members"]:
-        """Returns the weight of all batches, rounded to one float."""
-        return self.weight_pair.value[..., 0]
+    def weight(self, momentum: float) -> Float[Array, "*members"]:
+        """Returns the weight of all batches, $w_k$."""
+        return -jnp.expm1(self.batches * math.log(momentum))
 
     def push(self, batch: Moments, momentum: float) -> "Running":
         """Returns the average after one more batch; it uses the batch's `memory_variance`."""
@@ -85,26 +84,25 @@ class Running(NamedTuple):
     @property
     def moments(self) -> Moments:
         """Returns the average as moments; before any batch, mean 0 and variance 1."""
-        variance = jnp.where(self.weight_pair.value > 0, self.variance, 1)
+        variance = jnp.where(self.batches > 0, self.variance, 1)
         return Moments.of(self.mean_pair, variance)
 
-    def fill(self, batch: Moments) -> Moments:
+    def fill(self, batch: Moments, momentum: float) -> Moments:
         """Returns `h + (1 - w) b`: this batch gets the weight of the initial zero."""
-        return batch.towards(self.moments, self.weight)
+        return batch.towards(self.moments, self.weight(momentum))
 
 
-# Compiled, so that JAX traces it once for all layers of a size; run op by op it is one call.
-@functools.partial(jax.jit, static_argnums=3)
+# Run op by op, it is one call. `inline`, because XLA takes time to inline calls.
+@functools.partial(jax.jit, static_argnums=3, inline=True)
 def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Running:
-    # The weight is the average of ones.
-    batch = Running.loaded(mean, variance)
-    # The smaller share must be exact: the other is 1 minus it.
-    start, end, share = running, batch, 1 - momentum
+    batch = Running.loaded(mean, variance, running.batches + 1)
+    old, new = running.averages, batch.averages
+    # Starts from the one with the larger share.
     if momentum < 0.5:
-        start, end, share = batch, running, momentum
-    weight = start.weight_pair.moved(end.weight_pair, share)
-    share = share * end.weight_pair.value / weight.value
-    return Running(start.averages.moved(end.averages, share), weight)
+        share = momentum * running.weight(momentum) / batch.weight(momentum)
+        return batch._replace(averages=new.moved(old, share))
+    share = jnp.where(running.batches > 0, (1 - momentum) / batch.weight(momentum), 1)
+    return batch._replace(averages=old.moved(new, share))
 
 
 class AbstractRunningStrategy(AbstractStrategy[Running]):

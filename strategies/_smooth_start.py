@@ -24,4 +24,4 @@ class SmoothStart(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         memory = memory.push(batch, self.momentum)
-        return memory.fill(batch), memory
+        return memory.fill(batch, self.momentum), memory

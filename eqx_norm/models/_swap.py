@@ -189,12 +189,13 @@ def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entrie
         empty = new.approach.init(old.input_size, dtype)
         is_new = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
         if old.mode == "ema":
-            is_new, steps = is_new & count, jnp.zeros((), jnp.int32)
-            weight = jnp.ones_like(empty.weight)
+            is_new, steps, batches = is_new & count, jnp.zeros((), jnp.int32), jnp.inf
         else:
             is_new, steps = is_new & (count == 0), count.astype(jnp.int32)
-            mean, variance, weight = _debiased(old.momentum, count, mean, variance)
-        learnt = Running.loaded(mean.astype(dtype), variance.real.astype(weight.dtype), weight)
+            batches = jnp.where(count == 0, jnp.inf, count)
+            mean, variance = _debiased(old.momentum, count, mean, variance)
+        variance = variance.real.astype(empty.batches.dtype)
+        learnt = Running.loaded(mean.astype(dtype), variance, batches)
         memory = jax.tree.map(lambda a, b: jnp.where(is_new, a, b), empty, learnt)
         return {"memory_index": Remembered(memory, jnp.stack([steps, 0 * steps]))}
 
@@ -203,8 +204,8 @@ def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entrie
 
 def _debiased(
     momentum: float, count: Array, mean: Array, variance: Array
-) -> tuple[Array, Array, Array]:
-    """Returns mean, variance and weight of the statistics that `mode="batch"` has kept."""
+) -> tuple[Array, Array]:
+    """Returns mean and variance, of the statistics that `mode="batch"` has kept."""
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)
     weight = jnp.where(count == 0, 1, -jnp.expm1(steps * math.log(momentum)))
@@ -214,7 +215,7 @@ def _debiased(
         started = jnp.where(count == 0, 0, jnp.exp(steps * math.log(decay)))
         variance = (variance.real.astype(dtype) - started) / weight
         mean = mean.astype(_memory.statistics_dtype(mean.dtype)) / weight
-    return mean, jnp.maximum(variance, 0), weight
+    return mean, jnp.maximum(variance, 0)
 
 
 def _theirs(layer: Any, mode: str | None) -> Any:
