@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, Any]] = {
 }
 BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
 # The measured quantities.
-MS, GROWTH, DEVIATION = "ms", "ms in place", "deviation"
+MS, DEVIATION = "ms", "deviation"
 COMPILING, TEMPORARIES = "s to compile", "MB of temporaries"
 OTHERS = (EQUINOX, FLAX, TORCH)  # Equinox in mode "batch", its faster one
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of the largest value: 160 and 12 roundings
@@ -74,7 +74,8 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
     "ViT": (training.vit, (8, 3, 64, 64)),
     "20 convolutions": (training.convolutions, (8, 16, 16, 16)),
 }
-STEPS = ("ResNet-50", "perceptron")  # the others but the critic are only compiled
+STEPS = ("ResNet-50", "perceptron", "critic")  # whose memory is measured
+USED = ("perceptron", "critic")  # timed as users call them, with the model as an argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,6 @@ class Settings:
     dtypes: tuple[str, ...] = ("float32",)
     caches: tuple[str, ...] = (HOT, COLD)
     rounds: int = 10  # fewer for large x (150 MB / its size, at least 5); compilations: 5
-    # N of N x 64 x 16 x 16. Adjacent arrays whose size is a power of two slow each other down,
-    # even in a plain addition: so there are powers of three, too.
-    growth: tuple[int, ...] = (*(2**i for i in range(12)), *(3**i for i in range(1, 7)))
     networks: tuple[str, ...] = tuple(NETWORKS)
 
 
@@ -95,10 +93,8 @@ class Settings:
 # are then negligible, and the arrays fit into no cache.
 LARGE = ("256x64x112x112", "256x256x56x56", "256x512x28x28", "256x1024x14x14")
 LARGE_ROWS = ("65536x1024", "8192x8192")
-GPU = Settings(
-    LARGE, LARGE_ROWS, LARGE[1:2], tuple(TOLERANCE), caches=("",), growth=(), networks=()
-)
-QUICK = Settings(("16x64x32x32",), (), (), rounds=1, growth=(), networks=("perceptron",))
+GPU = Settings(LARGE, LARGE_ROWS, LARGE[1:2], tuple(TOLERANCE), caches=("",), networks=())
+QUICK = Settings(("16x64x32x32",), (), (), rounds=1, networks=("critic",))
 
 
 class Case(NamedTuple):
@@ -202,32 +198,8 @@ def timed(milliseconds: Any, *where: str) -> Row:
     return Row(*where, value=median, low=low, high=high)
 
 
-def grow(settings: Settings) -> Iterator[Row]:
-    """Yields the times of this layer on arrays of growing size.
-
-    Each call overwrites the results of the call before: new memory pages for large results
-    would take longer to allocate than to fill.
-    """
-
-    def in_place(case: Case) -> Program:
-        function, arguments = peers.function(OURS, drawn(case), None, train=True)
-        over = jax.jit(lambda old, *new: function(*new), donate_argnums=0, keep_unused=True)
-        results = [jax.jit(function)(*arguments)]
-
-        def call() -> Any:
-            results.append(over(results.pop(), *arguments))
-            return results[-1]
-
-        return Program(call)
-
-    cases = [Case(BATCH_NORM, f"{n}x64x16x16") for n in settings.growth]
-    made = {case: in_place(case) for case in cases}
-    taken = timer.interleave(made, settings.rounds, title="growth")
-    yield from (timed(ms, *case, BOTH, HOT, GROWTH, OURS) for case, ms in taken.items())
-
-
 def run_network(network: str, settings: Settings) -> Iterator[Row]:
-    """Yields the times of a network, or its compile time and, if it is timed, its memory.
+    """Yields the compile time of a network, and the times and memory of those that are run.
 
     Only the norm differs, as in a model in which only the import is changed.
     """
@@ -239,24 +211,22 @@ def run_network(network: str, settings: Settings) -> Iterator[Row]:
     }
     if network == "ViT":
         norms = {SEPARATE: LayerNorm, EQUINOX: eqx.nn.LayerNorm}
-    if network == "critic":
-        of_each = {name: training.uses(make_network, norms[name], shape) for name in norms}
-        for use in of_each[EQUINOX]:
-            made = {name: Program(uses[use]) for name, uses in of_each.items()}
-            taken = timer.interleave(made, settings.rounds, title=use)
-            program = f"{network}, {use}"
-            yield from (timed(ms, *where, program, HOT, MS, n) for n, ms in taken.items())
-        return
     steps = {name: training.gradient_step(make_network, norms[name], shape) for name in norms}
     found = timer.compile_in_turns(steps, min(5, settings.rounds))
     for name, each in found.items():
         yield Row(*where, network, "", COMPILING, name, each.seconds)
-    if network in STEPS:
-        made = {n: Program(functools.partial(f.call, *steps[n][1])) for n, f in found.items()}
-        taken = timer.interleave(made, settings.rounds, title=network)
-        for name, each in found.items():
-            yield timed(taken[name], *where, f"{network}, {BOTH}", HOT, MS, name)
+        if network in STEPS:
             yield Row(*where, network, "", TEMPORARIES, name, each.temporaries / 1e6)
+    if network in USED:
+        calls = {name: training.uses(make_network, norms[name], shape) for name in norms}
+    else:
+        call = {name: functools.partial(found[name].call, *steps[name][1]) for name in norms}
+        calls = {name: {BOTH: call[name]} if network in STEPS else {} for name in norms}
+    for use in calls[EQUINOX]:
+        made = {name: Program(calls[name][use]) for name in norms}
+        taken = timer.interleave(made, settings.rounds, title=network)
+        program = f"{network}, {use}"
+        yield from (timed(ms, *where, program, HOT, MS, name) for name, ms in taken.items())
 
 
 # -------------------------------------------------------------------------------- verdicts
@@ -331,23 +301,9 @@ def examples_are_fast(rows: list[Row]) -> Verdict:
     found = [*speed_ups(rows, EQUINOX).items()]
     found = {way: value for way, value in found if way.partition(",")[0].endswith("Norm")}
     what = "layer, group, RMS norm, forward + backward, mean over shapes"
-    claim = f"7. {what}: Equinox takes longer"
+    claim = f"6. {what}: Equinox takes longer"
     said = "; ".join(f"{way}: {value:.2f}" for way, value in found.items())
     return claim, said, min(found.values()) > 1
-
-
-def grows_linearly(rows: list[Row]) -> Verdict:
-    exponent, _ = power_law(rows)
-    claim = "6. time grows linearly with the number of values: exponent 0.9 to 1.1"
-    return claim, f"{exponent:.3f}", 0.9 <= exponent <= 1.1
-
-
-def power_law(rows: list[Row]) -> tuple[float, float]:
-    """Returns exponent and factor of a fit from 2^18 values on; below, dispatch dominates."""
-    found = [(Case(*row[:3]).bytes / 4, row.value) for row in chosen(rows, unit=GROWTH)]
-    values, ms = np.log([point for point in found if point[0] > 2**18]).T
-    exponent, intercept = np.polyfit(values, ms, 1)
-    return float(exponent), math.exp(intercept)
 
 
 def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
@@ -356,7 +312,7 @@ def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
     if settings != Settings():
         return verdicts
     faster = [is_faster(rows, other) for other in OTHERS if speed_ups(rows, other)]
-    return [*verdicts, *faster, grows_linearly(rows), examples_are_fast(rows)]
+    return [*verdicts, *faster, examples_are_fast(rows)]
 
 
 # Goals, and their known limits: docs/design.md, "Limits".
@@ -428,32 +384,22 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Draws the others' times / this layer's, by shape, and how this layer's time grows."""
-    lines, grown = a_dozen(rows), chosen(rows, unit=GROWTH)
-    figure = report.figure(10, 1.6 + 0.28 * len(lines))
-    left, *right = figure.subplots(1, 2 if grown else 1, squeeze=False)[0]
+    """Draws the others' times / this layer's, by shape."""
+    lines = a_dozen(rows)
+    figure = report.figure(7, 1.6 + 0.28 * len(lines))
+    axes = figure.subplots()
     for name, marker in zip((OURS, SEPARATE, *OTHERS), "ooD^s", strict=True):
         color = peers.COLOURS[name]
         look = {"color": color, "markerfacecolor": "white" if name == SEPARATE else color}
         for place, shown in enumerate(lines.values()):
             unit = chosen(shown, peer=OURS)[0].value
             for row in chosen(shown, peer=name):
-                left.plot(row.value / unit, place, marker, label=name, **look)
-                left.hlines(place, row.low / unit, row.high / unit, color=color, linewidth=0.8)
-    left.set_yticks(range(len(lines)), list(lines))
-    report.log_scale(left, "x", (1, 2, 3, 5))
-    left.set(xlabel=f"time / time of {OURS} (activation=)", title=f"{BATCH_NORM}, {BOTH}, cold")
+                axes.plot(row.value / unit, place, marker, label=name, **look)
+                axes.hlines(place, row.low / unit, row.high / unit, color=color, linewidth=0.8)
+    axes.set_yticks(range(len(lines)), list(lines))
+    report.log_scale(axes, "x", (1, 2, 3, 5))
+    axes.set(xlabel=f"time / time of {OURS} (activation=)", title=f"{BATCH_NORM}, {BOTH}, cold")
     report.legend_below(figure)
-    for axes in right:
-        points = sorted((Case(*row[:3]).bytes / 4, row.value) for row in grown)
-        axes.plot(*zip(*points, strict=True), "o", color=report.BLUE)
-        exponent, factor = power_law(rows)
-        fitted = np.array([values for values, _ in points if values > 2**18])
-        axes.plot(fitted, factor * fitted**exponent, color=report.BLACK)
-        axes.set(title=f"time of {OURS} grows as values$^{{{exponent:.2f}}}$", ylabel="ms")
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("values in x ([N, 64, 16, 16])")
-        report.log_scale(axes, "y", (1,))
     return figure
 
 
@@ -485,7 +431,6 @@ def main() -> int:
         where = itertools.product(settings.dtypes, shapes[layer], (BOTH, INFERENCE))
         for dtype, shape, program in where:
             steps.append((race, Case(layer, shape, dtype), program, norms[layer], settings))
-    steps += [(grow, settings)] if settings.growth else []
     steps += [(run_network, network, settings) for network in settings.networks]
     name = "speed" if options.device == "cpu" else f"speed_{report.device_name()}"
     with report.unfinished(options.out) as folder:

@@ -87,10 +87,6 @@ class Running(NamedTuple):
         variance = jnp.where(self.batches > 0, self.variance, 1)
         return Moments.of(self.mean_pair, variance)
 
-    def fill(self, batch: Moments, momentum: float) -> Moments:
-        """Returns `h + (1 - w) b`: this batch gets the weight of the initial zero."""
-        return batch.towards(self.moments, self.weight(momentum))
-
 
 # Run op by op, it is one call. `inline`, because XLA takes time to inline calls.
 @functools.partial(jax.jit, static_argnums=3, inline=True)

@@ -24,4 +24,5 @@ class SmoothStart(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         memory = memory.push(batch, self.momentum)
-        return memory.fill(batch, self.momentum), memory
+        used = batch.towards(memory.moments, memory.weight(self.momentum))
+        return used, memory

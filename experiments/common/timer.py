@@ -129,15 +129,19 @@ def compile_in_turns(
 ) -> dict[Key, Compiled]:
     """Compiles functions for their arguments; returns the median of the seconds.
 
-    JAX's caches are cleared before each, so that the order does not matter.
+    JAX's caches are cleared before each, so that the order does not matter, and garbage is
+    collected before, not meanwhile.
     """
     found: dict[Key, list[Compiled]] = {key: [] for key in functions}
     for _ in range(rounds):
         for key, (function, arguments) in functions.items():
             jax.clear_caches()
+            gc.collect()
+            gc.disable()
             start = time.process_time()
             call = jax.jit(function).trace(*arguments).lower().compile()
             seconds = time.process_time() - start
+            gc.enable()
             needs: Any = call.memory_analysis()
             found[key].append(Compiled(call, seconds, needs.temp_size_in_bytes))
     return {

@@ -33,11 +33,6 @@ def measured(unit, value, peer=peers.OURS_SEPARATE, shape="64x64"):
     return speed.Row(speed.BATCH_NORM, shape, "float32", speed.BOTH, "", unit, peer, value)
 
 
-def growing(exponent):
-    shapes = {n: f"{n}x64x16x16" for n in (32, 64, 128, 256)}
-    return [measured(speed.GROWTH, n**exponent, peers.OURS, shapes[n]) for n in shapes]
-
-
 def beside(unit, value):
     return [measured(unit, value), measured(unit, 3.0, peers.EQUINOX)]
 
@@ -53,7 +48,6 @@ def beside(unit, value):
         (speed.agree, [measured(speed.DEVIATION, 1e-6)], [measured(speed.DEVIATION, 1e-3)]),
         (speed.needs_little, beside(speed.TEMPORARIES, 3.0), beside(speed.TEMPORARIES, 3.1)),
         (IS_FASTER, beside(speed.MS, 2.9), beside(speed.MS, 3.1)),
-        (speed.grows_linearly, growing(1.04), growing(1.2)),
         (state.one_update, [ROW], [ROW, ROW._replace(updates=2)]),
         (state.evaluation_reads, [ROW], [ROW, ROW._replace(evaluation_changed=True)]),
         (state.right_statistics, [ROW], [ROW, ROW._replace(mean_error=np.nan)]),
