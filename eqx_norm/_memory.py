@@ -142,13 +142,24 @@ def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
 
 
 def _of_another_dtype(held: jnp.dtype, made: jnp.dtype) -> str:
-    return (
-        f"The state given holds {held}, but with jax_enable_x64={jax.config.jax_enable_x64} "
-        f"this layer remembers {made}, whatever the dtypes of weights and input (a running "
-        "average in half precision stops moving). Set jax_enable_x64 as it was, cast the model "
-        "without its state, or convert the state:\n"
+    back = (
         f"    state = jax.tree.map(lambda a: a.astype('{made}') if a.dtype == '{held}' else a, "
         "state)"
+    )
+    x64 = statistics_dtype(float) == "float64"
+    if {held.name, made.name} in ({"float32", "float64"}, {"complex64", "complex128"}):
+        return (
+            f"The state given holds {held}, but with jax_enable_x64={x64} this layer remembers "
+            f"{made}: the state was made under the other setting. Set that, "
+            f"jax.config.update('jax_enable_x64', {not x64}), or convert the state:\n{back}"
+        )
+    cast = f"lambda a: a.astype('{held}') if eqx.is_inexact_array(a) else a"
+    return (
+        f"The state given holds {held}, but this layer remembers {made} whatever the dtypes of "
+        "weights and input (a running average in half precision stops moving). Cast the model "
+        f"and leave its state as it is:\n    model = jax.tree.map({cast}, model)\n"
+        "If you have only the cast state, this restores its dtype, but not the digits lost by "
+        f"rounding:\n{back}"
     )
 
 

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ._moments import Moments
-from ._running import AbstractRunningStrategy, Running
+from ._running import MANY, AbstractRunningStrategy, Running
 
 
 class Ema(AbstractRunningStrategy):
@@ -25,7 +25,7 @@ class Ema(AbstractRunningStrategy):
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         # Weight 1 debiases nothing: neither the first batch nor the memory of another strategy.
-        weight_1 = jnp.where(memory.batches > 0, jnp.inf, 0)
+        weight_1 = jnp.where(memory.batches > 0, MANY, 0)
         memory = memory._replace(batches=weight_1).push(batch, self.momentum)
-        memory = memory._replace(batches=jnp.full_like(memory.batches, jnp.inf))
+        memory = memory._replace(batches=jnp.full_like(memory.batches, MANY))
         return memory.moments, memory

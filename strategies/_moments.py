@@ -5,7 +5,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
@@ -144,7 +143,7 @@ class Moments(eqx.Module):
         """Returns one boolean: whether every channel's mean and m2 are finite."""
         # In one reduction: XLA:CPU compiles a loop for each.
         sizes = [jnp.abs(self.mean), self.m2]
-        zeros = [np.zeros((), size.dtype) for size in sizes]
+        zeros = [jnp.zeros((), size.dtype) for size in sizes]
         mean, m2 = lax.reduce(sizes, zeros, _maxima, tuple(range(self.m2.ndim)))
         return jnp.isfinite(jnp.maximum(mean, m2))
 

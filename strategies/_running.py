@@ -7,13 +7,16 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments
 from ._pair import Pair
+
+# The batches of given statistics: of weight 1 for any momentum up to 1 - 1e-10. It is finite,
+# because averages of states, for target networks for example, may multiply it by 0.
+MANY = 2.0**40
 
 
 class Running(NamedTuple):
@@ -34,7 +37,7 @@ class Running(NamedTuple):
 
     **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
     momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
-    `batches`, `()`: $k$, a float; infinite for given statistics, whose weight is 1.
+    `batches`, `()`: $k$, a float; $2^{40}$ for given statistics, so that their weight is 1.
     """
 
     # In one array, because XLA compiles the arithmetic of an array once.
@@ -49,7 +52,7 @@ class Running(NamedTuple):
 
     @staticmethod
     def loaded(
-        mean: ArrayLike | Pair, variance: ArrayLike | Pair, batches: ArrayLike = np.inf
+        mean: ArrayLike | Pair, variance: ArrayLike | Pair, batches: ArrayLike = MANY
     ) -> "Running":
         """Returns given statistics, `(channels,)`, from PyTorch for example."""
         mean, variance = Pair.of(mean), Pair.of(variance)

@@ -14,7 +14,7 @@ from tests.processes import ROOT
 STRATEGIES, PACKAGE, EXPERIMENTS = (ROOT / n for n in ("strategies", "eqx_norm", "experiments"))
 OPERATION, PROBE = PACKAGE / "_normalise", PACKAGE / "determinism"
 GPU = "eqx_norm._normalise.gpu"
-PYTHON = ("abc", "collections", "dataclasses", "functools", "typing")
+PYTHON = ("abc", "collections", "dataclasses", "functools", "math", "typing")
 
 
 def imports(path: Path) -> Iterator[str]:

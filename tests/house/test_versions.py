@@ -1,7 +1,6 @@
 """Tests that jax is one that was tested, and says where to look if it is not."""
 
 import ast
-import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
@@ -11,9 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-import eqx_norm
 from tests.house.test_architecture import PACKAGE, STRATEGIES, imports, inside
-from tests.processes import ROOT, python
+from tests.processes import ROOT
 
 # Files that use what a new jax may change without a deprecation, and what each uses.
 UNSTABLE = {
@@ -101,27 +99,3 @@ def test_the_range_is_what_the_constraints_pin():
     low, high = ((pin.major, pin.minor + more) for pin, more in zip(pins, (0, 1), strict=True))
     expected = {">={}.{}".format(*low), "<{}.{}".format(*high)}
     assert {str(specifier) for specifier in requirement().specifier} == expected
-
-
-# --- What a bug report has.
-
-
-def test_bug_reports_have_versions_devices_and_flags():
-    flags = "--xla_force_host_platform_device_count=3"
-    said = python(
-        "-W",
-        "error",
-        "-m",
-        "eqx_norm",
-        XLA_FLAGS=flags,
-        JAX_PLATFORMS="cpu",
-        JAX_ENABLE_X64="1",
-    )
-    lines = dict(line.split(": ", 1) for line in said.stdout.splitlines())
-    assert lines["eqx-norm"] == eqx_norm.__version__
-    for package in ("jax", "jaxlib", "equinox"):
-        assert lines[package] == importlib.metadata.version(package)
-    assert lines["devices"] == "3 x cpu cpu"
-    assert lines["jax_enable_x64"] == "True"
-    assert lines["XLA_FLAGS"] == flags
-    assert {"Python", "platform", "jax_default_matmul_precision"} <= set(lines)

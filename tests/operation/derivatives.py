@@ -14,7 +14,7 @@ from tests.compiling import jit
 from tests.helpers import copy, make, over_batch, remember
 
 N, C, L = 4, 2, 3
-MOMENTUM, SEEN = 0.7, np.array(0.51)
+MOMENTUM, BATCHES = 0.7, np.array(2)
 MEAN, VARIANCE = np.array([0.5, 1.0]), np.array([2.0, 0.7])
 ACTIVATIONS = {
     "none": None,
@@ -36,7 +36,7 @@ def ours(approach, activation, run=over_batch, **arguments):
     layer, state = make(C, "batch", **arguments)
     if approach != "variance_clip":  # which starts to clip, and differ from "batch", later
         state = remember(
-            layer, state, Running.loaded(*map(jnp.asarray, (MEAN, VARIANCE, SEEN)))
+            layer, state, Running.loaded(*map(jnp.asarray, (MEAN, VARIANCE, BATCHES)))
         )
 
     def f(weight, bias, x):
@@ -51,7 +51,7 @@ def definition(approach, activation):
 
     def f(weight, bias, x):
         batch = x.mean((0, 2)), x.var((0, 2))
-        seen = MOMENTUM * SEEN + (1 - MOMENTUM)
+        seen = 1 - MOMENTUM ** (BATCHES + 1)
         pairs = list(zip((MEAN, VARIANCE), batch, strict=True))
         running = [m + (1 - MOMENTUM) / seen * (b - m) for m, b in pairs]
         undebiased = [m + (1 - MOMENTUM) * (b - m) for m, b in pairs]
