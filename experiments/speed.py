@@ -390,7 +390,7 @@ def draw(rows: list[Row]) -> Figure:
     axes = figure.subplots()
     for name, marker in zip((OURS, SEPARATE, *OTHERS), "ooD^s", strict=True):
         color = peers.COLOURS[name]
-        look = {"color": color, "markerfacecolor": "white" if name == SEPARATE else color}
+        look: Any = {"color": color, "markerfacecolor": "white" if name == SEPARATE else color}
         for place, shown in enumerate(lines.values()):
             unit = chosen(shown, peer=OURS)[0].value
             for row in chosen(shown, peer=name):
