@@ -340,12 +340,16 @@ LARGEST = (  # bounds for this layer's time / the other's, on every array
         EQUINOX,
         "both are one loop over x; here one subtraction more",
     ),
-    (LAYER_NORM, INFERENCE, 1.1, EQUINOX, TWICE),
+    (LAYER_NORM, INFERENCE, 1.1, EQUINOX, "sums in float64, accurate at any mean"),
     (LAYER_NORM, BOTH, 1.5, TORCH, TWICE),
 )
 OF_NETWORKS = (  # at most Equinox's, in every network
     (MS, "time", "inference: one subtraction more in each loop"),
-    (COMPILING, "compile time", "trees of sums, whose loops are unrolled"),
+    (
+        COMPILING,
+        "compile time",
+        "trees of sums, whose loops are unrolled; the update of statistics",
+    ),
 )
 
 
