@@ -213,7 +213,8 @@ def _with_affine(layer: Any, affine: Affine) -> Any:
 def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
     held = state.get(layer.memory_index)
     running = held.statistics
-    return running.mean, running.variance, running.weight, held.rejected
+    weight = running.weight(layer.momentum)
+    return running.mean, running.variance, weight, held.rejected
 
 
 def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
