@@ -14,8 +14,8 @@ from ._base import AbstractStrategy
 from ._moments import Moments
 from ._pair import Pair
 
-# The batches of given statistics: of weight 1 for any momentum up to 1 - 1e-10. It is finite,
-# because averages of states, for target networks for example, may multiply it by 0.
+# Gives the weight 1 for any momentum up to 1 - 1e-10. It is finite, because averages of states,
+# for target networks for example, may multiply it by 0.
 MANY = 2.0**40
 
 
@@ -37,7 +37,8 @@ class Running(NamedTuple):
 
     **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
     momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
-    `batches`, `()`: $k$, a float; $2^{40}$ for given statistics, so that their weight is 1.
+    `batches`, `()`: $k$, a float; $2^{40}$ for statistics from elsewhere. A weight that is
+    added up would stop at 0.9997 for $m = 0.9999$; $1 - m^k$ does not.
     """
 
     # In one array, because XLA compiles the arithmetic of an array once.
@@ -54,7 +55,8 @@ class Running(NamedTuple):
     def loaded(
         mean: ArrayLike | Pair, variance: ArrayLike | Pair, batches: ArrayLike = MANY
     ) -> "Running":
-        """Returns given statistics, `(channels,)`, from PyTorch for example."""
+        """Returns statistics from elsewhere, `(channels,)`, as the average of that number of
+        batches; by default their weight is 1."""
         mean, variance = Pair.of(mean), Pair.of(variance)
         averages = jnp.stack([mean.parts, variance.parts.astype(mean.parts.dtype)], -3)
         return Running(Pair(averages), jnp.asarray(batches, averages.real.dtype))
