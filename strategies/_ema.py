@@ -24,8 +24,9 @@ class Ema(AbstractRunningStrategy):
     momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
-        # Weight 1 debiases nothing: neither the first batch nor the memory of another strategy.
-        weight_1 = jnp.where(memory.batches > 0, MANY, 0)
-        memory = memory._replace(batches=weight_1).push(batch, self.momentum)
+        # Many batches have the weight 1, which debiases nothing: neither the first batch nor
+        # the memory of another strategy.
+        batches = jnp.where(memory.batches > 0, MANY, 0)
+        memory = memory._replace(batches=batches).push(batch, self.momentum)
         memory = memory._replace(batches=jnp.full_like(memory.batches, MANY))
         return memory.moments, memory

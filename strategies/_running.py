@@ -38,7 +38,7 @@ class Running(NamedTuple):
     **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
     momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
     `batches`, `()`: $k$, a float; $2^{40}$ for statistics from elsewhere. A weight that is
-    added up would stop at 0.9997 for $m = 0.9999$; $1 - m^k$ does not.
+    added up would stop short of 1 for $m = 0.9999$; $1 - m^k$ does not.
     """
 
     # In one array, because XLA compiles the arithmetic of an array once.

@@ -187,13 +187,13 @@ def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entrie
     def one(count: Array, mean: Array, variance: Array) -> Entries:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
-        given = Running.loaded(empty.mean, empty.variance).batches
+        many = Running.loaded(empty.mean, empty.variance).batches
         is_new = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
         if old.mode == "ema":
-            is_new, steps, batches = is_new & count, jnp.zeros((), jnp.int32), given
+            is_new, steps, batches = is_new & count, jnp.zeros((), jnp.int32), many
         else:
             is_new, steps = is_new & (count == 0), count.astype(jnp.int32)
-            batches = jnp.where(count == 0, given, count)
+            batches = jnp.where(count == 0, many, count)
             mean, variance = _debiased(old.momentum, count, mean, variance)
         variance = variance.real.astype(empty.batches.dtype)
         learnt = Running.loaded(mean.astype(dtype), variance, batches)
@@ -206,7 +206,7 @@ def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entrie
 def _debiased(
     momentum: float, count: Array, mean: Array, variance: Array
 ) -> tuple[Array, Array]:
-    """Returns mean and variance, of the statistics that `mode="batch"` has kept."""
+    """Returns mean and variance of the statistics that `mode="batch"` has kept."""
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)
     weight = jnp.where(count == 0, 1, -jnp.expm1(steps * math.log(momentum)))

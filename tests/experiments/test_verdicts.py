@@ -163,3 +163,10 @@ FELL = BAD._replace(failures="ruined")
 def test_variance_clipping(verdict, corruption, holding, failing):
     assert verdict({("batch", corruption): holding})[2]
     assert not verdict({("batch", corruption): failing})[2]
+
+
+@pytest.mark.parametrize(("high", "count"), [(1.4, 1), (1.6, 0)])
+def test_only_ranges_that_are_apart_are_beyond_the_spread(high, count):
+    ours = measured(speed.MS, 2.0, peers.OURS)._replace(low=1.5)
+    theirs = measured(speed.MS, 1.0, peers.EQUINOX)._replace(high=high)
+    assert speed.beyond_the_spread([ours, theirs], peers.EQUINOX, 1.0) == count

@@ -98,7 +98,7 @@ def test_it_is_equinox_s_without_its_memory():
     indices = {"ema_first_time_index", "ema_state_index", "batch_counter", "batch_state_index"}
     assert dropped == {"mode", *indices}
     assert not any(hasattr(layer, name) or name in str(layer) for name in dropped)
-    # Mean and variance, their weight, and the counts of batches.
+    # Means and variances, their number, and two counts of batches.
     assert len(jax.tree.leaves(state)) == 3
 
 

@@ -88,6 +88,7 @@ def test_loaded_statistics_are_never_debiased(strategy):
     # A statistic that does not change stays as it is.
     assert (strategy.infer(after).mean, strategy.infer(after).variance) == (3, 4)
     assert after.weight(0.9) == 1
+    assert 0 * after.batches == 0  # as in an average of states
 
 
 @each_strategy
