@@ -34,9 +34,9 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, strategies
+from tests.exact import EPS, Answer, Batch, Errors, Exact, batch_norm, errors
 
 from .common import peers, report
-from .common.exact import EPS, Answer, Batch, Errors, Exact, batch_norm, errors
 from .common.peers import EQUINOX_BATCH, EQUINOX_EMA, FLAX, FLAX_TWO_PASS, OURS, TORCH
 from .common.report import BLACK, Verdict
 

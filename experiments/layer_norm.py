@@ -25,8 +25,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from .common import exact, peers, report
-from .common.exact import Batch
+from tests import exact
+from tests.exact import Batch
+
+from .common import peers, report
 from .common.peers import EQUINOX, FLAX, FLAX_TWO_PASS, OURS, TORCH
 from .common.report import Verdict
 

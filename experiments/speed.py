@@ -32,9 +32,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, LayerNorm
+from tests import exact
+from tests.exact import Batch
 
-from .common import exact, peers, report, timer, training
-from .common.exact import Batch
+from .common import peers, report, timer, training
 from .common.peers import EQUINOX, FLAX, OURS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
 from .common.report import Goal, UserError, Verdict

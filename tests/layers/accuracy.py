@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from eqx_norm import LayerNorm
-from experiments.common import exact
-from experiments.common.exact import EPS, Answer, Batch
+from tests import exact
 from tests.compiling import lowered_for
+from tests.exact import EPS, Answer, Batch
 from tests.helpers import make
 
 # dweight: x - mean - mean_rest is rounded twice, by half an ulp each, where mean/std is large.

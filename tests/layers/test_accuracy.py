@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import LayerNorm
-from experiments.common import exact
-from experiments.common.exact import Batch
+from tests import exact
+from tests.exact import Batch
 from tests.helpers import bits
 from tests.layers.accuracy import (
     by_channel,

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.jet import jet
 
 from eqx_norm._normalise import jaxprs
-from experiments.common import exact
+from tests import exact
 from tests.compiling import jit
 from tests.helpers import copy, each_approach, make, normal, over_batch
 from tests.layers.accuracy import BOUNDS, make_batch

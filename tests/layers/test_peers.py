@@ -16,8 +16,8 @@ import pytest
 
 from eqx_norm import InstanceNorm
 from experiments.common import peers
-from experiments.common.exact import Batch
 from experiments.common.peers import OURS, OURS_UNBIASED, TORCH
+from tests.exact import Batch
 from tests.golden import cases
 
 each_case = pytest.mark.parametrize("case", cases.CASES, ids=str)

@@ -18,9 +18,9 @@ import pytest
 from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from experiments.common import exact
-from experiments.common.exact import Answer
+from tests import exact
 from tests.compiling import lowered_for
+from tests.exact import Answer
 from tests.helpers import APPROACHES, bits, copy, make
 from tests.layers.accuracy import (
     BOUNDS,

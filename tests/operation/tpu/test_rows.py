@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from eqx_norm import LayerNorm, RMSNorm
 from eqx_norm._normalise.tpu import kernel, rows
-from experiments.common import exact
+from tests import exact
 from tests.compiling import jit
 from tests.helpers import bits, normal
 from tests.layers import accuracy

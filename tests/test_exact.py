@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.common import exact
-from experiments.common.exact import EPS, Batch
+from tests import exact
+from tests.exact import EPS, Batch
 
 RANDOM = np.random.RandomState(0)
 BATCH_NORM = Batch(*(RANDOM.standard_normal(shape) for shape in ((4, 3, 5), (4, 3, 5), 3, 3)))
