@@ -20,8 +20,7 @@ UNSTABLE = {
         "jax.core jax.extend jax.interpreters manual_axis_type"
     ),
     "eqx_norm/_normalise/elementwise.py": "jax.extend manual_axis_type",
-    "eqx_norm/_normalise/gpu/mosaic.py": "jax.experimental manual_axis_type",
-    "eqx_norm/_normalise/gpu/triton.py": "jax.experimental manual_axis_type",
+    "eqx_norm/_normalise/gpu/kernel.py": "jax.experimental manual_axis_type",
     "eqx_norm/_normalise/jaxprs.py": "eqns",
     "eqx_norm/_normalise/linear.py": "jax.core jax.extend jax.interpreters",
     "eqx_norm/_normalise/one_kernel.py": "jax.extend jax.interpreters",
