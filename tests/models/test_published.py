@@ -19,7 +19,7 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.models import swap
-from eqx_norm.models._layers import found
+from eqx_norm.models._layers import layers_of as found
 from tests.compiling import filter_jit
 from tests.helpers import copy, over_batch
 from tests.models.nested import KEY, NORMS, descended
