@@ -159,8 +159,8 @@ def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
 
 def _converted(layer: Any, kind: Any) -> Any:
     """Returns a norm of one example as a layer of another class, with the fields of both."""
-    sizes = (1, 1) if issubclass(kind, eqx.nn.GroupNorm) else (1,)
-    new = kind(*sizes, layer.eps)
+    has_groups = kind in (GroupNorm, eqx.nn.GroupNorm)
+    new = kind(1, 1, layer.eps) if has_groups else kind(1, layer.eps)
     names = {field.name for field in dataclasses.fields(new)}
     shared = [field.name for field in dataclasses.fields(layer) if field.name in names]
     return copied(new, **{name: getattr(layer, name) for name in shared})

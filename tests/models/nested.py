@@ -123,17 +123,6 @@ def inferred(norm: Any, state: Any) -> Any:
     return (jax.vmap(infer) if memory.mean.ndim > 1 else infer)(memory)
 
 
-def descended(forward: Any, rate: float, model: Any, state: Any, x: Any) -> Any:
-    """Returns model and state after a step of gradient descent, and the outputs before it."""
-
-    def loss(model):
-        y, after = forward(model, state, x)
-        return -jax.nn.log_softmax(y)[:, 0].mean(), (after, y)
-
-    by, (state, y) = eqx.filter_grad(loss, has_aux=True)(model)
-    return eqx.apply_updates(model, jax.tree.map(lambda g: -rate * g, by)), state, y
-
-
 @contextlib.contextmanager
 def unchecked():
     """Lets annotations go unchecked, as they are for users."""

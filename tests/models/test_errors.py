@@ -49,6 +49,8 @@ NORM, NORM_STATE = make(C, "batch", approach="batch", inference=True)
 ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
 UNLOADED = make(C, "batch", approach=Unloaded())
 X = normal(0, (4, C))
+PATH: Any = "[0]"
+MODULE: Any = SimpleNamespace()
 LOADED: dict[str, Any] = {"running_mean": np.ones(C), "running_var": np.ones(C)}
 
 
@@ -73,7 +75,7 @@ ERRORS: list[tuple[Any, str]] = [
     # swap and unswap
     (lambda: swap(*LINEAR), "nothing to swap: .* no norm of eqx.nn"),
     (lambda: swap(*SWAPPED, eps=0.0), r"^\[0\]: eps=0.0: "),
-    (lambda: swap(*SWAPPED, where="[0]"), r"^where='\[0\]' is not callable"),
+    (lambda: swap(*SWAPPED, where=PATH), r"^where='\[0\]' is not callable"),
     (lambda: swap(SWAPPED[0], STATE), r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),
     (lambda: unswap(MODEL, STATE, mode="adam"), "^mode='adam': .*mode='batch'"),
     (lambda: unswap(*swap(*SWAPPED, "adam")), r"^\[0\]: approach=Adam\("),
@@ -127,7 +129,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(*MEMBERS, {}), "ensemble"),
     (lambda: to_torch(*MEMBERS), "ensemble"),
     (
-        lambda: from_torch(NORM, NORM_STATE, SimpleNamespace()),
+        lambda: from_torch(NORM, NORM_STATE, MODULE),
         r"module\.state_dict\(\) returns",
     ),
     (

@@ -125,8 +125,9 @@ def test_statistics_that_were_put_there_are_taken_as_they_are(mode):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
 def test_dtypes(dtype):
     settings: Any = {"mode": "batch", "dtype": dtype}
-    theirs, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(C, "batch", **settings)
-    expected = eqx.nn.make_with_state(eqx_norm.BatchNorm)(C, "batch", **settings)
+    make: Any = eqx.nn.make_with_state
+    theirs, state = make(eqx.nn.BatchNorm)(C, "batch", **settings)
+    expected = make(eqx_norm.BatchNorm)(C, "batch", **settings)
     assert shapes(swap(theirs, state)) == shapes(expected)
     state = state.set(theirs.batch_counter, jnp.full_like(state.get(theirs.batch_counter), 8))
     _, variance = inferred(*swap(theirs, state))
