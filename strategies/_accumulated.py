@@ -104,6 +104,9 @@ class Accumulated(AbstractWrapper):
         channels, dtype = learnt.mean.shape[0], learnt.mean.dtype
         return Accumulation.begun(self.strategy.load(learnt), channels, dtype)
 
+    def without_pending(self, memory: Accumulation) -> tuple[Any, Any]:
+        return memory.remembered, memory.skipped
+
 
 def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

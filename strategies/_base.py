@@ -1,7 +1,7 @@
 """Defines `AbstractStrategy`, the base class of all strategies."""
 
 import abc
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 from jax.typing import DTypeLike
@@ -74,3 +74,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
             f"{type(self).__name__} cannot take over running statistics: give it a method "
             "`load(self, learnt: Moments)`, which returns a memory with these statistics."
         )
+
+    def without_pending(self, memory: Any) -> tuple[Any, Any]:
+        """Returns the memory without pending micro-batches, and the number of accepted
+        micro-batches that were no batch; `Accumulated` overrides it."""
+        return memory, 0

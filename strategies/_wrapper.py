@@ -30,3 +30,6 @@ class AbstractWrapper(AbstractStrategy[Any]):
 
     def load(self, learnt: Moments) -> Any:
         return self.strategy.load(learnt)
+
+    def without_pending(self, memory: Any) -> tuple[Any, Any]:
+        return self.strategy.without_pending(memory)

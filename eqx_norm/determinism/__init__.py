@@ -3,16 +3,14 @@
 `deterministic` sets what makes runs agree. `monitor` and `monitor_module` mark values, forward
 and backward; `recorded` and `Ledger` write their fingerprints to a file, step by step;
 `compare`, or `python -m eqx_norm.determinism compare A B`, names the first step and value that
-differ. `summarise` describes a whole tree in one line.
+differ. `fingerprint` describes a whole tree.
 
 After D. Riach, "Determinism in Deep Learning" (GTC 2019, S9911), whose tool was not released.
 """
 
 from ._compare import Verdict as Verdict
 from ._compare import compare as compare
-from ._fingerprint import Summary as Summary
 from ._fingerprint import fingerprint as fingerprint
-from ._fingerprint import summarise as summarise
 from ._ledger import Ledger as Ledger
 from ._ledger import LedgerError as LedgerError
 from ._ledger import read as read

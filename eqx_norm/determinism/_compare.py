@@ -43,8 +43,8 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
     **Returns:** a `Verdict`, which says by how much the values differ if both ledgers kept
     them. The rows of an incomplete ledger are compared, but it is never the same as another.
 
-    **Raises:** `LedgerError` for a file that is not a ledger or is damaged, for ledgers of
-    different programs (other probes or steps), and if neither ledger has rows.
+    **Raises:** `LedgerError` for a file that is not a ledger, for ledgers of different programs
+    (other probes or steps), and if neither ledger has rows.
     """
     first, second = read(a), read(b)
     if not first.rows and not second.rows:
@@ -53,14 +53,18 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
             "monitor(value, name) or monitor_module(model) inside the function that you pass "
             "to recorded, and ledger.append(step, record) after each step."
         )
-
     pairs = zip(first.rows, second.rows, strict=False)  # compared without the values' names
-    agreed = sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0][:-1] == pair[1][:-1], pairs)
-    )
-    row, other = (next(iter(of.rows[agreed:]), None) for of in (first, second))
+    equal = itertools.takewhile(lambda pair: pair[0][:-1] == pair[1][:-1], pairs)
+    agreed = sum(1 for _ in equal)
+    row, other = (next(iter(ledger.rows[agreed:]), None) for ledger in (first, second))
     is_cut = first.is_truncated or second.is_truncated
-    at: Any = ()
+    if not (row or other):
+        steps = len({row.step for row in first.rows})
+        text = f"the same: {agreed} rows of {steps} steps agree, to the bit"
+        if is_cut:
+            text = f"not known to be {text}, and what came next is not known"
+        return Verdict(not is_cut, agreed, "\n  ".join([text, *_notes(first, second)]))
+    at: tuple[Any, ...] = ()
     if row and other:
         if row[:5] != other[:5]:  # step, probe, kind, iteration, again
             raise LedgerError(
@@ -70,20 +74,13 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
             )
         at = row.step, row.probe, row.kind
         lines = [row.place, *_details(first, row, second, other)]
-    elif next_row := row or other:
-        shorter, longer = (second.path, first.path) if row else (first.path, second.path)
-        lines = [f"{shorter} ends before {next_row.place}, where {longer} continues"]
     else:
-        steps = len({row.step for row in first.rows})
-        agree = f"the same: {agreed} rows of {steps} steps agree, to the bit"
-        unknown = f"not known to be {agree}, and what came next is not known"
-        lines = [unknown if is_cut else agree]
-    if row or other:
-        last = first.rows[agreed - 1].place if agreed else ""
-        before = f"before it, {agreed} rows agree; the last is {last}"
-        lines.append(before if agreed else "nothing comes before it")
-    is_same = not (row or other or is_cut)
-    return Verdict(is_same, agreed, "\n  ".join([*lines, *_notes(first, second)]), *at)
+        shorter, longer = (second, first) if row else (first, second)
+        place = longer.rows[agreed].place
+        lines = [f"{shorter.path} ends before {place}, where {longer.path} continues"]
+    last = f"{agreed} rows agree; the last is {first.rows[agreed - 1].place}" if agreed else ""
+    lines += [f"before it, {last}" if agreed else "nothing comes before it"]
+    return Verdict(False, agreed, "\n  ".join([*lines, *_notes(first, second)]), *at)
 
 
 def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[str]:
@@ -92,35 +89,30 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
     if row.fingerprint is None or other.fingerprint is None:
         taken = first if other.fingerprint is None else second
         return [f"only {taken.path} passed it: the other took another branch"]
+    values, others = first.values(row), second.values(other)
     lines = [f"fingerprints {row.fingerprint} and {other.fingerprint}"]
-    try:
-        values, others = first.values(row), second.values(other)
-    except LedgerError as error:  # the first difference is known all the same
-        return [*lines, str(error)]
     if values is None or others is None:
         return [*lines, "values were not kept: recorded(step, keep_values=True) keeps them"]
     return [*lines, *difference(values, others)]
 
 
 def _notes(first: Contents, second: Contents) -> list[str]:
-    killed = "the run was killed while it wrote its last line, or is writing it"
-    cut = [f"{of.path} is incomplete: {killed}" for of in (first, second) if of.is_truncated]
+    cut = [str(ledger.path) for ledger in (first, second) if ledger.is_truncated]
     pairs = {what: (first.header[what], second.header[what]) for what in RAN_BY}
-    differ = {what: f"{a} and {b}" for what, (a, b) in pairs.items() if a != b}
-    return [*cut, *(f"they were written with different {k}: {v}" for k, v in differ.items())]
+    return [
+        *(f"{path} is incomplete: its run was killed, or is writing" for path in cut),
+        *(f"they ran with different {k}: {a} and {b}" for k, (a, b) in pairs.items() if a != b),
+    ]
 
 
-def difference(a: Any, b: Any) -> list[str]:
-    """Says how many elements of two arrays of one dtype differ, which is the first, and how
-    large the largest difference is, for floats also in ulps."""
-    if a.shape != b.shape:
-        return [f"the kept values have the shapes {a.shape} and {b.shape}"]
+def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
+    """Says how many elements of two arrays of one shape and dtype differ, which is the first,
+    and how large the largest difference is, for floats also in ulps."""
     raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
     differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
-    if not differs.any():
-        return ["the kept values do not differ: at least one file of values is of another run"]
     first = tuple(map(int, np.argwhere(differs)[0]))
-    x, y = (v[differs].view(v.real.dtype) for v in (a, b))  # both parts of complex numbers
+    real = np.real(a).dtype
+    x, y = (v[differs].view(real) for v in (a, b))  # both parts of complex numbers
     with np.errstate(all="ignore"):  # it may be infinite, or not a number
         apart = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
     ulps = f", {_ulps(x, y)} ulp" if jnp.issubdtype(x.dtype, jnp.floating) else ""

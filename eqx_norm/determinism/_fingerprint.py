@@ -1,8 +1,7 @@
-"""Defines `fingerprint`, which sums bits in any order, and `summarise`."""
+"""Defines `fingerprint`, which sums bits in any order."""
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +43,13 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
 
     **Returns:** two integers, of shape `(2,)` and dtype uint32.
 
-    **Raises:** `ValueError` if there is no array; `TypeError` for a NumPy array whose dtype JAX
-    lacks (objects, text, dates), or which is masked.
+    **Raises:** `ValueError` if there is no array, and for a masked array; `TypeError` for a
+    NumPy array whose dtype JAX lacks (objects, text, dates).
     """
-    prints = [of_array(jnp.asarray(_narrowed(leaf))) for leaf in _arrays(tree, "fingerprint")]
+    arrays = [_narrowed(leaf) for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    if not arrays:
+        raise ValueError(f"fingerprint({tree!r}): the tree has no array, so it has no bits.")
+    prints = [of_array(jnp.asarray(array)) for array in arrays]
     return prints[0] if len(prints) == 1 else of_array(jnp.stack(prints))
 
 
@@ -63,19 +65,10 @@ def is_array(leaf: Any) -> bool:
     return is_any and leaf.dtype != jax.dtypes.float0
 
 
-def _arrays(tree: Any, function: str) -> list[Any]:
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    if not arrays:
-        raise ValueError(f"{function}({tree!r}): the tree has no array, so it has no bits.")
-    return arrays
-
-
 def _narrowed(x: Any) -> Any:
     """Returns 64-bit numbers of NumPy as 32-bit words, which JAX does not round without x64."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError("fingerprint: it would ignore the mask of this array. Pass x.filled().")
-    if isinstance(x, jax.Array) or x.dtype.name not in _WIDE:
-        return x
+    if isinstance(x, jax.Array | np.ma.MaskedArray) or x.dtype.name not in _WIDE:
+        return x  # JAX refuses an array with a mask
     return np.ascontiguousarray(x, x.dtype.name).reshape(*x.shape, 1).view(np.uint32)
 
 
@@ -148,62 +141,3 @@ def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, A
     mixed = (mixed ^ (mixed >> 13)) * _MIX_2
     mixed = mixed ^ (mixed >> 16)
     return mixed, (mixed + _SECOND) * (salt | np.uint32(1))
-
-
-# --- Summaries, to compare by eye.
-
-
-class Summary(NamedTuple):
-    """Holds the sum and the fingerprint of a tree; prints as one line.
-
-    **Fields:** `name`; `total`, the sum; `fingerprint`, 16 hexadecimal digits; `values` and
-    `arrays`, their numbers in the tree.
-    """
-
-    name: str
-    total: complex | float
-    fingerprint: str
-    values: int
-    arrays: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: sum {self.total!r}, fingerprint {self.fingerprint} "
-            f"({self.values} values in {self.arrays} arrays)"
-        )
-
-
-def summarise(tree: Any, name: str) -> Summary:
-    """Returns the sum of all values of a tree, and its fingerprint.
-
-    The sum is exact and rounded once, to float64. Unlike the fingerprint, it does not depend on
-    the order of the values. After the line "Sum of weights" in D. Riach, "Determinism in Deep
-    Learning" (GTC 2019, S9911).
-
-    **Arguments:**
-
-    - `tree`: for example a model. Leaves that are not arrays are ignored; keys count for the
-        fingerprint only.
-    - `name`: the beginning of the line.
-
-    **Returns:** a `Summary`, which prints as `weights: sum 3.25, fingerprint 0123456789abcdef
-    (10 values in 2 arrays)`.
-
-    **Raises:** `ValueError` if there is no array.
-    """
-    arrays = _arrays(tree, "summarise")
-    keys = jax.dtypes.prng_key
-    numbers: list[Any] = [np.asarray(x) for x in arrays if not jnp.issubdtype(x.dtype, keys)]
-    total: complex | float = _exact(x.real for x in numbers)
-    if any(map(np.iscomplexobj, numbers)):
-        total = complex(total, _exact(x.imag for x in numbers))
-    # One program for all arrays: op by op, JAX would compile each operation for each shape.
-    bits = hexadecimal(jax.jit(fingerprint)([*map(_narrowed, arrays)]))
-    return Summary(name, total, bits, sum(x.size for x in arrays), len(arrays))
-
-
-def _exact(arrays: Iterable[Any]) -> float:
-    try:
-        return math.fsum(value for x in arrays for value in map(float, x.flat))
-    except ValueError:  # infinities of both signs
-        return math.nan

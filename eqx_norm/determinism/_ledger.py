@@ -4,6 +4,7 @@ Each line of the file is JSON: first a header that says what wrote it, then one 
 Kept values are in a folder beside it, one file for each step: `a.jsonl.values/37.npz`.
 """
 
+import contextlib
 import json
 import operator
 import os
@@ -38,25 +39,23 @@ class Row(NamedTuple):
     values: str | None  # their name in the step's file
 
     @property
-    def label(self) -> str:
+    def place(self) -> str:
+        """Returns the step, probe and kind in words."""
         loops = f", iteration {'.'.join(map(str, self.iteration))}" if self.iteration else ""
         again = f", time {self.again}" if self.again > 1 else ""
-        return f"`{self.probe}` {self.kind}{loops}{again}"
-
-    @property
-    def place(self) -> str:
-        return f"step {self.step}: {self.label}"
+        return f"step {self.step}: `{self.probe}` {self.kind}{loops}{again}"
 
 
 class LedgerError(ValueError):
-    """Says that a file is not a ledger, is damaged, or belongs to another program, and why."""
+    """Says that a file is not a ledger, or belongs to another program."""
 
 
-def _beside(path: Path) -> Path:
+def _folder(path: Path) -> Path:
+    """Returns the folder of the values that a ledger has kept."""
     return path.with_name(f"{path.name}.values")
 
 
-class Ledger:
+class Ledger(contextlib.AbstractContextManager["Ledger"]):
     """Writes one row for each probe and step to a file, to compare with another run.
 
     ```python
@@ -78,11 +77,12 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        if taken := [p for p in (self.path, _beside(self.path)) if p.exists()]:
-            raise FileExistsError(
-                f"Ledger({str(path)!r}): {taken[0]} exists, and a ledger overwrites neither a "
-                "file nor its folder of values. Choose another name, or delete both."
-            )
+        for taken in (self.path, _folder(self.path)):
+            if taken.exists():
+                raise FileExistsError(
+                    f"Ledger({str(path)!r}): {taken} exists. Choose another name, or delete "
+                    "the file and its folder of values."
+                )
         device = jax.devices()[0]
         self._file = open(self.path, "x", encoding="ascii")  # noqa: SIM115 (`close` closes it)
         self._steps: set[int] = set()
@@ -97,21 +97,17 @@ class Ledger:
         - `step`: a number that this ledger does not have yet.
         - `record`: the `Record` of the step, from `recorded`.
 
-        **Raises:** `ValueError` for a step that the ledger has already, for a record of several
-        steps or members, and for a closed ledger.
+        **Raises:** `ValueError` for a step that the ledger has already, and for a record of
+        several steps or members.
         """
         step, prints = operator.index(step), np.asarray(record.fingerprints)
         if prints.ndim != 2:
             raise ValueError(
-                f"ledger.append({step}, record): fingerprints of the shape {prints.shape} are "
-                "those of several steps or members; of one it is (rows, 2). Take one out of a "
-                "vmap or scan by jax.tree.map(lambda a: a[i], record)."
+                f"ledger.append({step}, record): the record is of several steps or members. "
+                "Take one out of a vmap or scan by jax.tree.map(lambda a: a[i], record)."
             )
         if step in self._steps:
-            raise ValueError(
-                f"{self.path} has a step {step} already. Number the steps consecutively, and "
-                "use one ledger for each run."
-            )
+            raise ValueError(f"{self.path} has a step {step} already: number them on.")
         rows, kept, seen = [], {}, Counter()
         for i, probe in enumerate(record.plan):
             seen[key := (probe.name, probe.kind, probe.iteration)] += 1
@@ -123,17 +119,15 @@ class Ledger:
             row = Row(step, *key, seen[key], bits, probe.shape, probe.dtype, values)
             rows.append(row._asdict())
         if kept:
-            _beside(self.path).mkdir(exist_ok=True)
-            np.savez(_beside(self.path) / f"{step}.npz", **kept)
+            folder = _folder(self.path)
+            folder.mkdir(exist_ok=True)
+            np.savez(folder / f"{step}.npz", **kept)
         self._write(rows)
         self._steps.add(step)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def __enter__(self) -> "Ledger":
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self.close()
@@ -157,21 +151,15 @@ class Contents(NamedTuple):
     is_truncated: bool
 
     def values(self, row: Row) -> NDArray[Any] | None:
-        """Returns the kept values of a row (for keys, their data), or `None` if it has none.
-
-        **Raises:** `LedgerError` if they cannot be read.
-        """
-        if row.values is None:
+        """Returns the kept values of a row (for keys, their data), or `None` if it has none, or
+        if the folder is not beside the ledger."""
+        path = _folder(self.path) / f"{row.step}.npz"
+        if row.values is None or not path.exists():
             return None
-        path = _beside(self.path) / f"{row.step}.npz"
-        try:
-            with np.load(path) as file:
-                values = file[row.values]
-            # NumPy loads bfloat16 and other small floats as bytes without their dtype.
-            return values.view(jnp.dtype(row.dtype)) if values.dtype.kind == "V" else values
-        except Exception as error:  # of NumPy, of ZIP, or of the system
-            why = f"{path}, which cannot be read ({error})"
-            raise LedgerError(f"{self.path} has kept values in {why}.") from None
+        with np.load(path) as file:
+            values = file[row.values]
+        # NumPy loads bfloat16 and other small floats as bytes without their dtype.
+        return values.view(jnp.dtype(row.dtype)) if values.dtype.kind == "V" else values
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
@@ -181,25 +169,18 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
     **Returns:** its `path`, `header`, `rows` and `is_truncated`, with a method `values(row)`.
 
-    **Raises:** `LedgerError` for a file that cannot be read, is not a ledger, has another
-    version, or is damaged; the message names the line.
+    **Raises:** `LedgerError` for a file that cannot be read or is not a ledger of this version.
     """
-    path, rows, number = Path(path), [], 1
+    path = Path(path)
     try:
         *lines, rest = path.read_bytes().split(b"\n")
-        header = json.loads(lines[0] if lines else rest)
-        if not lines or header["format"] != _FORMAT or not all(header[of] for of in RAN_BY):
+        header, *rows = map(json.loads, lines)
+        if header["format"] != _FORMAT:
             raise ValueError
-        for line in lines[1:]:
-            number += 1
-            fields = json.loads(line)
-            tuples = {name: tuple(fields[name]) for name in ("iteration", "shape")}
-            rows.append(Row(**{**fields, **tuples}))
+        for row in rows:
+            row |= {name: tuple(row[name]) for name in ("iteration", "shape")}
+        return Contents(path, header, tuple(Row(**row) for row in rows), bool(rest))
     except OSError as error:
         raise LedgerError(f"{path} cannot be read ({error.strerror}).") from None
     except (ValueError, LookupError, TypeError):
-        raise LedgerError(
-            f"{path} is not a ledger, or is damaged: line {number} is not a line of an "
-            f"{_FORMAT}. (Only the last line may be incomplete.)"
-        ) from None
-    return Contents(path, header, tuple(rows), bool(rest))
+        raise LedgerError(f"{path} is not an {_FORMAT}, or is damaged.") from None

@@ -66,7 +66,6 @@ def recorded(
     inside a derivative.
     """
 
-    @functools.wraps(function)
     def with_record(*args: Any, **kwargs: Any) -> tuple[Any, Record]:
         # Wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
@@ -79,8 +78,6 @@ def recorded(
         record = Record(jnp.asarray(results.rows), results.values, staged.plan)
         return eqx.combine(output, rest), record
 
-    # Equinox follows this attribute, finds such a layer, and warns.
-    del with_record.__wrapped__
     return with_record
 
 
@@ -139,9 +136,6 @@ def _inside(path: jax.tree_util.KeyPath) -> str:
 # The modules inside these layers are not layers: an activation, or a strategy.
 _WHOLE = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 
-# The additional field of a monitored layer, whose name no layer uses.
-_NAME = "_monitored_as"
-
 
 def monitor_module(model: Tree, name: str = "") -> Tree:
     """Returns the model with the output of each of its layers monitored.
@@ -180,7 +174,7 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
 
 
 def _is_monitored(node: Any) -> bool:
-    return hasattr(node, _NAME)
+    return hasattr(node, "_monitored_as")
 
 
 def _monitor_layers(model: Tree, name: str) -> Tree:
@@ -197,29 +191,23 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
     if not is_layer or _is_monitored(model):
         return model
     layer: Any = object.__new__(_monitored(type(model)))
-    for field, value in {**vars(model), _NAME: name}.items():
+    for field, value in {**vars(model), "_monitored_as": name}.items():
         object.__setattr__(layer, field, value)
     return layer
 
 
 # Cached, so that equal models give equal trees.
 @functools.cache
-def _monitored(layer: type[eqx.Module]) -> type[eqx.Module]:
-    original: Any = layer.__call__
-    meta: Any = type(layer)
+def _monitored(layer: type[Any]) -> type[eqx.Module]:
+    class Monitored(layer):
+        _monitored_as: str = eqx.field(static=True, default="")
 
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _monitor_output(original(self, *args, **kwargs), getattr(self, _NAME))
+        @functools.wraps(layer.__call__)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return _monitor_output(layer.__call__(self, *args, **kwargs), self._monitored_as)
 
-    fields = {
-        "__module__": layer.__module__,
-        "__doc__": layer.__doc__,
-        "__annotations__": {_NAME: str},
-        _NAME: eqx.field(static=True, default=""),
-        "__call__": call,
-    }
-    return meta(f"Monitored{layer.__name__}", (layer,), fields)
+    Monitored.__name__ = f"Monitored{layer.__name__}"
+    return Monitored
 
 
 def _monitor_output(output: Any, name: str) -> Any:

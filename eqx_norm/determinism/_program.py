@@ -5,9 +5,8 @@ transpose of that marks the cotangent. `stage` evaluates a traced program equati
 it rebuilds an equation with a program inside (`scan`, `cond`, ...) with JAX's public function,
 around the inside as evaluated here.
 
-Only this file of the package depends on internals of JAX that may change: `jax.extend.core`,
-`jax.interpreters`, and the names and parameters of equations. Checked with jax 0.10.2 and
-0.12.0.1, by tests/determinism/test_transformations.py.
+It depends on internals of JAX that may change: `jax.extend.core`, `jax.interpreters`, and the
+names and parameters of equations. tests/determinism/test_transformations.py checks them.
 """
 
 import functools
@@ -45,9 +44,10 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
     return y, PROBE.bind(tangent, kind=kind, **rest)
 
 
-def _transpose(cotangent: Any, x: Any, **given: Any) -> list[Any]:
-    is_zero = isinstance(cotangent, ad.Zero)
-    return [cotangent if is_zero else PROBE.bind(cotangent, **{**given, "kind": "cotangent"})]
+def _transpose(cotangent: Any, x: Any, *, kind: str, **rest: Any) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [cotangent]
+    return [PROBE.bind(cotangent, kind="cotangent", **rest)]
 
 
 def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
@@ -113,7 +113,6 @@ class Context(NamedTuple):
     keep_values: bool
     mesh_axes: tuple[tuple[str, int], ...] = ()  # name and size, of each `shard_map`
     check_vma: bool = True  # whether JAX tracks over which of these a value varies
-    is_repeated: bool = False  # whether `jax_remat3` recomputes values here
 
 
 def stage(jaxpr: Any, context: Context) -> Staged:
@@ -143,35 +142,25 @@ def stage(jaxpr: Any, context: Context) -> Staged:
 
 
 def _stage_equation(equation: Any, context: Context) -> Staged:
-    primitive = equation.primitive
-    if "rematted_computation" in str(equation.source_info.name_stack):
-        context = context._replace(is_repeated=True)  # JAX gives no other sign
-    if primitive is PROBE:
+    primitive, params = equation.primitive, equation.params
+    if primitive is PROBE and params["kind"] not in _WITHOUT_ROW:
         return _stage_probe(equation, context)
-    name, params = _described(equation)
-    if name in _RULES:
-        if (staged := _RULES[name](equation, params, context)).plan:
+    if rule := _RULES.get(primitive.name):
+        if (staged := rule(equation, params, context)).plan:
             return staged
     elif hidden := next(_names_in(equation), None):
         raise NotImplementedError(
-            f"monitor(..., {hidden!r}) is in a {name!r}, and recorded(...) cannot look inside. "
-            "Monitor its arguments and result instead; use lax.scan in place of a loop whose "
-            "length is not known while tracing (lax.while_loop, or lax.fori_loop with traced "
-            "bounds)."
+            f"monitor(..., {hidden!r}) is in a {primitive.name!r}, and recorded(...) cannot "
+            "look inside. Monitor its arguments and result instead; use lax.scan in place of a "
+            "loop whose length is not known while tracing (lax.while_loop, or lax.fori_loop "
+            "with traced bounds)."
         )
 
     def run(*arguments: Any) -> Results:
-        outputs = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+        outputs = primitive.bind(*arguments, **primitive.get_bind_params(params))
         return Results(outputs if primitive.multiple_results else [outputs])
 
     return Staged((), run)
-
-
-def _described(equation: Any) -> tuple[str, dict[str, Any]]:
-    """Returns a primitive's name and parameters, which `jax_remat3` keeps in an object."""
-    known = equation.params.get("_prim")
-    found = (type(known).__name__, known.params) if known else None
-    return found or (equation.primitive.name, equation.params)
 
 
 def _array(x: Any, aval: Any) -> Array:
@@ -182,12 +171,11 @@ def _array(x: Any, aval: Any) -> Array:
 
 def _stage_probe(equation: Any, context: Context) -> Staged:
     name, kind, order = (equation.params[key] for key in ("name", "kind", "order"))
-    if kind in _WITHOUT_ROW or (context.is_repeated and kind != "cotangent"):
-        return Staged((), lambda x: Results([x]))
     aval = equation.invars[0].aval
     sizes = dict(context.mesh_axes)
     varying = aval.manual_axis_type.varying if context.check_vma else sizes
-    axes, others = (tuple(a for a in sizes if (a in varying) is of) for of in (True, False))
+    axes = tuple(axis for axis in sizes if axis in varying)
+    others = tuple(axis for axis in sizes if axis not in varying)
     shape = tuple(aval.shape[axis] for axis in order)
     if axes:
         first, *rest = shape or (1,)
@@ -210,10 +198,8 @@ def _stage_probe(equation: Any, context: Context) -> Staged:
 
 
 def _names_in(equation: Any) -> Iterator[str]:
-    _, params = _described(equation)
-    traced = [value.jaxpr for value in params.values() if hasattr(value, "jaxpr")]
-    for jaxpr in (*jaxprs_in_params(params), *traced):
-        for inner in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for jaxpr in jaxprs_in_params(equation.params):
+        for inner in jaxpr.eqns:
             if inner.primitive is PROBE and inner.params["kind"] not in _WITHOUT_ROW:
                 yield inner.params["name"]
             yield from _names_in(inner)
@@ -230,8 +216,8 @@ def _jit(equation: Any, params: Any, context: Context) -> Staged:
     inside = stage(params["jaxpr"], context)
 
     def constrained(x: Any, sharding: Any) -> Any:
-        is_given = isinstance(sharding, jax.sharding.Sharding)
-        return lax.with_sharding_constraint(x, sharding) if is_given else x
+        is_known = isinstance(sharding, jax.sharding.Sharding)
+        return lax.with_sharding_constraint(x, sharding) if is_known else x
 
     def run(*arguments: Any) -> Results:
         results = inside.run(*map(constrained, arguments, params["in_shardings"]))
@@ -264,14 +250,20 @@ def _scan(equation: Any, params: Any, context: Context) -> Staged:
     constants = len(equation.invars) - carries - scanned
 
     def run(*arguments: Any) -> Results:
-        fixed, given = arguments[:constants], [*arguments[constants:]]
+        fixed, looped = arguments[:constants], [*arguments[constants:]]
 
         def body(carry: Any, xs: Any) -> Any:
             outputs, rows, values = inside.run(*fixed, *carry, *xs)
             return outputs[:carries], (outputs[carries:], rows, values)
 
-        loop = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, (ys, rows, values) = lax.scan(body, given[:carries], given[carries:], **loop)
+        carry, (ys, rows, values) = lax.scan(
+            body,
+            looped[:carries],
+            looped[carries:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
         rows = rows[::-1] if params["reverse"] else rows
         values = tuple(stack[i] for i in order for stack in values)
         return Results([*carry, *ys], rows.reshape(-1, 2), values)
@@ -317,15 +309,20 @@ def _shard_map(equation: Any, params: Any, context: Context) -> Staged:
         # The only communication that the probes need: all rows in one sum.
         return results._replace(rows=lax.psum(results.rows, tuple(sizes)))
 
-    specs = {"in_specs": tuple(params["in_specs"]), "check_vma": check_vma}
-    out_specs = Results([*params["out_specs"]], PartitionSpec(), tuple(cut))
-    run = jax.shard_map(body, mesh=mesh, out_specs=out_specs, axis_names=set(manual), **specs)
+    run = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=tuple(params["in_specs"]),
+        out_specs=Results([*params["out_specs"]], PartitionSpec(), tuple(cut)),
+        axis_names=set(manual),
+        check_vma=check_vma,
+    )
     return Staged(inside.plan, run)
 
 
-# The rules, by the names of primitives. `jax_remat3` adds its own barriers.
+# By the names of primitives.
 _RULES = {
-    **dict.fromkeys(("closed_call", "core_call", "eval_jaxpr", "RematTraced"), _inline),
+    **dict.fromkeys(("closed_call", "core_call", "eval_jaxpr"), _inline),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), _inline),
     **dict.fromkeys(("remat2", "checkpoint"), _checkpoint),
     **{"jit": _jit, "scan": _scan, "cond": _cond, "shard_map": _shard_map},

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-# An unknown flag ends the process, so the recipe sets only this one, which includes several
-# others: XLA says that it "guarantees run-to-run determinism on GPU". Known to jaxlib 0.10.2
-# and 0.12.0.1; tests/determinism/test_recipe.py starts JAX with it.
+# XLA says that it "guarantees run-to-run determinism on GPU"; it includes several others. An
+# unknown flag ends the process: tests/determinism/test_recipe.py starts JAX with this one.
 FLAG = "--xla_gpu_deterministic_ops"
 THREADS = "PJRT_NPROC"
 SET = "set, for when JAX starts"
@@ -64,19 +63,18 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     call = f"deterministic(seed={seed}, cpu_threads={cpu_threads})"
     if not 0 <= seed < 2**32 or (cpu_threads is not None and cpu_threads < 1):
         raise ValueError(f"{call}: seed must be from 0 to 2**32 - 1, and cpu_threads from 1.")
-    wanted = [
+    early = [
         (FLAG, "true", "no atomics, no algorithm that is chosen by timing it"),
         ("NCCL_NVLS_ENABLE", "0", "no sums in NVLink switches"),
     ]
     if cpu_threads is not None:
         pieces = "the same pieces of work on any number of cores"
-        wanted.append((THREADS, str(cpu_threads), pieces))
+        early.append((THREADS, str(cpu_threads), pieces))
     # All are checked before the first is set.
-    early = [
-        Setting(name, value, _status(call, name, value, purpose), purpose)
-        for name, value, purpose in wanted
+    settings = [
+        Setting(name, value, _status(call, name, value), of) for name, value, of in early
     ]
-    for name, value, status, _ in early:
+    for name, value, status, _ in settings:
         if status == SET and name == FLAG:
             flags = os.environ.get("XLA_FLAGS", "")
             os.environ["XLA_FLAGS"] = f"{flags} {name}={value}".strip()
@@ -87,26 +85,26 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     jax.config.update("jax_enable_pgle", False)
     hashes = os.environ.get("PYTHONHASHSEED", "random")
     fixed = "set in the shell" if hashes.isdigit() else "NOT FIXED: set it in the shell"
-    late = (
+    settings += [
         Setting("random.seed", str(seed), "set", "Python's global generator"),
         Setting("numpy.random.seed", str(seed), "set", "NumPy's global generator"),
         Setting("jax_enable_pgle", "False", "set", "no compiling anew by measured times"),
         Setting("PYTHONHASHSEED", hashes, fixed, "the order in which sets of strings are read"),
-    )
-    return Recipe((*early, *late))
+    ]
+    return Recipe(tuple(settings))
 
 
-def _status(call: str, name: str, value: str, purpose: str) -> str:
+def _status(call: str, name: str, value: str) -> str:
     """Returns the status of a setting that JAX reads when it starts; raises if too late."""
     flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
-    given = {**os.environ, **{flag: value for flag, _, value in flags}}
-    found, wanted = given.get(name), f"{name}={value}"
-    if found == value or (name == FLAG and found in ("", "1", "True")):
+    environment = os.environ | {flag: value for flag, _, value in flags}
+    actual = environment.get(name)
+    if actual == value or (name == FLAG and actual in ("", "1", "True")):
         return "was set"
-    if found is not None:
+    if actual is not None:
         raise ValueError(
-            f"{call}: the environment says {name}={found}, but determinism needs {wanted} "
-            f"({purpose}). Unset {name}, or set it to {value}."
+            f"{call}: the environment says {name}={actual}, but determinism needs "
+            f"{name}={value}. Unset {name}, or set it to {value}."
         )
     if not _has_started():
         return SET
@@ -115,7 +113,7 @@ def _status(call: str, name: str, value: str, purpose: str) -> str:
         return "not set: no GPU here"
     raise RuntimeError(
         f"{call}: JAX has started already, with the backend {backend!r}, and would ignore "
-        f"{wanted} ({purpose}). Call deterministic before anything that starts JAX, such as "
+        f"{name}={value}. Call deterministic before anything that starts JAX, such as "
         "jnp.zeros(()), jax.random.key(0) or jax.devices(), or set it in the shell."
     )
 

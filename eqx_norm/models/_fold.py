@@ -13,10 +13,10 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
 from ._freeze import is_frozen
-from ._layers import Kind, copied, found, listed, remembered_by, replaced
+from ._layers import Kind, copied, layers_of, listed, remembered_by, replaced
 
 Model = TypeVar("Model")
-Linear = TypeVar("Linear", bound=eqx.Module)
+Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
 # These use the layer inside of them in two places, or compute its weight.
@@ -82,16 +82,16 @@ def fold_pairs(
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
     """
-    new = dict[str, Any]()
+    folded = dict[str, Any]()
     for linear, norm in pairs.items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
-            new[linear] = _folded(layer, after, state)
+            folded[linear] = _folded(layer, after, state)
         except ValueError as error:
             raise ValueError(f"pairs={{{linear!r}: {norm!r}}}: {error}") from error
         # pyright takes the parent's abstract `__call__` for a field.
-        new[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
-    make = {path: lambda _, layer=layer: layer for path, layer in new.items()}
+        folded[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
+    make = {path: lambda _, layer=layer: layer for path, layer in folded.items()}
     return replaced(model, state, (*_LINEAR, eqx.nn.BatchNorm), make, lambda *_: {})
 
 
@@ -116,25 +116,25 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
 
 def _at(path: str, model: Any, kind: Kind) -> Any:
     """Returns the layer at a path; raises `ValueError` for none, and for one in a wrapper."""
-    layers = found(model, kind)
+    layers = layers_of(model, kind)
     if path not in layers:
         what = "batch norm" if kind is eqx.nn.BatchNorm else "linear layer or convolution"
         paths = listed(map(repr, layers)) or "none"
         raise ValueError(f"there is no {what} at {path!r}. Paths in this model: {paths}.")
-    for outer, wrapper in found(model, _WRAPPERS).items():
+    for outer, wrapper in layers_of(model, _WRAPPERS).items():
         if not outer or path.startswith((f"{outer}.", f"{outer}[")):
-            kind_of = f"eqx.nn.{type(wrapper).__name__}"
-            raise ValueError(f"{path} is in an {kind_of}, which shares or computes its weight.")
+            name = f"eqx.nn.{type(wrapper).__name__}"
+            raise ValueError(f"{path} is in an {name}, which shares or computes its weight.")
     return layers[path]
 
 
-def _folded(layer: Any, norm: Any, state: eqx.nn.State) -> Any:
+def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
     memory = remembered_by(norm, state)[0]["memory_index"].statistics
     _memory.check(memory, norm.approach, norm.input_size)
-    used = _contract.infer(norm.approach, memory, norm.input_size)
-    mean, rest, variance = map(_host, (used.mean, used.mean_pair.rest, used.variance))
+    moments = _contract.infer(norm.approach, memory, norm.input_size)
+    mean, rest, variance = map(_host, (moments.mean, moments.mean_pair.rest, moments.variance))
     scale = 1 / np.sqrt(variance + norm.eps)
     if norm.weight is not None:
         scale = scale * _host(norm.weight)
@@ -145,34 +145,25 @@ def _folded(layer: Any, norm: Any, state: eqx.nn.State) -> Any:
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
     weight = _host(layer.weight) * scale.reshape(-1, 1, *ones)
-    with np.errstate(over="ignore"):  # checked below
-        weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
-    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-        raise ValueError(f"the folded layer is not finite in {weight.dtype}; use float32.")
+    weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
     return copied(layer, use_bias=True, weight=jnp.asarray(weight), bias=jnp.asarray(bias))
 
 
 def _obstacle(layer: Any, norm: Any) -> str | None:
     """Returns why a norm cannot be folded into a layer; `None` if it can."""
-    kind, before = type(norm), type(layer)
-    if kind is not BatchNorm:
-        name = f"{kind.__module__}.{kind.__name__}"
+    if type(norm) is not BatchNorm:
+        name = f"{type(norm).__module__}.{type(norm).__name__}"
         return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"
-    calls = next((cls for cls in before.__mro__ if "__call__" in vars(cls)), None)
+    calls = next((cls for cls in type(layer).__mro__ if "__call__" in vars(cls)), None)
     if calls not in _LINEAR:
         known = "eqx.nn.Linear, Conv and ConvTranspose"
-        return f"only {known} can be folded, and {before.__name__} has another __call__"
-    rank = 2 if isinstance(layer, eqx.nn.Linear) else layer.num_spatial_dims + 2
-    if layer.weight.ndim != rank:
-        return "the layers belong to an ensemble: fold its members one by one"
-    if len(layer.weight) != norm.input_size:
-        outputs = len(layer.weight)
+        return f"only {known} can be folded; {type(layer).__name__} has another __call__"
+    if (outputs := len(layer.weight)) != norm.input_size:
         return f"the norm has {norm.input_size} channels, but the layer returns {outputs}"
-    for array in (layer.weight, layer.bias, norm.weight, norm.bias):
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            return f"the layers have arrays of {array.dtype}, but only floats can be folded"
+    if not jnp.issubdtype(layer.weight.dtype, jnp.floating):
+        return f"the layer has arrays of {layer.weight.dtype}; only floats can be folded"
     return None
 
 

@@ -1,6 +1,6 @@
 """Defines `freeze`, `unfreeze` and `trainable`, for batch norms that are not to be trained."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
@@ -8,7 +8,7 @@ import jax
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm.strategies import Frozen
 
-from ._layers import Where, chosen, copied, each
+from ._layers import Where, chosen, copied, layers_of, mapped
 
 Model = TypeVar("Model")
 
@@ -42,13 +42,13 @@ def freeze(model: Model, where: Where | None = None) -> Model:
 
     The feature request for PyTorch: https://github.com/pytorch/pytorch/issues/66073.
     """
-    layers = chosen(model, BatchNorm, where, "freeze", "eqx_norm.BatchNorm")
-    layers = {path: layer for path, layer in layers.items() if layer.approach.learns}
+    layers = chosen(layers_of(model, BatchNorm), where, "freeze", "eqx_norm.BatchNorm")
 
     def frozen(path: str, layer: BatchNorm) -> BatchNorm:
-        return copied(layer, approach=Frozen(layer.approach)) if path in layers else layer
+        is_learning = path in layers and layer.approach.learns
+        return copied(layer, approach=Frozen(layer.approach)) if is_learning else layer
 
-    return each(model, BatchNorm, frozen)
+    return mapped(model, BatchNorm, frozen)
 
 
 def unfreeze(model: Model, where: Where | None = None) -> Model:
@@ -62,12 +62,13 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
 
     **Raises:** `ValueError` if there is no such layer.
     """
-    layers = chosen(model, BatchNorm, where, "unfreeze", "frozen BatchNorm", is_frozen)
+    frozen = {p: layer for p, layer in layers_of(model, BatchNorm).items() if is_frozen(layer)}
+    layers = chosen(frozen, where, "unfreeze", "frozen BatchNorm")
 
-    def learning(path: str, layer: Any) -> Any:
+    def learning(path: str, layer: Any) -> BatchNorm:
         return copied(layer, approach=layer.approach.strategy) if path in layers else layer
 
-    return each(model, BatchNorm, learning)
+    return mapped(model, BatchNorm, learning)
 
 
 def trainable(model: Any) -> Any:
@@ -90,6 +91,6 @@ def trainable(model: Any) -> Any:
     return jax.tree.map(trained, model, is_leaf=is_frozen)
 
 
-def is_frozen(node: Any) -> bool:
+def is_frozen(node: Any) -> TypeGuard[BatchNorm]:
     """Returns whether a node of a model is a frozen batch norm."""
     return isinstance(node, BatchNorm) and isinstance(node.approach, Frozen)

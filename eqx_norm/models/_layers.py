@@ -26,21 +26,14 @@ OverMembers = Callable[[Callable[..., Any]], Callable[..., Any]]
 Carry = Callable[[Any, Any, Entries, OverMembers], Entries]
 
 
-def found(model: Any, kind: Kind) -> dict[str, Any]:
+def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
     """Returns the layers of a kind by their paths, as `layers[1].norm`, however nested."""
     leaves = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, kind))
     return {name(path): leaf for path, leaf in leaves if isinstance(leaf, kind)}
 
 
-def chosen(
-    model: Any,
-    kind: Kind,
-    where: Where | None,
-    verb: str,
-    what: str,
-    only: Callable[[Any], bool] = lambda layer: True,
-) -> dict[str, Any]:
-    """Returns the layers of a kind for which `where(path, layer)` is true, by their paths.
+def chosen(layers: dict[str, Any], where: Where | None, verb: str, what: str) -> dict[str, Any]:
+    """Returns those of the layers for which `where(path, layer)` is true.
 
     **Raises:** `ValueError` if there are none: "nothing to `verb`: the model holds no `what`".
     """
@@ -49,7 +42,6 @@ def chosen(
             f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
             "that returns whether to choose it: where=lambda path, layer: path == 'layers[1]'."
         )
-    layers = {path: layer for path, layer in found(model, kind).items() if only(layer)}
     taken = {p: layer for p, layer in layers.items() if where is None or where(p, layer)}
     if not taken:
         paths = listed(path or "the model" for path in layers)
@@ -58,7 +50,7 @@ def chosen(
     return taken
 
 
-def each(model: Model, kind: Kind, function: Callable[[str, Any], Any]) -> Model:
+def mapped(model: Model, kind: Kind, function: Callable[[str, Any], Any]) -> Model:
     """Returns the model with `function(path, layer)` in place of each layer of a kind."""
 
     def new(path: Any, node: Any) -> Any:
@@ -71,9 +63,8 @@ def copied(layer: Any, **changed: Any) -> Any:
     """Returns the layer with other values in some fields, static ones too. Nothing is checked,
     so the layer may be a part of one, from `eqx.partition` or an optimiser state."""
     new = object.__new__(type(layer))
-    for field in dataclasses.fields(layer):
-        value = changed.get(field.name, getattr(layer, field.name))
-        object.__setattr__(new, field.name, value)
+    for name, value in _fields(layer).items():
+        object.__setattr__(new, name, changed.get(name, value))
     return new
 
 
@@ -95,7 +86,7 @@ def replaced(
 
     **Raises:** `ValueError` for a state of another model. Every error names the layer.
     """
-    held, made = entries(state), dict[Any, Any]()
+    before, made = entries(state), dict[Any, Any]()
     known: dict[tuple[Any, ...], dict[str, Any]] = {}  # the new markers, by the old ones
 
     def one(path: str, old: Any) -> Any:
@@ -103,19 +94,19 @@ def replaced(
             return old
         with located(path, old):
             new = make[path](old)
-            before, after = _indices(old), _indices(new)
+            indices, fields = _indices(old), _indices(new).keys()
             remembered, over = remembered_by(old, state)
-            key = tuple(index.marker for index in before.values())
+            key = tuple(index.marker for index in indices.values())
             if key not in known:
-                known[key] = _markers(before, after)
-                values = carry(old, new, remembered, over) if before else {}
-                made.update({known[key][field]: values[field] for field in after})
-        return copied(new, **{field: _index(known[key][field]) for field in after})
+                known[key] = _markers(indices, fields)
+                values = carry(old, new, remembered, over) if indices else {}
+                made.update({known[key][field]: values[field] for field in fields})
+        return copied(new, **{field: _index(known[key][field]) for field in fields})
 
-    result = each(model, kind, one)
+    result = mapped(model, kind, one)
     gone = {marker for key in known for marker in key}
-    gone -= {index.marker for index in found(result, eqx.nn.StateIndex).values()}
-    kept = {marker: value for marker, value in held.items() if marker not in gone}
+    gone -= {index.marker for index in layers_of(result, eqx.nn.StateIndex).values()}
+    kept = {marker: value for marker, value in before.items() if marker not in gone}
     return result, state_of(result, kept | made)
 
 
@@ -124,13 +115,13 @@ def remembered_by(layer: Any, state: eqx.nn.State) -> tuple[Entries, OverMembers
 
     **Raises:** `ValueError` for a state of another model.
     """
-    held, indices = entries(state), _indices(layer)
-    if lost := [i.marker for i in indices.values() if i.marker not in held]:
+    values, indices = entries(state), _indices(layer)
+    if lost := [i.marker for i in indices.values() if i.marker not in values]:
         raise ValueError(
             f"The state has no entry for this layer ({lost[0]!r}): it belongs to another "
             "model. Pass the state that was made, or returned, with this model."
         )
-    remembered = {field: held[index.marker] for field, index in indices.items()}
+    remembered = {field: values[index.marker] for field, index in indices.items()}
     # Equinox's layers count batches in a scalar, this package's in two numbers.
     axes = min((jnp.ndim(leaf) for leaf in jax.tree.leaves(remembered)), default=0)
     if isinstance(memory := remembered.get("memory_index"), Remembered):
@@ -150,12 +141,12 @@ def entries(state: eqx.nn.State) -> dict[Any, Any]:
     return dict(zip(markers, values, strict=True))
 
 
-def state_of(model: Any, held: Mapping[Any, Any]) -> eqx.nn.State:
+def state_of(model: Any, values: Mapping[Any, Any]) -> eqx.nn.State:
     """Returns a state with these entries, in the order of the model's indices, as in
     `make_with_state`; entries without an index come last. Checkpoints have this order."""
-    markers = [index.marker for index in found(model, eqx.nn.StateIndex).values()]
-    order = dict.fromkeys([*(m for m in markers if m in held), *held])
-    return eqx.nn.State.tree_unflatten(tuple(order), tuple(held[m] for m in order))
+    markers = [index.marker for index in layers_of(model, eqx.nn.StateIndex).values()]
+    order = dict.fromkeys([*(m for m in markers if m in values), *values])
+    return eqx.nn.State.tree_unflatten(tuple(order), tuple(values[m] for m in order))
 
 
 @contextlib.contextmanager
@@ -180,21 +171,26 @@ def name(path: Any) -> str:
     return jtu.keystr(path).removeprefix(".")
 
 
+def _fields(layer: Any) -> dict[str, Any]:
+    return {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+
+
 def _indices(layer: Any) -> dict[str, Any]:
-    fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
-    return {name: i for name, i in fields.items() if isinstance(i, eqx.nn.StateIndex)}
+    """Returns the indices into the state by the names of their fields."""
+    return {n: i for n, i in _fields(layer).items() if isinstance(i, eqx.nn.StateIndex)}
 
 
-def _markers(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _markers(indices: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
     """Returns the markers of new indices: the old marker if a field of that name had one.
 
     A marker that is a string ends in the name of its field, `Model.norm.batch_counter`. A new
     one differs only in that end, so it is the one that `make_with_state` would give.
     """
-    old = [str(i.marker).removesuffix(field) for field, i in before.items()]
-    has_names = all(isinstance(index.marker, str) for index in before.values())
-    made = {field: old[0] + field if old and has_names else object() for field in after}
-    return made | {field: before[field].marker for field in after if field in before}
+    old = {field: index.marker for field, index in indices.items()}
+    names = [m.removesuffix(field) for field, m in old.items() if isinstance(m, str)]
+    return {field: names[0] + field if names else object() for field in fields} | {
+        field: old[field] for field in fields if field in old
+    }
 
 
 def _index(marker: Any) -> eqx.nn.StateIndex[Any]:

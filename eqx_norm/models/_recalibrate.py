@@ -8,23 +8,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative, Seen
 
+from ._carry import carry, dtype_of, is_new, with_statistics
 from ._layers import (
     Entries,
     OverMembers,
     chosen,
     copied,
     entries,
-    found,
+    layers_of,
     remembered_by,
     replaced,
     state_of,
 )
-from ._reconfigure import carry, dtype_of, is_new, with_statistics
 
 Forward = Callable[[Any, eqx.nn.State, Any], Any]
 
@@ -76,56 +77,57 @@ def recalibrate(
     ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
     https://arxiv.org/abs/2105.07576, call the method precise batch norm.
     """
-    what = "eqx_norm.BatchNorm that is not frozen"
-    norms = chosen(model, BatchNorm, None, "recalibrate", what, lambda n: n.approach.learns)
-    # A batch of one value has no unbiased variance; all batches together have one.
-    pooling: dict[str, Any] = {"approach": Cumulative(), "inference": False, "unbiased": False}
-    if forward is None:  # the whole batch is one group
-        pooling["memory_axis_name"] = ()
-    make = dict.fromkeys(norms, lambda norm: copied(norm, **pooling))
-    pooler, now = replaced(model, state, BatchNorm, make, _empty)
+    learning = {p: n for p, n in layers_of(model, BatchNorm).items() if n.approach.learns}
+    norms = chosen(learning, None, "recalibrate", "eqx_norm.BatchNorm that is not frozen")
+
+    def pooling(norm: BatchNorm) -> BatchNorm:
+        # A batch of one value has no unbiased variance; all batches together have one.
+        axes = () if forward is None else norm.memory_axis_name  # (): the batch is one group
+        changed = {"inference": False, "unbiased": False, "memory_axis_name": axes}
+        return copied(norm, approach=Cumulative(), **changed)
+
+    pooler, after = replaced(model, state, BatchNorm, dict.fromkeys(norms, pooling), _empty)
     call, count = _over(norms) if forward is None else forward, 0
     for batch in batches:
-        now = _step(call, pooler, now, _first(batch) if forward is None else batch)
+        after = _step(call, pooler, after, _first(batch) if forward is None else batch)
         count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
-    words, seen, unseen = list[str](), {}, {}
+    notes, seen, unseen = list[str](), {}, {}
     for path, norm in norms.items():
-        before, after = (remembered_by(norm, of)[0]["memory_index"] for of in (state, now))
-        if left_out := np.max(after.rejected - before.rejected):
-            words.append(f"{path or 'the model'} skipped {left_out} that were not finite")
-        if np.all(after.statistics.count_pair.value > 0):
+        old, new = (remembered_by(norm, s)[0]["memory_index"] for s in (state, after))
+        if skipped := np.max(new.rejected - old.rejected):
+            notes.append(f"{path or 'the model'} skipped {skipped} that were not finite")
+        if np.all(new.statistics.count_pair.value > 0):
             seen[path] = lambda _, norm=norm: norm
         else:
-            counts = jnp.stack([before.accepted, after.rejected], -1)
-            unseen[norm.memory_index.marker] = Remembered(before.statistics, counts)
-            words.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
-    said = f"Of {count} batches: {'; '.join(words)}."
+            counts = jnp.stack([old.accepted, new.rejected], -1)
+            unseen[norm.memory_index.marker] = Remembered(old.statistics, counts)
+            notes.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
+    note = f"Of {count} batches: {'; '.join(notes)}."
     if not seen:
         raise ValueError(
-            f"No batch norm got a finite batch. {said} Check the data, and that forward calls "
+            f"No batch norm got a finite batch. {note} Check the data, and that forward calls "
             "the model."
         )
-    if words:
-        warnings.warn(said, stacklevel=2)
-    held = entries(replaced(pooler, now, BatchNorm, seen, carry)[1])
-    indices = [i for n in norms.values() for i in found(n, eqx.nn.StateIndex).values()]
-    learnt = {index.marker: held[index.marker] for index in indices}
+    if notes:
+        warnings.warn(note, stacklevel=2)
+    values = entries(replaced(pooler, after, BatchNorm, seen, carry)[1])
+    learnt = {n.memory_index.marker: values[n.memory_index.marker] for n in norms.values()}
     return state_of(model, entries(state) | learnt | unseen)
 
 
-def _empty(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
+def _empty(old: BatchNorm, new: BatchNorm, remembered: Entries, over: OverMembers) -> Entries:
     """Returns an empty memory; raises for strategies without `load` before any data is read."""
 
-    def one(memory: Any) -> Seen:
-        is_new(old, memory)  # for its errors
-        empty = new.approach.init(old.input_size, dtype_of(memory))
+    def one(statistics: Any) -> Seen:
+        is_new(old, statistics)  # for its errors
+        empty = Cumulative().init(old.input_size, dtype_of(statistics))
         old.approach.load(empty.moments)
         return empty
 
     memory = remembered["memory_index"]
-    return {"memory_index": with_statistics(memory, over(one)(memory.statistics))}
+    return {"memory_index": with_statistics(old, memory, over(one)(memory.statistics))}
 
 
 # Compiled once for all calls with the same forward.
@@ -142,18 +144,15 @@ def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.
     return result
 
 
-_SAY = "pass forward=lambda model, state, batch: ..., which returns the new state"
+_FIX = "Pass forward=lambda model, state, batch: ..., which returns the new state."
 
 
-def _first(batch: Any) -> Any:
+def _first(batch: Any) -> Array | np.ndarray:
     """Returns the x of a batch as an array."""
     x: Any = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
     x = x if eqx.is_array(x) else np.asarray(x)
-    if x.dtype == object or not x.ndim:
-        raise ValueError(
-            f"batches yields a {type(batch).__name__}, which is neither an array nor a tuple "
-            f"that starts with one. To call a model on something else, {_SAY}."
-        )
+    if x.dtype == object:
+        raise ValueError(f"batches yields a {type(batch).__name__}, not arrays. {_FIX}")
     return x
 
 
@@ -164,13 +163,12 @@ def _over(norms: dict[str, BatchNorm]) -> Forward:
     return jax.tree_util.Partial(_over_axis, name)
 
 
-def _over_axis(name: Any, model: Any, state: eqx.nn.State, x: Any) -> Any:
-    axes: Any = {"in_axes": (0, None), "out_axes": (0, None)}
+def _over_axis(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> Any:
+    mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name=axis_name)
     try:
-        return jax.vmap(model, axis_name=name, **axes)(x, state)
+        return mapped(x, state)
     except Exception as error:
         raise ValueError(
-            f"The model was mapped over {name!r}, the first axis of a batch of shape "
-            f"{x.shape}, and failed on an example of shape {x.shape[1:]}: {error}\n"
-            f"To call it in another way, {_SAY}."
+            f"The model was mapped over {axis_name!r}, the first axis of a batch of shape "
+            f"{x.shape}, and failed on an example of shape {x.shape[1:]}: {error}\n{_FIX}"
         ) from error

@@ -20,24 +20,21 @@ from eqx_norm._memory import Remembered
 from eqx_norm._rms_norm import RMSNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
-from ._layers import Entries, OverMembers, Where, chosen, copied, replaced
-from ._reconfigure import batches_of, check, is_new, reconfigure
+from ._carry import batches_of, is_new
+from ._layers import Entries, OverMembers, Where, chosen, copied, layers_of, replaced
+from ._reconfigure import check, reconfigure
 
 Model = TypeVar("Model")
 
-# By the type of an old layer: a function that makes the new one. Sizes are copied later.
-_FROM_THEIRS: dict[type[Any], Any] = {
-    eqx.nn.LayerNorm: lambda eps: LayerNorm(1, eps),
-    eqx.nn.GroupNorm: lambda eps: GroupNorm(1, 1, eps),
-    eqx.nn.RMSNorm: lambda eps: RMSNorm(1, eps),
+# The norms of one example.
+_TO_OURS: dict[Any, Any] = {
+    eqx.nn.LayerNorm: LayerNorm,
+    eqx.nn.GroupNorm: GroupNorm,
+    eqx.nn.RMSNorm: RMSNorm,
 }
-_FROM_OURS: dict[type[Any], Any] = {
-    LayerNorm: lambda eps: eqx.nn.LayerNorm(1, eps),
-    GroupNorm: lambda eps: eqx.nn.GroupNorm(1, 1, eps),
-    InstanceNorm: lambda eps: eqx.nn.GroupNorm(1, 1, eps),
-    RMSNorm: lambda eps: eqx.nn.RMSNorm(1, eps),
-}
-_THEIRS, _OURS = (eqx.nn.BatchNorm, *_FROM_THEIRS), (BatchNorm, *_FROM_OURS)
+_TO_THEIRS: dict[Any, Any] = {ours: theirs for theirs, ours in _TO_OURS.items()}
+_TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
+_THEIRS, _OURS = (eqx.nn.BatchNorm, *_TO_OURS), (BatchNorm, *_TO_THEIRS)
 # The fields of Equinox's layer for its count, or whether it is new, and for its statistics.
 _FIELDS = {
     "ema": ("ema_first_time_index", "ema_state_index"),
@@ -95,12 +92,13 @@ def swap(
     """
     if approach is not None:
         overrides["approach"] = approach
-    what = (
-        "BatchNorm, LayerNorm, GroupNorm or RMSNorm of eqx.nn. Norms of other packages, such "
-        "as the BatchNorm of jaxonmodels 0.2, cannot be swapped: use eqx_norm.BatchNorm where "
-        "the model makes them"
+    layers = chosen(
+        layers_of(model, _THEIRS),
+        where,
+        "swap",
+        "norm of eqx.nn. (Norms of other packages "
+        "cannot be swapped: use eqx_norm.BatchNorm where the model makes them.)",
     )
-    layers = chosen(model, _THEIRS, where, "swap", what)
     check(overrides, layers)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, _OURS)}
     model, state = replaced(model, state, _THEIRS, dict.fromkeys(theirs, _ours), _carry)
@@ -144,7 +142,7 @@ def unswap(
     """
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
-    layers = chosen(model, _OURS, where, "unswap", "layer of eqx_norm")
+    layers = chosen(layers_of(model, _OURS), where, "unswap", "layer of eqx_norm")
     make = dict.fromkeys(layers, lambda layer: _theirs(layer, mode))
     return replaced(model, state, _OURS, make, _carry_back)
 
@@ -159,45 +157,43 @@ def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
         )
 
 
+def _converted(layer: Any, kind: Any) -> Any:
+    """Returns a norm of one example as a layer of another class, with the fields of both."""
+    has_groups = kind in (GroupNorm, eqx.nn.GroupNorm)
+    new = kind(1, 1, layer.eps) if has_groups else kind(1, layer.eps)
+    names = {field.name for field in dataclasses.fields(new)}
+    shared = [field.name for field in dataclasses.fields(layer) if field.name in names]
+    return copied(new, **{name: getattr(layer, name) for name in shared})
+
+
 def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
     _refuse_subclass(layer, _THEIRS)
-    if type(layer) in _FROM_THEIRS:
-        new = _FROM_THEIRS[type(layer)](layer.eps)
-        return copied(new, **_fields_of(eqx_layer=layer, of=layer))
+    if kind := _TO_OURS.get(type(layer)):
+        return _converted(layer, kind)
     settings = layer.axis_name, layer.eps, layer.channelwise_affine
     approach = named(layer.mode, layer.momentum)
     new = BatchNorm(layer.input_size, *settings, approach=approach)
     return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
-def _fields_of(*, eqx_layer: Any, of: Any) -> dict[str, Any]:
-    """Returns the values of the fields that Equinox's layer has."""
-    return {field.name: getattr(of, field.name) for field in dataclasses.fields(eqx_layer)}
-
-
 def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns the memory, and the counts of accepted and rejected batches."""
-    if not {*_FIELDS[old.mode]} <= {*remembered}:
-        raise ValueError(
-            "eqx.nn.Shared shares an index of this layer, which swap cannot follow. Share the "
-            "whole layer, or its weights."
-        )
     count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
 
     def one(count: Array, mean: Array, variance: Array) -> Entries:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
         many = Running.loaded(empty.mean, empty.variance).batches
-        is_new = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
+        fresh = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
         if old.mode == "ema":
-            is_new, steps, batches = is_new & count, jnp.zeros((), jnp.int32), many
+            fresh, steps, batches = fresh & count, jnp.zeros((), jnp.int32), many
         else:
-            is_new, steps = is_new & (count == 0), count.astype(jnp.int32)
+            fresh, steps = fresh & (count == 0), count.astype(jnp.int32)
             batches = jnp.where(count == 0, many, count)
             mean, variance = _debiased(old.momentum, count, mean, variance)
         variance = variance.real.astype(empty.batches.dtype)
         learnt = Running.loaded(mean.astype(dtype), variance, batches)
-        memory = jax.tree.map(lambda a, b: jnp.where(is_new, a, b), empty, learnt)
+        memory = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), empty, learnt)
         return {"memory_index": Remembered(memory, jnp.stack([steps, 0 * steps]))}
 
     return over(one)(count, mean, variance)
@@ -223,13 +219,11 @@ def _theirs(layer: Any, mode: str | None) -> Any:
     _refuse_subclass(layer, _OURS)
     if layer.activation is not None:
         raise ValueError(
-            f"activation={layer.activation}: Equinox's layer has no activation. Remove it by "
-            "model, state = eqx_norm.models.reconfigure(model, state, activation=None), and "
-            "apply it to the layer's output."
+            f"activation={layer.activation}: Equinox's layer has none. Remove it by "
+            "eqx_norm.models.reconfigure(model, state, activation=None), and apply it yourself."
         )
-    if type(layer) in _FROM_OURS:
-        new = _FROM_OURS[type(layer)](layer.eps)
-        return copied(new, **_fields_of(eqx_layer=new, of=layer))
+    if kind := _TO_THEIRS.get(type(layer)):
+        return _converted(layer, kind)
     new = eqx.nn.BatchNorm(
         layer.input_size,
         layer.axis_name,
@@ -255,20 +249,20 @@ def _mode(layer: BatchNorm) -> str:
 def _carry_back(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns Equinox's two entries: the count, or whether it is new, and the statistics."""
 
-    def one(memory: Any, accepted: Array) -> Entries:
-        fresh = is_new(old, memory)
-        used = old.approach.infer(memory)
-        mean, variance = used.mean, used.variance
+    def one(statistics: Any, accepted: Array) -> Entries:
+        count = fresh = is_new(old, statistics)
+        moments = old.approach.infer(statistics)
+        mean, variance = moments.mean, moments.variance
         if new.mode == "ema":
-            statistics = mean, jnp.where(fresh, 0, variance).astype(mean.dtype)
-            return dict(zip(_FIELDS["ema"], (fresh, statistics), strict=True))
-        count = jnp.where(fresh, 0, jnp.maximum(accepted, _many(new)))
-        count = count.astype(jnp.result_type(int))
-        statistics = mean, variance.astype(mean.dtype)
-        return dict(zip(_FIELDS["batch"], (count, statistics), strict=True))
+            variance = jnp.where(fresh, 0, variance)
+        else:
+            count = jnp.where(fresh, 0, jnp.maximum(accepted, _many(new)))
+            count = count.astype(jnp.result_type(int))
+        entries = count, (mean, variance.astype(mean.dtype))
+        return dict(zip(_FIELDS[new.mode], entries, strict=True))
 
     memory = remembered["memory_index"]
-    return over(one)(memory.statistics, batches_of(memory))
+    return over(one)(memory.statistics, batches_of(old, memory))
 
 
 def _many(layer: eqx.nn.BatchNorm) -> int:

@@ -12,9 +12,9 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import entries, found, listed, located, name, state_of
-from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, layers_of, place
-from ._torch_match import Names, TorchReport, key, match, prefixes
+from ._layers import entries, layers_of, listed, located, name, state_of
+from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, place, slots_of
+from ._torch_match import Names, TorchReport, key, match, prefixes_of
 
 Model = TypeVar("Model")
 State = TypeVar("State", bound=eqx.nn.State | None)
@@ -66,31 +66,33 @@ def from_torch(
 
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
-    given, problems = _arrays(state_dict)
-    report, slots = match(layers_of(model, state), given, names)
-    arrays = dict[str, jax.Array]()
-    for k, slot in slots:
-        array, dtype = given[k], slot.array.dtype
-        if array.shape != slot.shape:
-            problems.append(f"{k} has the shape {array.shape}, the model's has {slot.shape}")
-        elif np.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
-            problems.append(f"{k} is {array.dtype}, but the model's is {dtype}")
-        else:
-            arrays[slot.path] = _cast(k, slot.here(array), dtype, problems)
+    arrays, problems = _arrays(state_dict)
+    slots = slots_of(model, state)
+    report = match(slots, arrays, names)
+    loaded = dict[str, jax.Array]()
+    for path, prefix in report.matched.items():
+        for field, slot in slots[path].items():
+            if (array := arrays.get(k := key(prefix, field))) is None:
+                continue
+            if array.shape == slot.shape:
+                array = slot.from_torch(array)
+                loaded[slot.path] = _cast(k, array, slot.array.dtype, problems)
+            else:
+                problems.append(f"{k} has the shape {array.shape}, not {slot.shape} as here")
     learnt = dict[Any, Any]()
-    for path, norm in {} if problems else found(model, BatchNorm).items():
-        if place(path, MEAN) in arrays and place(path, VARIANCE) in arrays:
-            mean, variance = (arrays[place(path, what)] for what in (MEAN, VARIANCE))
+    for path, norm in {} if problems else layers_of(model, BatchNorm).items():
+        if place(path, MEAN) in loaded and place(path, VARIANCE) in loaded:
             with located(path, norm):
-                statistics = norm.approach.load(Moments.of(mean, variance))
-            counts = jnp.zeros(2, jnp.int32).at[0].set(arrays.get(place(path, COUNT), 0))
+                moments = Moments.of(loaded[place(path, MEAN)], loaded[place(path, VARIANCE)])
+                statistics = norm.approach.load(moments)
+            counts = jnp.zeros(2, jnp.int32).at[0].set(loaded.get(place(path, COUNT), 0))
             learnt[norm.memory_index.marker] = Remembered(statistics, counts)
     said = [listed(problems, "\n    ")] if problems else []
     if strict and report.leftovers:
         said += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
     if said:
         raise ValueError("\n    ".join(["Nothing was loaded:", *said]))
-    model = jax.tree_util.tree_map_with_path(lambda p, leaf: arrays.get(name(p), leaf), model)
+    model = jax.tree_util.tree_map_with_path(lambda p, leaf: loaded.get(name(p), leaf), model)
     after: Any = None if state is None else state_of(model, entries(state) | learnt)
     return model, after, report
 
@@ -120,10 +122,10 @@ def to_torch(
 
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
-    layers, state_dict = layers_of(model, state), dict[str, np.ndarray]()
-    for path, prefix in prefixes(layers, names).items():
-        slots = {} if prefix is None else layers[path]
-        arrays = {key(prefix or "", n): _portable(slot) for n, slot in slots.items()}
+    slots, state_dict = slots_of(model, state), dict[str, np.ndarray]()
+    for path, prefix in prefixes_of(slots, names).items():
+        layer = {} if prefix is None else slots[path]
+        arrays = {key(prefix or "", field): _portable(slot) for field, slot in layer.items()}
         if both := sorted(arrays.keys() & state_dict.keys()):
             raise ValueError(
                 f"{path!r} and another layer have the same name: both would write {both}. Give "
@@ -136,25 +138,21 @@ def to_torch(
 def _arrays(state_dict: Any) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns the arrays of a `state_dict`, and the problems of its other entries."""
     if not isinstance(state_dict, Mapping):
-        has = callable(getattr(state_dict, "state_dict", None))
         raise ValueError(
-            f"state_dict is a {type(state_dict).__name__}. Pass "
-            + ("what its .state_dict() returns." if has else "a mapping of names to arrays.")
+            f"state_dict is a {type(state_dict).__name__}. Pass a mapping of names to arrays, "
+            "as module.state_dict() returns."
         )
-    given, problems = dict[str, np.ndarray](), list[str]()
-    for each, value in state_dict.items():
-        try:
-            array = _array(value)
-        except Exception as error:  # a sparse tensor, or one without values
-            problems.append(f"{each!r} cannot be read: {error}")
-            continue
-        if isinstance(each, str) and array.dtype.kind in "biufcV":
-            given[each] = array
-            continue
-        checkpoint = f", or pass checkpoint[{each!r}]" if isinstance(value, Mapping) else ""
-        what = f"{type(value).__name__}, not an array with a str as its name"
-        problems.append(f"{each!r} is a {what}: leave it out{checkpoint}")
-    return given, problems
+    arrays, problems = dict[str, np.ndarray](), list[str]()
+    for k, value in state_dict.items():
+        array = _array(value)
+        if array.dtype.kind in "biufcV":
+            arrays[str(k)] = array
+        else:
+            problems.append(
+                f"{k!r} is a {type(value).__name__}, not an array: leave it out. (If it holds "
+                f"the arrays of a whole checkpoint, pass checkpoint[{k!r}].)"
+            )
+    return arrays, problems
 
 
 def _array(value: Any) -> np.ndarray:
@@ -166,26 +164,23 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _cast(key: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.Array:
+def _cast(k: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.Array:
     """Returns the array in another dtype; adds invalid statistics to `problems`."""
-    what = key.rpartition(".")[2]
-    if what == COUNT:
-        if not 0 <= array < np.inf:
-            problems.append(f"{key} is {array}, which is not a number of batches")
-            return jnp.int32(0)
+    field = k.rpartition(".")[2]
+    if field == COUNT:
         return jnp.int32(min(int(array), np.iinfo(np.int32).max))
     with np.errstate(over="ignore"):
         # A copy, because PyTorch updates its arrays in place.
         new = jnp.asarray(array.astype(dtype, order="C"))
-    may_be_infinite = what not in (MEAN, VARIANCE) and not np.isfinite(array).all()
+    may_be_infinite = field not in (MEAN, VARIANCE) and not np.isfinite(array).all()
     if not (may_be_infinite or jnp.isfinite(new).all()):
-        problems.append(f"{key} is not finite in {dtype}")
-    if what == VARIANCE and (new < 0).any():
-        problems.append(f"{key} is negative")
+        problems.append(f"{k} is not finite in {dtype}")
+    if field == VARIANCE and (new < 0).any():
+        problems.append(f"{k} is negative")
     return new
 
 
 def _portable(slot: Slot) -> np.ndarray:
     """Returns a writeable, contiguous copy, as `torch.from_numpy` requires."""
-    array = slot.there(np.asarray(slot.array))
+    array = slot.to_torch(np.asarray(slot.array))
     return np.array(array, np.float32 if array.dtype.kind == "V" else None, order="C")

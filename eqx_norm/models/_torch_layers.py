@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -11,8 +11,8 @@ import numpy as np
 from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
+from ._carry import batches_of
 from ._layers import located, name, remembered_by
-from ._reconfigure import batches_of
 
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
@@ -24,49 +24,53 @@ _ENSEMBLE = "it belongs to an ensemble: convert the members one by one, then sta
 
 
 class Slot(NamedTuple):
-    """Holds an array, its place, and conversions from PyTorch's layout and back."""
+    """Holds an array, its place, and conversions from PyTorch's layout and to it."""
 
     path: str
     array: Any
-    here: Callable[[np.ndarray], np.ndarray] = np.asarray
-    there: Callable[[np.ndarray], np.ndarray] = np.asarray
+    from_torch: Callable[[np.ndarray], np.ndarray] = np.asarray
+    to_torch: Callable[[np.ndarray], np.ndarray] = np.asarray
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the array's shape in PyTorch."""
-        return self.there(np.empty(self.array.shape, bool)).shape
+        return self.to_torch(np.empty(self.array.shape, bool)).shape
 
 
 # By the path of a layer, then by PyTorch's name; an array outside of layers has the name "".
-Layers = dict[str, dict[str, Slot]]
+Slots = dict[str, dict[str, Slot]]
 
 
-def layers_of(model: Any, state: eqx.nn.State | None) -> Layers:
+def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
     """Returns all arrays that PyTorch may have, in layers and outside of them.
 
     **Raises:** `ValueError` for a batch norm that cannot be converted.
     """
-    layers = Layers()
-    for path, leaf in jtu.tree_leaves_with_path(model):
-        depth, node = _innermost(model, path)
-        owner, field = name(path[:depth]), name(path[depth:])
-        if isinstance(node, eqx.nn.BatchNorm) and owner not in layers:
-            with located(owner, node):
-                layers[owner] = _statistics(owner, node, state)
-        if not eqx.is_inexact_array(leaf):
-            continue
-        if node is None or field not in _FIELDS:
-            layers[name(path)] = {"": Slot(name(path), leaf)}
-        else:
-            with located(owner, node):
-                slot = Slot(name(path), leaf, *_layouts(node, field, leaf.shape))
-            layers.setdefault(owner, {})[_FIELDS[field]] = slot
-    return layers
+    slots = Slots()
+    owner, is_layer = name(above), isinstance(model, _KNOWN)
+    with located(owner, model):
+        if isinstance(model, eqx.nn.BatchNorm):
+            slots[owner] = _statistics(owner, model, state)
+
+    def is_inner(node: Any) -> bool:
+        return node is not model and isinstance(node, _KNOWN)
+
+    for below, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
+        path, field = name((*above, *below)), name(below)
+        if is_inner(leaf):
+            slots |= slots_of(leaf, state, (*above, *below))
+        elif eqx.is_inexact_array(leaf) and is_layer and field in _FIELDS:
+            with located(owner, model):
+                slot = Slot(path, leaf, *_layouts(model, field, leaf.shape))
+            slots.setdefault(owner, {})[_FIELDS[field]] = slot
+        elif eqx.is_inexact_array(leaf):
+            slots[path] = {"": Slot(path, leaf)}
+    return slots
 
 
-def place(norm: str, what: str) -> str:
+def place(norm: str, statistic: str) -> str:
     """Returns the place of a statistic, which is in the state and has no path in the model."""
-    return f"{norm} {what}"
+    return f"{norm} {statistic}"
 
 
 def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
@@ -76,35 +80,19 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
         )
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
-    remembered, _ = remembered_by(norm, state)
-    memory = remembered["memory_index"]
-    batches = batches_of(memory)
+    memory = remembered_by(norm, state)[0]["memory_index"]
+    batches = batches_of(norm, memory)
     if batches.ndim:
         raise ValueError(_ENSEMBLE)
     _memory.check(memory.statistics, norm.approach, norm.input_size)
-    used = norm.approach.infer(memory.statistics)
-    arrays = {MEAN: used.mean, VARIANCE: used.variance, COUNT: np.array(batches, np.int64)}
-    return {what: Slot(place(path, what), array) for what, array in arrays.items()}
-
-
-def _innermost(node: Any, path: Any) -> tuple[int, Any]:
-    """Returns the number of keys to the innermost layer around a leaf, and the layer."""
-    innermost = 0, None
-    for depth, key in enumerate(path):
-        if isinstance(node, _KNOWN):
-            innermost = depth, node
-        match key:
-            case jtu.GetAttrKey(name=attribute):
-                node = getattr(node, attribute)
-            case jtu.SequenceKey(idx=index) | jtu.DictKey(key=index):
-                node = cast(Any, node)[index]
-            case _:  # a node of an unknown class
-                break
-    return innermost
+    moments = norm.approach.infer(memory.statistics)
+    count = np.array(batches, np.int64)
+    arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
+    return {key: Slot(place(path, key), array) for key, array in arrays.items()}
 
 
 def _layouts(layer: Any, field: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Returns functions that convert an array of a layer from PyTorch's layout, and back."""
+    """Returns functions that convert an array of a layer from PyTorch's layout, and to it."""
     rank = layer.num_spatial_dims + 2 if isinstance(layer, _CONVS) else 2
     if isinstance(layer, _NORMS):
         rank = len(getattr(layer, "shape", (None,)))

@@ -2,13 +2,13 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from ._layers import listed
-from ._torch_layers import COUNT, Layers, Slot
+from ._torch_layers import COUNT, Slots
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
@@ -30,11 +30,10 @@ class TorchReport(NamedTuple):
     unexpected: tuple[str, ...]
 
     def __str__(self) -> str:
-        shown = {path or "(the layer itself)": to for path, to in self.matched.items()}
-        width = max(map(len, shown), default=0)
-        rows = [
-            f"{path:{width}}  <-  {to or '(the layer itself)'}" for path, to in shown.items()
-        ]
+        itself = "(the layer itself)"
+        pairs = [(path or itself, prefix or itself) for path, prefix in self.matched.items()]
+        width = max((len(path) for path, _ in pairs), default=0)
+        rows = [f"{path:{width}}  <-  {prefix}" for path, prefix in pairs]
         skipped = [f"left out by names: {', '.join(self.skipped)}"] if self.skipped else []
         return "\n".join([*rows, *skipped, *self.leftovers])
 
@@ -42,49 +41,37 @@ class TorchReport(NamedTuple):
     def leftovers(self) -> list[str]:
         """Returns a line that lists `missing`, and one that lists `unexpected`."""
         only = {"only in the model": self.missing, "only in the state_dict": self.unexpected}
-        return [f"{title}: {listed(of)}" for title, of in only.items() if of]
+        return [f"{title}: {listed(keys)}" for title, keys in only.items() if keys]
 
 
-def match(
-    layers: Layers, given: Mapping[str, np.ndarray], names: Names
-) -> tuple[TorchReport, list[tuple[str, Slot]]]:
-    """Returns the report for these layers, and each key that was found with its slot."""
-    pairs, named = prefixes(layers, names), _named(layers, names)
-    keys = {p: _keys(slots, pairs[p]) for p, slots in layers.items()}
-    absent = {p: layers[p] for p in layers if p not in named and not keys[p] & given.keys()}
-    skipped = {p: _unless_skipped(p, names) for p, to in pairs.items() if to is None}
-    taken = {*pairs.values(), *skipped.values()}
-    for path, prefix in _by_order(absent, given, taken).items():
-        pairs[path], keys[path] = prefix, _keys(layers[path], prefix)
-    matched = {p: to for p, to in pairs.items() if to is not None and keys[p] & given.keys()}
-    slots = [(key(to, n), slot) for p, to in matched.items() for n, slot in layers[p].items()]
-    # Entries of skipped layers are not left over.
+def match(slots: Slots, arrays: Mapping[str, np.ndarray], names: Names) -> TorchReport:
+    """Returns which layers and which entries of a `state_dict` belong together."""
+    parts = _parts(slots, names)
+    prefixes = {path: _prefix(path, parts) for path in slots}
+    # The prefixes that layers left out would have: their entries are not left over.
+    kept = {part: prefix for part, prefix in parts.items() if prefix is not None}
+    skipped = {p: _prefix(p, kept) or "" for p, prefix in prefixes.items() if prefix is None}
+    keys = {path: _keys(slots[path], prefix) for path, prefix in prefixes.items()}
+    unnamed = [p for p in slots if not any(_begins(_dotted(p), part) for part in parts)]
+    absent = {p: slots[p] for p in unnamed if not keys[p] & arrays.keys()}
+    for path, prefix in _by_order(absent, arrays, {*prefixes.values(), *skipped.values()}):
+        prefixes[path], keys[path] = prefix, _keys(slots[path], prefix)
+    matched = {p: prefixes[p] or "" for p in slots if keys[p] & arrays.keys()}
+    wanted = dict.fromkeys(k for path in slots for k in sorted(keys[path]))
+    missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
     out = tuple(f"{prefix}." for prefix in skipped.values())
-    wanted = dict.fromkeys(k for path in layers for k in sorted(keys[path]))
-    missing = tuple(k for k in wanted if k not in given and not k.endswith(COUNT))
-    unexpected = tuple(k for k in given if k not in wanted and not f"{k}.".startswith(out))
-    report = TorchReport(matched, tuple(skipped), missing, unexpected)
-    return report, [(k, slot) for k, slot in slots if k in given]
+    unexpected = tuple(k for k in arrays if k not in wanted and not f"{k}.".startswith(out))
+    return TorchReport(matched, tuple(skipped), missing, unexpected)
 
 
-def prefixes(paths: Iterable[str], names: Names) -> dict[str, str | None]:
+def prefixes_of(paths: Iterable[str], names: Names) -> dict[str, str | None]:
     """Returns PyTorch's prefix for each path: from `names`, or the path with dots.
 
     **Raises:** `ValueError` if `names` has a key with which no path begins.
     """
     paths = list(paths)
-    parts = names if isinstance(names, Mapping) else {}
-    unused = [p for p in parts if not any(_begins(_dotted(path), _dotted(p)) for path in paths)]
-    if unused:
-        raise ValueError(
-            f"names has {unused}, but no layer's path begins so. The paths are "
-            f"{listed(map(repr, paths))}."
-        )
-    return {path: _dotted(path) for path in paths} | _named(paths, names)
-
-
-def _keys(slots: Mapping[str, Slot], prefix: str | None) -> set[str]:
-    return set() if prefix is None else {key(prefix, name) for name in slots}
+    parts = _parts(paths, names)
+    return {path: _prefix(path, parts) for path in paths}
 
 
 def key(prefix: str, name: str) -> str:
@@ -92,48 +79,52 @@ def key(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
 
 
-def _named(paths: Iterable[str], names: Names) -> dict[str, str | None]:
-    """Returns the prefixes of those paths that `names` mentions. A mapping replaces the longest
-    beginning of a path that it has."""
-    if callable(names):
-        found = {path: names(path) for path in paths}
-        return {path: None if to is None else _dotted(to) for path, to in found.items()}
-    parts, found = {_dotted(part): to for part, to in (names or {}).items()}, {}
-    for path in paths:
-        own = _dotted(path)
-        if fitting := [part for part in parts if _begins(own, part)]:
-            part = max(fitting, key=len)
-            to = parts[part]
-            found[path] = None if to is None else key(to, own[len(part) :].removeprefix("."))
-    return found
+def _keys(names: Iterable[str], prefix: str | None) -> set[str]:
+    return set() if prefix is None else {key(prefix, name) for name in names}
 
 
-def _unless_skipped(path: str, names: Names) -> str:
-    """Returns the prefix that a layer which `names` leaves out would have otherwise."""
-    parts = names if isinstance(names, Mapping) else {}
-    kept = {part: to for part, to in parts.items() if to is not None}
-    return _named([path], kept).get(path) or _dotted(path)
+def _parts(paths: Iterable[str], names: Names) -> dict[str, str | None]:
+    """Returns PyTorch's prefixes by paths or their beginnings, both with dots."""
+    dotted = {path: _dotted(path) for path in paths}
+    pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
+    unused = [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]
+    if unused:
+        raise ValueError(
+            f"names has {unused}, but no layer's path begins so. The paths are "
+            f"{listed(map(repr, dotted))}."
+        )
+    return {_dotted(p): None if name is None else _dotted(name) for p, name in pairs.items()}
+
+
+def _prefix(path: str, parts: Mapping[str, str | None]) -> str | None:
+    """Returns PyTorch's prefix for a path: its longest beginning in `parts` is replaced."""
+    path = _dotted(path)
+    part = max((part for part in parts if _begins(path, part)), key=len, default=None)
+    if part is None:
+        return path
+    prefix = parts[part]
+    return None if prefix is None else key(prefix, path[len(part) :].removeprefix("."))
 
 
 def _by_order(
-    absent: Layers, given: Mapping[str, np.ndarray], taken: Iterable[str | None]
-) -> dict[str, str]:
-    """Matches layers by order, in each group whose arrays have the same names and shapes, if it
-    is equally large in the model and the `state_dict`."""
-    groups = defaultdict[str, set[tuple[str, tuple[int, ...]]]](set)
-    for k, array in given.items():
+    slots: Slots, arrays: Mapping[str, np.ndarray], taken: Iterable[str | None]
+) -> Iterator[tuple[str, str]]:
+    """Yields layers and prefixes by order, in each group whose arrays have the same names and
+    shapes, if it is equally large in the model and the `state_dict`."""
+    forms = defaultdict[str, set[tuple[str, tuple[int, ...]]]](set)
+    for k, array in arrays.items():
         prefix, _, name = k.rpartition(".")
-        if name != COUNT:
-            groups[prefix].add((name, array.shape))
-    here, there = defaultdict[object, list[str]](list), defaultdict[object, list[str]](list)
-    for path, slots in absent.items():
-        form = frozenset((name, slot.shape) for name, slot in slots.items() if name != COUNT)
-        here[form].append(path)
-    for prefix, shapes in groups.items():
-        if prefix not in taken:
-            there[frozenset(shapes)].append(prefix)
-    alike = [(here[form], there[form]) for form in here if len(here[form]) == len(there[form])]
-    return {path: to for paths, others in alike for path, to in zip(paths, others, strict=True)}
+        if name != COUNT and prefix not in taken:
+            forms[prefix].add((name, array.shape))
+    paths, prefixes = defaultdict[object, list[str]](list), defaultdict[object, list[str]](list)
+    for path, layer in slots.items():
+        form = frozenset((name, slot.shape) for name, slot in layer.items() if name != COUNT)
+        paths[form].append(path)
+    for prefix, form in forms.items():
+        prefixes[frozenset(form)].append(prefix)
+    for form, layers in paths.items():
+        if len(layers) == len(prefixes[form]):
+            yield from zip(layers, prefixes[form], strict=True)
 
 
 def _dotted(path: str) -> str:
@@ -142,4 +133,4 @@ def _dotted(path: str) -> str:
 
 
 def _begins(path: str, part: str) -> bool:
-    return not part or path == part or path.startswith(f"{part}.")
+    return not part or f"{path}.".startswith(f"{part}.")

@@ -1,6 +1,5 @@
 """Tests that ledgers are written step by step, survive killed runs, and show differences."""
 
-import contextlib
 import re
 
 import jax
@@ -16,7 +15,7 @@ from tests.helpers import bits, f32, normal
 from tests.processes import python
 
 X = normal(0, (2, 3))
-BARE = jax.jit(recorded(lambda x: monitor([x, 2 * x], "x")))(X)[1]
+WEIGHT, CHANGED = f32([1, 2, 3]), f32([1, 2, 3 + 3 * 2**-22])  # by 3 ulp
 
 
 def loss(x, weight):
@@ -27,7 +26,6 @@ def loss(x, weight):
 
 step = jax.jit(recorded(jax.value_and_grad(loss)))
 keeping = jax.jit(recorded(jax.value_and_grad(loss), keep_values=True))
-WEIGHT, CHANGED = f32([1, 2, 3]), f32([1, 2, 3 + 3 * 2**-22])  # by 3 ulp
 
 
 def written(path, *records, start=0):
@@ -64,52 +62,50 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_step_is_written_once_and_at_once_and_nothing_is_written_over(tmp_path):
+    record = step(X, WEIGHT)[1]
     with Ledger(tmp_path / "a") as ledger:
-        for step in (np.int64(2), 0):
-            ledger.append(step, BARE)
-            assert read(ledger.path).rows[-1].step == step
+        for number in (np.int64(2), 0):
+            ledger.append(number, record)
+            assert read(ledger.path).rows[-1].step == number
         with pytest.raises(ValueError, match="has a step 2 already"):
-            ledger.append(2, BARE)
+            ledger.append(2, record)
         with pytest.raises(ValueError, match="Take one out of a vmap or scan"):
-            ledger.append(3, jax.tree.map(lambda a: jnp.stack([a, a]), BARE))
+            ledger.append(3, jax.tree.map(lambda a: jnp.stack([a, a]), record))
     (tmp_path / "b.values").mkdir()
     for name, taken in (("a", "a"), ("b", "b.values")):
-        with pytest.raises(FileExistsError, match=f"{taken} exists, and a ledger over"):
+        with pytest.raises(FileExistsError, match=f"{taken} exists"):
             Ledger(tmp_path / name)
 
 
-def test_cut_or_with_a_bit_flipped_it_is_never_the_same(tmp_path):
-    ledger, other = written(tmp_path / "a", BARE, BARE), tmp_path / "b"
+def test_a_ledger_that_is_cut_anywhere_is_never_the_same(tmp_path):
+    ledger, other = run(tmp_path / "a", WEIGHT), tmp_path / "b"
     content, rows = ledger.read_bytes(), read(ledger).rows
-    for place in range(content.index(b"\n") + 1, len(content)):
+    lines = [end.start() + 1 for end in re.finditer(rb"\n", content)]
+    for place in {*lines, *range(lines[0] + 1, len(content), 17)} - {len(content)}:
         other.write_bytes(content[:place])
         cut = read(other)
         assert cut.rows == rows[: content[:place].count(b"\n") - 1]
-        assert cut.is_truncated == (content[place - 1 : place] != b"\n")
+        assert cut.is_truncated == (place not in lines)
         assert not compare(ledger, other).same
         assert not cut.rows or compare(other, other).same != cut.is_truncated
-        other.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        with contextlib.suppress(LedgerError):
-            assert not compare(ledger, other).same
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [("{", "[1]{", 1), ("version 3", "version 2", 1), (',"again":1', "", 2), ("\n", "\n\n", 2)],
+    ("old", "new"), [("{", "[1]{"), ("version 3", "version 2"), (',"again":1', "")]
 )
-def test_damaged_ledgers_and_other_files_are_refused(tmp_path, old, new, line):
-    ledger = written(tmp_path / "a", BARE)
+def test_other_files_are_refused(tmp_path, old, new):
+    ledger = run(tmp_path / "a", WEIGHT)
     ledger.write_text(ledger.read_text().replace(old, new, 1))
-    with pytest.raises(LedgerError, match=f"not a ledger, or is damaged: line {line} is not"):
+    with pytest.raises(LedgerError, match="is not an .* ledger, version 3, or is damaged"):
         read(ledger)
 
 
 def test_the_first_difference_is_named_and_by_how_much(tmp_path, capsys):
     a, a_too = (run(tmp_path / name, WEIGHT, WEIGHT) for name in ("a", "a_too"))
-    says = "the same: 16 rows of 2 steps agree, to the bit"
-    assert compare(a, a_too) == (True, 16, says, None, None, None)
+    text = "the same: 16 rows of 2 steps agree, to the bit"
+    assert compare(a, a_too) == (True, 16, text, None, None, None)
     assert main(["compare", str(a), str(a_too)]) == 0
-    assert capsys.readouterr().out == f"{says}\n"
+    assert capsys.readouterr().out == f"{text}\n"
     b = run(tmp_path / "b", WEIGHT, CHANGED)
     verdict = compare(a, b)
     assert verdict == (False, 10, str(verdict), 1, "yes", "forward")
@@ -120,11 +116,9 @@ def test_the_first_difference_is_named_and_by_how_much(tmp_path, capsys):
     assert capsys.readouterr().out == f"{verdict}\n"
     a, b = (run(tmp_path / n, w, step=keeping) for n, w in (("c", WEIGHT), ("d", CHANGED)))
     assert "2 of 6 elements differ\n  the first is [0, 2]: " in str(compare(a, b))
-    (tmp_path / "d.values" / "0.npz").write_bytes(b"")
-    assert "0.npz, which cannot be read" in str(compare(a, b))
 
 
-def test_another_branch_or_an_end(tmp_path):
+def test_another_branch_an_end_or_another_version(tmp_path):
     a, b = run(tmp_path / "a", WEIGHT, WEIGHT), run(tmp_path / "b", WEIGHT, -WEIGHT)
     short = run(tmp_path / "short", WEIGHT)
     assert compare(a, b).probe == "no"
@@ -132,22 +126,22 @@ def test_another_branch_or_an_end(tmp_path):
     verdict = compare(short, a)
     assert (verdict.same, verdict.agreed, verdict.step) == (False, 8, None)
     assert f"{short} ends before step 1: `h` forward, where {a} continues" in str(verdict)
+    b.write_text(a.read_text().replace(jax.__version__, "0.1", 1))
+    assert str(compare(a, b)).endswith(f"different jax: {jax.__version__} and 0.1")
 
 
 def test_what_cannot_be_compared_ends_with_2_and_one_line(tmp_path, capsys):
     a, b = run(tmp_path / "a", WEIGHT), run(tmp_path / "b", WEIGHT, start=1)
-    for paths, says in (
+    for paths, error in (
         ((a, b), "step 0: `h` forward, the other has step 1: `h`"),
         ([written(tmp_path / name) for name in "xy"], "have no rows: nothing was recorded"),
         ("ab", "cannot be read"),
     ):
         assert main(["compare", *map(str, paths)]) == 2
-        out, told = capsys.readouterr()
-        assert (out, told.count("\n")) == ("", 1)
-        assert says in told
+        out, printed = capsys.readouterr()
+        assert (out, printed.count("\n")) == ("", 1)
+        assert error in printed
     assert "exit status: 0 the same" in python("-m", "eqx_norm.determinism", "--help").stdout
-    with pytest.raises(SystemExit, match="2"):
-        main(["compare", "a"])
 
 
 def test_differences():

@@ -48,7 +48,7 @@ def trained():
     return step(PLAIN, model, state, start(PLAIN, model), X)[:3]
 
 
-def test_steps_change_no_bit_until_it_learns_again(trained):
+def test_steps_change_no_bit(trained):
     model, state, _ = trained
     frozen, after = freeze(model), copy(state)
     memory = start(PLAIN, frozen)
@@ -58,12 +58,9 @@ def test_steps_change_no_bit_until_it_learns_again(trained):
         assert all(not np.any(g) for g in jax.tree.leaves(gradients.layers[1:3]))
     assert same((frozen.layers[1:3], after), (model.layers[1:3], state))
     assert not np.array_equal(model.layers[0].weight, frozen.layers[0].weight)
-    thawed, later, *_ = step(PLAIN, unfreeze(frozen), copy(after), unfreeze(memory), X)
-    assert not same(thawed.layers[1], frozen.layers[1])
-    assert not same(later, after)
 
 
-# Whether the optimiser state is from before the freeze, and whether frozen arrays stay.
+# The optimiser, whether its state is from before the freeze, and whether frozen arrays stay.
 CASES = {
     "masked weight decay": (optax.adamw(1e-2, weight_decay=0.1, mask=trainable), False, True),
     "weight decay moves it": (optax.adamw(1e-2, weight_decay=0.1), False, False),
@@ -82,13 +79,13 @@ def test_trainable_keeps_the_optimiser_off(trained, case):
     assert not same(new.layers[0], frozen.layers[0])
 
 
-@pytest.mark.parametrize("how", ["training", "traced", "mask", "nan"])
-def test_it_is_inference_to_the_bit(trained, how):
+@pytest.mark.parametrize("case", ["training", "traced", "mask", "nan"])
+def test_it_is_inference_to_the_bit(trained, case):
     model, state, _ = trained
     layer, frozen = model.layers[1], eqx.nn.inference_mode(freeze(model), False).layers[1]
-    mask = np.arange(5) < 3 if how == "mask" else None
-    given = {"training": False, "traced": jnp.array(False)}.get(how)
-    x = X.at[0].set(jnp.nan) if how == "nan" else X
+    mask = np.arange(5) < 3 if case == "mask" else None
+    inference = {"training": False, "traced": jnp.array(False)}.get(case)
+    x = X.at[0].set(jnp.nan) if case == "nan" else X
 
     def run(layer, inference):
         # No axis is named: a frozen layer needs none.
@@ -97,8 +94,8 @@ def test_it_is_inference_to_the_bit(trained, how):
         return y, back(y)
 
     run = filter_jit(run)
-    assert same(run(frozen, given), run(layer, True))
-    _, after = frozen(x[0], state, inference=given, mask=mask)
+    assert same(run(frozen, inference), run(layer, True))
+    _, after = frozen(x[0], state, inference=inference, mask=mask)
     assert after is state
 
 
@@ -112,13 +109,5 @@ def test_only_some_and_the_way_back(trained):
     assert eqx.tree_equal(unfreeze(both), model)
     assert same(both, model)  # which is what a checkpoint is made of
     assert unfreeze(eqx.nn.inference_mode(both)).layers[1].inference
-
-
-def test_errors_and_the_example_in_the_docstring(trained):
-    model = trained[0]
-    with pytest.raises(ValueError, match="nothing to unfreeze: .*holds no frozen BatchNorm"):
-        unfreeze(model)
-    with pytest.raises(ValueError, match="nothing to freeze: .*holds no eqx_norm.BatchNorm"):
-        freeze(model.layers[0])
     layers = example(freeze, **globals(), model=model)["model"].layers
     assert [layers[i].approach.learns for i in (1, 2)] == [False, True]

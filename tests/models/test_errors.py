@@ -1,0 +1,149 @@
+"""Tests that what cannot be done is an error, which names the layer and says what to do."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm.models import (
+    fold,
+    fold_pairs,
+    freeze,
+    from_torch,
+    recalibrate,
+    reconfigure,
+    swap,
+    to_torch,
+    unfreeze,
+    unswap,
+)
+from eqx_norm.strategies import Batch
+from tests.helpers import Cumulative as Unloaded
+from tests.helpers import make, normal
+from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm, unchecked
+
+
+def two(nn, key):
+    return [norm(nn), {"row": nn.LayerNorm(C)}]
+
+
+def conv(out=C, kind=eqx.nn.Conv1d, **kwargs):
+    return kind(C, out, 3, key=KEY, **kwargs)
+
+
+class Standardised(eqx.nn.Conv1d):
+    def __call__(self, x, *, key=None):
+        return super().__call__(x - x.mean(), key=key)
+
+
+MODEL, STATE = made(two, OURS)
+_, STATE = call(MODEL, STATE, normal(0, (4, C)))
+SWAPPED = made(two, THEIRS)
+LINEAR = [eqx.nn.Linear(C, C, key=KEY)], STATE
+MEMBERS = made(two, OURS, members=2)
+NORM, NORM_STATE = make(C, "batch", approach="batch", inference=True)
+ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
+UNLOADED = make(C, "batch", approach=Unloaded())
+X = normal(0, (4, C))
+PATH: Any = "[0]"
+MODULE: Any = SimpleNamespace()
+LOADED: dict[str, Any] = {"running_mean": np.ones(C), "running_var": np.ones(C)}
+
+
+def is_row(path, layer):
+    return "row" in path
+
+
+def folded(layers, first="[0]", second="[1]", state=NORM_STATE):
+    return fold_pairs(layers, state, {first: second})
+
+
+def shared(layers):
+    return eqx.nn.Shared(layers, lambda m: m[1].weight, lambda m: m[0].weight)
+
+
+def recalibrated(batches, model: Any = NORM, state=NORM_STATE, forward: Any = None):
+    return recalibrate(model, state, batches, forward)
+
+
+# What is called, and the error.
+ERRORS: list[tuple[Any, str]] = [
+    # swap and unswap
+    (lambda: swap(*LINEAR), "nothing to swap: .* no norm of eqx.nn"),
+    (lambda: swap(*SWAPPED, eps=0.0), r"^\[0\]: eps=0.0: "),
+    (lambda: swap(*SWAPPED, where=PATH), r"^where='\[0\]' is not callable"),
+    (lambda: swap(SWAPPED[0], STATE), r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),
+    (lambda: unswap(MODEL, STATE, mode="adam"), "^mode='adam': .*mode='batch'"),
+    (lambda: unswap(*swap(*SWAPPED, "adam")), r"^\[0\]: approach=Adam\("),
+    (lambda: unswap(*swap(*SWAPPED, activation=jnp.tanh)), r"\[0\]: activation=.*reconfigure"),
+    # reconfigure
+    (lambda: reconfigure(*LINEAR, eps=1.0), r"no layer of eqx_norm; .*swap\("),
+    (lambda: reconfigure(MODEL, STATE, input_size=4), "^input_size= .*, only activation, app"),
+    (lambda: reconfigure(MODEL, STATE, is_row, approach="ema"), "^approach= .*, only activ"),
+    (lambda: reconfigure(MODEL, STATE, lambda *_: 0), r"where= chose none of \[0\], \[1\]\['r"),
+    (lambda: reconfigure(MODEL, STATE, approach=lambda s: 3), r"^\[0\]: approach=3 is neither"),
+    (lambda: reconfigure(MODEL, STATE, approach=Batch), r"^\[0\]: .* with the parentheses"),
+    (lambda: reconfigure(MODEL, STATE, axis_name=("b", "b")), r"^\[0\]: axis_name=\('b', 'b'"),
+    (lambda: reconfigure(MODEL, STATE, approach=Unloaded()), r"^\[0\]: Cumulative cannot take"),
+    (
+        lambda: reconfigure(MODEL, STATE, approach=Unloaded(), momentum=0.5),
+        r"^\[0\]: momentum=0.5: .*Cumulative",
+    ),
+    (lambda: reconfigure(NORM, UNLOADED[1], approach="ema"), "^BatchNorm: .*another layer"),
+    # freeze and unfreeze
+    (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
+    (lambda: unfreeze(MODEL), "nothing to unfreeze: .*holds no frozen BatchNorm"),
+    # fold
+    (
+        lambda: folded([conv(), NORM], "[2]"),
+        r"^pairs=.*no linear layer .* '\[2\]'\..*: '\[0\]'",
+    ),
+    (lambda: folded([conv(), norm(THEIRS)]), r"^pairs=.*equinox\S+BatchNorm.*models\.swap"),
+    (lambda: folded([conv(kind=Standardised), NORM]), "^pairs=.*Standardised has another"),
+    (lambda: folded([conv(4), NORM]), "the norm has 3 channels, but the layer returns 4"),
+    (lambda: folded([conv(), eqx.nn.inference_mode(NORM, False)]), "^pairs.* in training mode"),
+    (lambda: folded([jax.tree.map(jnp.int8, conv()), NORM]), "arrays of int8"),
+    (lambda: folded([shared([conv(), conv()]), NORM], "[0].pytree[0]"), r"\[0\] is .*\.Shared"),
+    (lambda: folded(shared([conv(), conv(), NORM]), "pytree[0]", "pytree[2]"), r"nn\.Shared"),
+    (lambda: folded([eqx.nn.WeightNorm(conv()), NORM], "[0].layer"), r"nn\.WeightNorm"),
+    (
+        lambda: folded([eqx.nn.SpectralNorm(conv(), "weight", key=KEY), NORM], "[0].layer"),
+        r"nn\.SpectralNorm",
+    ),
+    (lambda: fold(conv(), *ACTIVE), "activation=.* cannot be folded"),
+    # recalibrate
+    (lambda: recalibrated([]), "^batches is empty"),
+    (lambda: recalibrated([{"x": 1}]), "a dict, not arrays. Pass forward=lambda model, state"),
+    (lambda: recalibrated([X], forward=lambda m, s, x: x), "returned .*, but must return"),
+    (lambda: recalibrated([X], LINEAR[0]), "nothing to recalibrate: .*that is not frozen"),
+    (lambda: recalibrated([X], MODEL), r"^\[0\]: .*to another model"),
+    (lambda: recalibrated([X * np.nan]), "No batch norm got .* 1 batches: the model"),
+    # from_torch and to_torch
+    (lambda: from_torch(*SWAPPED, {}), r"^\[0\]: .*eqx_norm\.models\.swap"),
+    (lambda: from_torch(MODEL, None, {}), r"^\[0\]: .*in the model's state"),
+    (lambda: from_torch(*UNLOADED, LOADED, strict=False), "^BatchNorm: Cumulative cannot take"),
+    (lambda: from_torch(*MEMBERS, {}), "ensemble"),
+    (lambda: to_torch(*MEMBERS), "ensemble"),
+    (
+        lambda: from_torch(NORM, NORM_STATE, MODULE),
+        r"module\.state_dict\(\) returns",
+    ),
+    (
+        lambda: from_torch(MODEL, STATE, {}, {"[9]": "a"}),
+        r"names has \['\[9\]'\], but no layer",
+    ),
+    (
+        lambda: to_torch([LINEAR[0], LINEAR[0]], None, lambda _: "a"),
+        r"\['a.bias', 'a.weight'\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), ERRORS, ids=[error for _, error in ERRORS])
+def test_errors(call, error):
+    with unchecked(), pytest.raises(ValueError, match=error):
+        call()
