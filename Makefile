@@ -22,7 +22,7 @@ help: ## list the targets
 
 # The environments that the script lists: .venv, .venv-peers and others.
 .ven%: always
-	@$(PYTHON) scripts/environment.py $@
+	@"$(PYTHON)" scripts/environment.py $@
 
 setup: .venv ## make .venv with everything but the linters and the peers
 
