@@ -1,1 +1,1 @@
-"""Tests of the house: its arrows, documents, packaging and face."""
+"""Tests imports, documents and packages."""
