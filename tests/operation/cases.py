@@ -32,10 +32,10 @@ class Case(NamedTuple):
 
     @property
     def with_mask(self) -> "Case":
-        """Returns the case with the mask as a constant."""
-        f, formula = (
-            lambda *operands, f=f: f(*operands, *self.masks[:1]) for f in (self.f, self.formula)
-        )
+        """Returns the case with its mask as a constant, if it has one."""
+        if not self.masks:
+            return self
+        f, formula = (functools.partial(g, mask=self.masks[0]) for g in (self.f, self.formula))
         return self._replace(f=f, formula=formula)
 
 
@@ -81,37 +81,32 @@ def moments_formula(x, mask=True):
     return mean, jnp.sum((x - mean) ** 2, SUMMED, keepdims=True, where=mask)
 
 
-def sums_formula(g, mean, rest, x, mask=True):
-    products = g, g * (x - mean - rest)
+def sums_formula(g, mean, rest, x, mask=True, *, both=True):
+    products = [g, g * (x - mean - rest)][not both :]
     return [v.sum(SUMMED, keepdims=True, where=mask) for v in products]
 
 
-def affine_formula(bias, scale, mean, rest, x, mask=True, function=lambda u: u):
+def affine_formula(bias, scale, mean, rest, x, mask=True, *, function=lambda u: u):
     return jnp.where(mask, function(bias + scale * (x - mean - rest)), 0)
 
 
-def passes():
-    masks = tuple(jnp.asarray(RANDOM.random_sample((2, N, 1, H, W)) < 0.6))
-    vectors, of_x = (COLUMN,) * 4, functools.partial(affine_formula, function=silu_and_cos)
-    for name, *arguments in (
-        ("moments", moments, moments_formula, FULL),
-        ("sums", sums, sums_formula, FULL, *vectors[:2], FULL),
-        (
-            "second sum",
-            functools.partial(sums, both=False),
-            lambda *operands: sums_formula(*operands)[1:],
-            FULL,
-            *vectors[:2],
-            FULL,
-        ),
-        ("affine", affine, affine_formula, *vectors, FULL),
-        ("activated", activated, of_x, *vectors, FULL),
-    ):
-        yield name, case(*arguments)
-        yield f"{name}, mask", case(*arguments, masks=masks)
+activated_formula = functools.partial(affine_formula, function=silu_and_cos)
+second_sum, second_formula = (functools.partial(f, both=False) for f in (sums, sums_formula))
+FOR_SUMS, FOR_AFFINE = (FULL, COLUMN, COLUMN, FULL), (*(COLUMN,) * 4, FULL)
 
 
-PASSES = dict(passes())
+def passes(masks=()):
+    return {
+        "moments": case(moments, moments_formula, FULL, masks=masks),
+        "sums": case(sums, sums_formula, *FOR_SUMS, masks=masks),
+        "second sum": case(second_sum, second_formula, *FOR_SUMS, masks=masks),
+        "affine": case(affine, affine_formula, *FOR_AFFINE, masks=masks),
+        "activated": case(activated, activated_formula, *FOR_AFFINE, masks=masks),
+    }
+
+
+PASSES = passes()
+MASKED_PASSES = passes(masks=tuple(jnp.asarray(RANDOM.random_sample((2, N, 1, H, W)) < 0.6)))
 
 # --- Layers, as functions of weight, bias, the slope of an activation, and x.
 
@@ -140,13 +135,14 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 POSITIONS = np.array([[True, False, True], [True, True, False]])
 
 
-def used(approach, *batch):
-    """Returns the mean and variance that normalise a batch, after BATCHES others."""
+def used(approach, batch):
+    """Returns mean and variance that normalise a batch with this mean and variance, after
+    BATCHES others."""
     if approach == "batch":
         return batch
-    memory = [v[:, None, None, None] for v in (MEAN, VARIANCE)]
+    memory = np.reshape([MEAN, VARIANCE], (2, 1, C, 1, 1, 1))
     seen = 1 - MOMENTUM ** (BATCHES + 1)
-    running = [m + (1 - MOMENTUM) / seen * (b - m) for m, b in zip(memory, batch, strict=True)]
+    running = memory + (1 - MOMENTUM) / seen * (batch - memory)
     if approach == "renorm":
         sigma_b, sigma = (jnp.sqrt(v[1] + EPS) for v in (batch, memory))
         r, d = jnp.clip(sigma_b / sigma, 1 / 1.5, 1.5), (batch[0] - memory[0]) / sigma
@@ -156,11 +152,9 @@ def used(approach, *batch):
         most = 1.5 * (memory[1] + VARIANCE.mean())
         return batch[0], jnp.clip(batch[1], memory[1] / 1.5, most)
     return {
-        "ema": [MOMENTUM * m + (1 - MOMENTUM) * b for m, b in zip(memory, batch, strict=True)],
+        "ema": MOMENTUM * memory + (1 - MOMENTUM) * batch,
         "adam": running,
-        "smooth_start": [
-            seen * r + (1 - seen) * b for r, b in zip(running, batch, strict=True)
-        ],
+        "smooth_start": seen * running + (1 - seen) * batch,
         "inference": memory,
     }[approach]
 
@@ -174,8 +168,9 @@ def formula(
     def f(weight, bias, slope, x):
         cut = x.reshape(len(x), groups, -1, H, W)
         options: Any = {"axis": axes, "keepdims": True, "where": mask}
-        mean = cut.mean(**options) if centred else 0
-        mean, variance = used(approach, mean, jnp.mean((cut - mean) ** 2, **options))
+        mean = centred * cut.mean(**options)
+        variance = jnp.mean((cut - mean) ** 2, **options)
+        mean, variance = used(approach, jnp.stack([mean, variance]))
         u = ((cut - mean) / jnp.sqrt(variance + EPS)).reshape(x.shape)
         vector = weight.shape if weight.ndim > 1 else (C, 1, 1)
         u = u * weight.reshape(vector) + biased * bias.reshape(vector)

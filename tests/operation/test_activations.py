@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
-from tests.helpers import bits, copy, make, normal, over_batch
+from tests.helpers import bits, copy, make, normal
 
 N, C, L = 4, 2, 3
 X, DY = normal(0, (N, C, L)), normal(1, (N, C, L))
@@ -113,17 +113,6 @@ def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
         # A number next to a boundary may be rounded to either side.
         tolerance = 1e-2 if name == "bfloat16" else 1e-5
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [jnp.sum, lambda u: u[:1], lambda u: u.T, lambda u: jnp.stack([u, u])],
-    ids=["scalar", "one channel", "transposed", "two"],
-)
-def test_an_activation_that_changes_the_shape(activation):
-    layer, state = make(C, "batch", approach="batch", activation=activation)
-    with pytest.raises(ValueError, match="activation"):
-        over_batch(layer)(X, state)
 
 
 def test_numpy_s_functions_are_refused_at_once():

@@ -7,7 +7,7 @@ import pytest
 from tests.compiling import XLA_FLAGS
 from tests.processes import on_devices
 
-from .cases import LAYERS, PASSES, Case, N, batch_norm_of_one
+from .cases import LAYERS, MASKED_PASSES, PASSES, Case, N, batch_norm_of_one
 from .derivatives import (
     BASIC,
     ENSEMBLES,
@@ -22,11 +22,12 @@ from .derivatives import (
 )
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("name", PASSES)
-def test_passes(name):
+def test_passes(name, masked):
     """Tests every rule that JAX asks of a primitive. The interface for new primitives is the
     one that JAX may change; this is where it is noticed."""
-    case = PASSES[name]
+    case = (MASKED_PASSES if masked else PASSES)[name]
     assert_agree((*BASIC, in_one_operand, *ENSEMBLES), case.with_mask)
     operands, others = (
         (*arrays, *case.masks[i : i + 1])
