@@ -1,6 +1,8 @@
-"""Tests strategies of the user's own: what they are given, and the errors for wrong answers."""
+"""Tests the contract of all strategies, and what the layer does with a user's own."""
 
 import dataclasses
+import functools
+import re
 
 import equinox as eqx
 import jax
@@ -8,24 +10,76 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.strategies import AbstractStrategy, Moments, Running, VarianceClip
-from tests.helpers import Cumulative, copy, f32, make, normal, over_batch
+from eqx_norm import strategies
+from eqx_norm.strategies import (
+    NAMED,
+    AbstractStrategy,
+    Accumulated,
+    Average,
+    Batch,
+    Frozen,
+    Moments,
+    Ramp,
+    Renorm,
+    Running,
+    VarianceClip,
+)
+from tests.helpers import Cumulative, at_step, copy, f32, floats, make, normal, over_batch
 from tests.helpers import quick_call as call
 
 C = 3
 X = normal(0, (6, C, 4), 1, 2)
+ALL = [*(made(0.9) for made in NAMED.values()), Average(), strategies.Cumulative()]
+ALL += [Accumulated(Batch(), 2), Frozen(Batch()), Cumulative()]
 
 
-def test_the_example_of_the_contract():
-    layer, state = make(C, "batch", approach=Cumulative())
-    batches = [normal(seed, (n, C, 2), seed, 2) for seed, n in enumerate((6, 4, 9))]
-    inference = eqx.nn.inference_mode(layer)
-    np.testing.assert_allclose(call(inference, copy(state), X)[0], X, rtol=1e-5)
-    for x in batches:
-        _, state = call(layer, state, x)
-    values = np.concatenate(batches)
-    mean, std = (f(values, axis=(0, 2))[:, None] for f in (np.mean, np.std))
-    np.testing.assert_allclose(call(inference, state, X)[0], (X - mean) / std, atol=1e-4)
+@pytest.mark.parametrize("strategy", ALL, ids=repr)
+def test_the_contract(strategy):
+    """Loaded statistics are never debiased, and stay if the next batch has the same."""
+    memory = strategy.init(C, float)
+    identity = strategy.infer(memory)
+    assert (identity.mean.tolist(), identity.variance.tolist()) == ([0] * C, [1] * C)
+    learnt = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]))
+    batch = at_step(0, learnt)
+    used, after = strategy.update(batch, memory)
+    assert isinstance(used, Moments)
+    assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: memory)
+    if isinstance(strategy, Cumulative):
+        with pytest.raises(NotImplementedError, match="Cumulative cannot take over.*`load"):
+            strategy.load(learnt)
+        return
+    loaded = strategy.load(learnt)
+    for memory in (loaded, strategy.update(batch, loaded)[1]):
+        inferred = strategy.infer(memory)
+        np.testing.assert_array_equal(inferred.mean, learnt.mean)
+        np.testing.assert_array_equal(inferred.variance, learnt.variance)
+        # Averages of states may multiply it by 0.
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
+
+
+BOUNDS = [("r_max", 0.5), ("d_max", -1.0), ("r_max", jnp.nan)]
+BOUNDS += [("r_max", Ramp(0, 3, 1, 9)), ("d_max", Ramp(5, -5, 1, 9))]
+ARGUMENTS = [
+    (functools.partial(made, momentum), rf"momentum={momentum}.*strictly between 0 and 1")
+    for made in NAMED.values()
+    for momentum in (0.0, 1.0, -0.5, 99.0, float("nan"))
+]
+ARGUMENTS += [
+    (lambda: VarianceClip(ratio=1.0), r"ratio=1\.0.*greater than 1"),
+    (lambda: VarianceClip(start=0), "start=0.*after 1 batch at the earliest"),
+    (lambda: Accumulated(Batch(), every=0), "^every=0: it is the number of micro-batches"),
+    (lambda: Ramp(1, 3, 10, 5), "begin=10 and finish=5.*begin= must be smaller"),
+    *(
+        (functools.partial(Renorm, **{name: bound}), re.escape(f"{name}={bound!r}: it bounds"))
+        for name, bound in BOUNDS
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "words"), ARGUMENTS)
+def test_arguments(made, words):
+    with pytest.raises(ValueError, match=words):
+        made()
 
 
 class Told(Cumulative):
@@ -85,17 +139,14 @@ class Answers(AbstractStrategy[Running]):
         return eval(self.inference_)
 
 
-NO_MOMENTS = "before the memory, {}, but the layer normalises by Moments"
 HALVES = "jax.tree.map(lambda a: a.astype(jnp.float16), memory)"
 TRAINING = {
     "None": r"Answers\.update returned nothing \(None\), but a training step needs two things"
     r".*return used, memory",
     "batch": r"update returned TrainingBatch.*needs two things",
-    "(batch, memory, 3)": r"update returned a tuple of 3, \(TrainingBatch.*needs two things",
-    "(None, memory)": NO_MOMENTS.format(r"nothing \(None\)")
-    + r".*Moments\.of\(mean, variance\)",
+    "(None, memory)": r"before the memory, nothing \(None\), but the layer normalises by"
+    r" Moments.*Moments\.of\(mean, variance\)",
     "(memory, batch)": r"before the memory, Running\(.*Return the \.moments of this",
-    "(batch.mean, memory)": NO_MOMENTS.format(r"an array, f\d\d\[3\]"),
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
     r"m2 of shape \(2,\), but this layer has 3 channels",
     "(batch, None)": r"Answers\.update returned a memory of another structure"

@@ -3,8 +3,6 @@
 The formula over many steps: test_recursions.py. Its derivatives: tests/operation.
 """
 
-import re
-
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -21,28 +19,22 @@ C, MOMENTUM = 3, 0.9
 
 @pytest.mark.parametrize(("ratio", "eps"), [(1, 1e-5), (1e6, 0.1)])
 def test_is_the_paper_s(ratio, eps):
+    """And its aim: where nothing is clipped, training is inference by the memory before."""
     layer, state = make(C, "batch", eps=eps, approach=Renorm(MOMENTUM, r_max=2.0, d_max=1.0))
     _, state = call(layer, state, normal(0, (6, C, 4), ratio, 3))
     memory = state.get(layer.memory_index).statistics
     # The first two channels reach both bounds, the last none.
     scale, shift = f32([[9.0], [0.1], [2.0]]), f32([[9.0], [-5.0], [-1.0]])
     x = ratio + shift + scale * normal(1, (6, C, 4))
+    inferred, _ = call(eqx.nn.inference_mode(layer), copy(state), x)
     y, _ = call(layer, state, x)
+    np.testing.assert_allclose(y[:, 2], inferred[:, 2], rtol=1e-5, atol=1e-5)
     values = np.asarray(x, np.float64)
     batch = np.array([values.mean((0, 2)), values.var((0, 2))])
     running = np.array([exact(memory.mean_pair), memory.variance])
     mean, variance = renormed(batch, running, 2, 1, eps)[..., None]
     expected = (values - mean) / np.sqrt(variance + eps)
     assert np.max(np.abs(y - expected) / np.maximum(1, np.abs(expected))) <= 1e-6
-
-
-def test_unclipped_training_is_inference_by_the_memory_before():
-    """The aim of the paper: the network that is trained is the one that will be used."""
-    layer, state = make(C, "batch", approach=Renorm(MOMENTUM, r_max=1e9, d_max=1e9))
-    _, state = call(layer, state, normal(0, (6, C, 4)))
-    x = normal(1, (6, C, 4), 2, 3)
-    expected, _ = call(eqx.nn.inference_mode(layer), copy(state), x)
-    np.testing.assert_allclose(call(layer, state, x)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 CLOSED = [Renorm(MOMENTUM), Renorm.crossq(MOMENTUM), Renorm(MOMENTUM, r_max=1.0, d_max=0.0)]
@@ -92,16 +84,3 @@ def test_the_published_schedules(strategy, bounds):
 def test_equal_schedules_are_one_program():
     assert Renorm() == Renorm(0.99, Ramp(1, 3, 5_000, 40_000), Ramp(0.0, 5.0, 5_000, 25_000))
     assert hash(Renorm()) == hash(Renorm(0.99)) != hash(Renorm.crossq())
-
-
-WRONG = [("r_max", 0.5), ("d_max", -1.0), ("r_max", jnp.nan)]
-WRONG += [("r_max", Ramp(0, 3, 1, 9)), ("d_max", Ramp(5, -5, 1, 9))]
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG)
-def test_a_bound_that_makes_no_sense(name, value):
-    quoted = re.escape(f"{name}={value!r}")
-    with pytest.raises(ValueError, match=f"{quoted}.*or a function of the step"):
-        Renorm(**{name: value})
-    with pytest.raises(ValueError, match=r"begin=10 and finish=5.*begin= must be smaller"):
-        Ramp(1, 3, 10, 5)

@@ -32,21 +32,23 @@ def after_batches_of_g(strategy):
     return memory
 
 
+# The variance of a batch, what is left of it, and the layer's eps.
 CLIPPED = {
-    "far above": (1e6 * G, 4 * (G + 4)),
-    "above 4 G, but within the channels' average": (4 * G + 1, 4 * G + 1),
-    "far below": (1e-6 * G, G / 4),
-    "one of each, one 0": ([1e6, 3.0, 0.0], [4 * (0.5 + 4), 3.0, 9.5 / 4]),
+    "far above": (1e6 * G, 4 * (G + 4), 3.9),
+    "above 4 G, but within the channels' average": (4 * G + 1, 4 * G + 1, 1e-5),
+    "far below": (1e-6 * G, G / 4, 1e-5),
+    "one of each, one 0": ([1e6, 3.0, 0.0], [4 * (0.5 + 4), 3.0, 9.5 / 4], 1e-5),
+    "a running variance below eps says nothing": (1e6 * G, 1e6 * G, 4.1),
 }
 
 
-@pytest.mark.parametrize(("variance", "within"), CLIPPED.values(), ids=CLIPPED)
+@pytest.mark.parametrize(("variance", "within", "eps"), CLIPPED.values(), ids=CLIPPED)
 @pytest.mark.parametrize("wrapped", WRAPPED, ids=repr)
-def test_normalisation_and_memory_see_the_clipped_batch(wrapped, variance, within):
+def test_normalisation_and_memory_see_the_clipped_batch(wrapped, variance, within, eps):
     """The wrapped strategy is given a batch that is within the bounds."""
     clip = VarianceClip(wrapped, ratio=4.0, start=3)
-    used, memory = clip.update(of_variance(variance, 3), after_batches_of_g(clip))
-    expected = wrapped.update(of_variance(within, 3), after_batches_of_g(wrapped))
+    used, memory = clip.update(of_variance(variance, 3, eps), after_batches_of_g(clip))
+    expected = wrapped.update(of_variance(within, 3, eps), after_batches_of_g(wrapped))
     close = functools.partial(np.testing.assert_allclose, rtol=2e-6)
     jax.tree.map(close, used, expected[0])
     # On the scale of a statistic are its rest, and the rest of a mean of 0.
@@ -62,13 +64,6 @@ def test_clipping_leaves_a_batch_within_the_bounds_as_it_was():
         used, clipped = clip.update(batch, clipped)
         expected, memory = plain.update(batch, memory)
         jax.tree.map(np.testing.assert_array_equal, (used, clipped), (expected, memory))
-
-
-def test_clip_arguments():
-    with pytest.raises(ValueError, match=r"ratio=1\.0.*greater than 1"):
-        VarianceClip(ratio=1.0)
-    with pytest.raises(ValueError, match=r"start=0.*after 1 batch at the earliest"):
-        VarianceClip(start=0)
 
 
 @pytest.mark.parametrize("quiet", [0.0, 1e-30, 1e-15, 1e-3, [0.0, 1.0, 1.0]], ids=str)
@@ -88,11 +83,3 @@ def test_clipping_comes_back_from_constants(quiet):
     # One batch leaves g = 1/211 or more, and clips the next to 4 (g + g).
     assert deviations.max() < (8 / 230) ** -0.5
     np.testing.assert_allclose(deviations[[0, -1]], 1, atol=0.01)
-
-
-@pytest.mark.parametrize(("eps", "clips"), [(3.9, True), (4.1, False)])
-def test_below_eps_a_running_variance_says_nothing(eps, clips):
-    """The mean of G is 4."""
-    clip = VarianceClip(Batch(0.9), ratio=4.0, start=3)
-    used, _ = clip.update(of_variance(1e6 * G, 3, eps), after_batches_of_g(clip))
-    np.testing.assert_allclose(used.variance, 4 * (G + 4) if clips else 1e6 * G, rtol=2e-6)
