@@ -1,71 +1,19 @@
-"""Writes out the formula of BatchNorm, and ways to differentiate a function."""
+"""Transforms functions by derivatives of all orders, and compares them with their formulas.
 
-import functools
+Each transformation is given a function, its operands, and a direction of each.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eqx_norm._normalise.reference import compute_dtype
-from eqx_norm.strategies import Running
 from tests.compiling import jit
-from tests.helpers import copy, make, over_batch, remember
 
-N, C, L = 4, 2, 3
-MOMENTUM, BATCHES = 0.7, np.array(2)
-MEAN, VARIANCE = np.array([0.5, 1.0]), np.array([2.0, 0.7])
-ACTIVATIONS = {
-    "none": None,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-}
-RANDOM = np.random.RandomState(0)
-X, DX, COTANGENT = RANDOM.standard_normal((3, N, C, L))
-WEIGHT_AND_BIAS = np.array([1.5, 0.5]), np.array([0.2, -0.3])
-# Where to differentiate in weight, bias and x, and along which direction of each.
-POINT = *WEIGHT_AND_BIAS, X
-DIRECTION = *RANDOM.standard_normal((2, C)), DX
-
-
-def ours(approach, activation, run=over_batch, **arguments):
-    """Returns the layer as a function of weight, bias and x."""
-    arguments |= {"approach": approach, "momentum": MOMENTUM, "activation": activation}
-    layer, state = make(C, "batch", **arguments)
-    if approach != "variance_clip":  # which starts to clip, and differ from "batch", later
-        state = remember(
-            layer, state, Running.loaded(*map(jnp.asarray, (MEAN, VARIANCE, BATCHES)))
-        )
-
-    def f(weight, bias, x):
-        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
-        return run(model)(x, copy(state))[0]
-
-    return f
-
-
-def definition(approach, activation):
-    """Returns the formula as a function of weight, bias and x."""
-
-    def f(weight, bias, x):
-        batch = x.mean((0, 2)), x.var((0, 2))
-        seen = 1 - MOMENTUM ** (BATCHES + 1)
-        pairs = list(zip((MEAN, VARIANCE), batch, strict=True))
-        running = [m + (1 - MOMENTUM) / seen * (b - m) for m, b in pairs]
-        undebiased = [m + (1 - MOMENTUM) * (b - m) for m, b in pairs]
-        mixed = [seen * r + (1 - seen) * b for r, b in zip(running, batch, strict=True)]
-        others = {"ema": undebiased, "adam": running, "smooth_start": mixed}
-        mean, variance = others.get(approach, batch)
-        y = (x - mean[:, None]) / jnp.sqrt(variance[:, None] + 1e-5)
-        y = y * weight[:, None] + bias[:, None]
-        return y if activation is None else activation(y)
-
-    return f
-
-
-# --- Each is given a function, its arguments, and a direction of each.
+from .cases import Case
 
 
 def loss_of(f):
@@ -102,11 +50,11 @@ def compiled_before(f, primals, tangents):
 def scanned(f, primals, tangents):
     """Returns the gradient through layers that share their weights."""
 
-    def layers(weight, bias, x):
+    def layers(*primals):
         def layer(x, scale):
-            return x + f(weight, bias, scale * x), None
+            return x + f(*primals[:-1], scale * x), None
 
-        return jax.lax.scan(layer, x, jnp.array([1.0, 0.5, 2.0]))[0]
+        return jax.lax.scan(layer, primals[-1], jnp.array([1.0, 0.5, 2.0]))[0]
 
     return gradient(layers, primals, tangents)
 
@@ -136,31 +84,66 @@ def ensemble_of_gradients(f, primals, tangents):
 
 
 def gradient_of_ensemble(f, primals, tangents):
-    """Shares weight and bias among all members, so that their gradients are summed."""
-    x, dx = primals[2], tangents[2]
-    together = jax.vmap(f, in_axes=(None, None, 0))
-    return gradient(together, (*primals[:2], jnp.stack([x, x + dx, 2 * x])), tangents)
+    """Shares all operands but x among all members, so that their gradients are summed."""
+    *vectors, x = primals
+    together = jax.vmap(f, in_axes=(*(None for _ in vectors), 0))
+    members = jnp.stack([x, x + tangents[-1], 2 * x])
+    return gradient(together, (*vectors, members), tangents)
 
 
+def in_one_operand(f, primals, tangents):
+    """Returns derivatives in one operand at a time; the others are constants."""
+
+    def derivatives(i):
+        def moved(operand):
+            return f(*primals[:i], operand, *primals[i + 1 :])
+
+        one = slice(i, i + 1)
+        return [t(moved, primals[one], tangents[one]) for t in BASIC]
+
+    return [derivatives(i) for i in range(len(primals))]
+
+
+def mapped(f, primals, others):
+    """Returns `f`, mapped over each operand alone, over all but one, over all, and twice."""
+    count = len(primals)
+    alone = [tuple(0 if i == j else None for j in range(count)) for i in range(count)]
+    others_than = [tuple(None if i == 0 else 0 for i in places) for places in alone]
+    stacked = [jnp.stack(pair) for pair in zip(primals, others, strict=True)]
+
+    def over(places):
+        pairs = zip(places, primals, stacked, strict=True)
+        return jax.vmap(f, places)(*(p if i is None else s for i, p, s in pairs))
+
+    reversed_too = [jnp.stack([s, s[::-1]], -1) for s in stacked]
+    twice = jax.vmap(jax.vmap(f), in_axes=-1)(*reversed_too)
+    all_places = dict.fromkeys([*alone, *others_than, (0,) * count])
+    return [over(places) for places in all_places if 0 in places], twice
+
+
+BASIC = directional, gradient, slope_of_gradient
 FIRST_ORDER = gradient, linearized, rematerialised, compiled_before, scanned
 HIGHER = hessian, gradient_of_gradient, third_order
 ENSEMBLES = ensemble_of_gradients, gradient_of_ensemble
 
-compiled = functools.partial(jit, static_argnums=0)
-
 
 def assert_agree(
-    transforms, f, right, primals=POINT, tangents=DIRECTION, tolerance: Any = 1e-10
-):
-    """Compares all transforms of one function, which are one program, in float64."""
+    transforms: Any,
+    case: Case,
+    tolerance: float = 1e-10,
+    wrap: Callable[[Any], Any] = lambda transform: transform,
+) -> None:
+    """Compares all transforms of a function, which are one program, with those of its formula.
+    `wrap` changes a transform of the function."""
 
-    @compiled
-    def derive(f, primals, tangents):
-        return {t.__name__: t(f, primals, tangents) for t in transforms}
+    def derivatives(transforms, f):
+        compiled = jit(lambda p, t: [transform(f, p, t) for transform in transforms])
+        return compiled(case.operands, case.tangents)
 
     with jax.enable_x64(True):
-        results, rights = derive(f, primals, tangents), derive(right, primals, tangents)
-    for name, result in results.items():
-        for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(rights[name]), strict=True):
+        actual = derivatives(map(wrap, transforms), case.f)
+        expected = derivatives(transforms, case.formula)
+    for transform, *results in zip(transforms, actual, expected, strict=True):
+        for a, b in zip(*map(jax.tree.leaves, results), strict=True):
             assert a.dtype == np.float64
-            np.testing.assert_allclose(a, b, tolerance, tolerance, err_msg=name)
+            np.testing.assert_allclose(a, b, tolerance, tolerance, transform.__name__)

@@ -1,6 +1,8 @@
-"""Tests strategies of the user's own: what they are given, and the errors for wrong answers."""
+"""Tests the contract of all strategies, and what the layer does with a user's own."""
 
 import dataclasses
+import functools
+import re
 
 import equinox as eqx
 import jax
@@ -8,25 +10,76 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.strategies import AbstractStrategy, Moments, Running, VarianceClip
-from tests.helpers import Cumulative, copy, f32, make, normal, over_batch
+from eqx_norm import strategies
+from eqx_norm.strategies import (
+    NAMED,
+    AbstractStrategy,
+    Accumulated,
+    Average,
+    Batch,
+    Frozen,
+    Moments,
+    Ramp,
+    Renorm,
+    Running,
+    VarianceClip,
+)
+from tests.helpers import Cumulative, at_step, copy, f32, floats, make, normal, over_batch
 from tests.helpers import quick_call as call
 
 C = 3
 X = normal(0, (6, C, 4), 1, 2)
+ALL = [*(made(0.9) for made in NAMED.values()), Average(), strategies.Cumulative()]
+ALL += [Accumulated(Batch(), 2), Frozen(Batch()), Cumulative()]
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_the_example_of_the_contract(unbiased):
-    layer, state = make(C, "batch", approach=Cumulative(), unbiased=unbiased)
-    batches = [normal(seed, (n, C, 2), seed, 2) for seed, n in enumerate((6, 4, 9))]
-    inference = eqx.nn.inference_mode(layer)
-    np.testing.assert_allclose(call(inference, copy(state), X)[0], X, rtol=1e-5)
-    for x in batches:
-        _, state = call(layer, state, x)
-    everything = np.concatenate(batches)
-    mean, std = (f(everything, axis=(0, 2))[:, None] for f in (np.mean, np.std))
-    np.testing.assert_allclose(call(inference, state, X)[0], (X - mean) / std, atol=1e-4)
+@pytest.mark.parametrize("strategy", ALL, ids=repr)
+def test_the_contract(strategy):
+    """Loaded statistics are never debiased, and stay if the next batch has the same."""
+    memory = strategy.init(C, float)
+    identity = strategy.infer(memory)
+    assert (identity.mean.tolist(), identity.variance.tolist()) == ([0] * C, [1] * C)
+    learnt = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]))
+    batch = at_step(0, learnt)
+    used, after = strategy.update(batch, memory)
+    assert isinstance(used, Moments)
+    assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: memory)
+    if isinstance(strategy, Cumulative):
+        with pytest.raises(NotImplementedError, match="Cumulative cannot take over.*`load"):
+            strategy.load(learnt)
+        return
+    loaded = strategy.load(learnt)
+    for memory in (loaded, strategy.update(batch, loaded)[1]):
+        inferred = strategy.infer(memory)
+        np.testing.assert_array_equal(inferred.mean, learnt.mean)
+        np.testing.assert_array_equal(inferred.variance, learnt.variance)
+        # Averages of states may multiply it by 0.
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
+
+
+BOUNDS = [("r_max", 0.5), ("d_max", -1.0), ("r_max", jnp.nan)]
+BOUNDS += [("r_max", Ramp(0, 3, 1, 9)), ("d_max", Ramp(5, -5, 1, 9))]
+ARGUMENTS = [
+    (functools.partial(made, momentum), rf"momentum={momentum}.*strictly between 0 and 1")
+    for made in NAMED.values()
+    for momentum in (0.0, 1.0, -0.5, 99.0, float("nan"))
+]
+ARGUMENTS += [
+    (lambda: VarianceClip(ratio=1.0), r"ratio=1\.0.*greater than 1"),
+    (lambda: VarianceClip(start=0), "start=0.*after 1 batch at the earliest"),
+    (lambda: Accumulated(Batch(), every=0), "^every=0: it is the number of micro-batches"),
+    (lambda: Ramp(1, 3, 10, 5), "begin=10 and finish=5.*begin= must be smaller"),
+    *(
+        (functools.partial(Renorm, **{name: bound}), re.escape(f"{name}={bound!r}: it bounds"))
+        for name, bound in BOUNDS
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "words"), ARGUMENTS)
+def test_arguments(made, words):
+    with pytest.raises(ValueError, match=words):
+        made()
 
 
 class Told(Cumulative):
@@ -73,7 +126,7 @@ def test_the_batch_itself_can_be_remembered(approach):
 class Answers(AbstractStrategy[Running]):
     """Answers with what it was made with."""
 
-    training: str = eqx.field(static=True)
+    training: str = eqx.field(default="(batch, memory)", static=True)
     inference_: str = eqx.field(default="memory.moments", static=True)
 
     def init(self, channels, dtype):
@@ -86,50 +139,38 @@ class Answers(AbstractStrategy[Running]):
         return eval(self.inference_)
 
 
-NOT_MOMENTS = r"before the memory, {}, but the layer normalises by Moments"
-WRONG = {
+HALVES = "jax.tree.map(lambda a: a.astype(jnp.float16), memory)"
+TRAINING = {
     "None": r"Answers\.update returned nothing \(None\), but a training step needs two things"
     r".*return used, memory",
     "batch": r"update returned TrainingBatch.*needs two things",
-    "(batch, memory, 3)": r"update returned a tuple of 3, \(TrainingBatch.*needs two things",
-    "(None, memory)": NOT_MOMENTS.format(r"nothing \(None\)")
-    + r".*Moments\.of\(mean, variance\)",
+    "(None, memory)": r"before the memory, nothing \(None\), but the layer normalises by"
+    r" Moments.*Moments\.of\(mean, variance\)",
     "(memory, batch)": r"before the memory, Running\(.*Return the \.moments of this",
-    "(batch.mean, memory)": NOT_MOMENTS.format(r"an array, f\d\d\[3\]"),
-    "((batch.mean, batch.variance), memory)": r"before the memory, a tuple of 2, \(an array",
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
     r"m2 of shape \(2,\), but this layer has 3 channels",
     "(batch, None)": r"Answers\.update returned a memory of another structure"
     r".*averages=Pair\(parts=f\d\d\[2,2,3\]",
-    "(batch, jax.tree.map(lambda a: a.astype(jnp.float16), memory))": r"returned a memory"
-    r" of another structure, shape or dtype.*averages=Pair\(parts=f16\[2,2,3\].*it was given"
-    r".*averages=Pair\(parts=f\d\d\[2,2,3\]",
+    f"(batch, {HALVES})": r"returned a memory of another structure, shape or dtype"
+    r".*averages=Pair\(parts=f16\[2,2,3\].*it was given.*averages=Pair\(parts=f\d\d\[2,2,3\]",
 }
-WRONG_IN_INFERENCE = {
+INFERENCE = {
     "memory": r"Answers\.infer returned Running\(.*Return the \.moments of this",
     "None": r"infer returned nothing \(None\), but the layer normalises by Moments",
     "(memory.mean, memory.variance)": r"infer returned a tuple of 2",
 }
+WRONG = [(Answers(answer), False, words) for answer, words in TRAINING.items()]
+WRONG += [(Answers(inference_=answer), True, words) for answer, words in INFERENCE.items()]
 
 
-@pytest.mark.parametrize(
-    ("approach", "inference", "words"),
-    [
-        *((Answers(training), False, words) for training, words in WRONG.items()),
-        *(
-            (Answers("(batch, memory)", infer), True, words)
-            for infer, words in WRONG_IN_INFERENCE.items()
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("approach", "inference", "words"), WRONG, ids=str)
 def test_a_wrong_answer(approach, inference, words):
     wrong, state = make(C, "batch", approach=approach, inference=inference)
-    right, _ = make(C, "batch", approach="batch")
+    batch, _ = make(C, "batch", approach="batch")
 
     def fail_then_succeed(x, state):
         with pytest.raises(ValueError, match=f"(?s){words}"):
             wrong(x, state)
-        return right(x, state)  # the state is not used up
+        return batch(x, state)  # the state is not used up
 
     jax.eval_shape(over_batch(fail_then_succeed), X, state)

@@ -64,8 +64,8 @@ def test_inside_shard_map():
     layer = LayerNorm(256, implementation="pallas")
     with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
         lowered(grad(f, 0), layer, sharded)
-    how: Any = {"in_specs": (jax.P(), jax.P("x")), "out_specs": jax.P(), "mesh": mesh}
-    assert results(jax.shard_map(grad(f, 0), **how), layer, X) == [1, 5]
+    specs: Any = {"in_specs": (jax.P(), jax.P("x")), "out_specs": jax.P(), "mesh": mesh}
+    assert results(jax.shard_map(grad(f, 0), **specs), layer, X) == [1, 5]
 
 
 SERVED = "on a TPU it serves LayerNorm and RMSNorm of float32 or bfloat16, without mask"
@@ -81,8 +81,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options", "given", "x", "platform", "reason"), REFUSED)
-def test_refused(kind, options, given, x, platform, reason):
+@pytest.mark.parametrize(("kind", "options", "arguments", "x", "platform", "reason"), REFUSED)
+def test_refused(kind, options, arguments, x, platform, reason):
     layer = kind(x.shape[-1], **options, implementation="pallas")
     with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):
-        lowered(jax.vmap(lambda x: layer(x, **given)), x, platform=platform)
+        lowered(jax.vmap(lambda x: layer(x, **arguments)), x, platform=platform)

@@ -60,9 +60,9 @@ def check(kind, x, dy=None):
     assert y.dtype == dx.dtype == x.dtype
     x, dy, y, dx = (np.asarray(v).reshape(-1, x.shape[-1]) for v in (x, dy, y, dx))
     batch = exact.Batch(x, dy, weight, bias)
-    right = (exact.layer_norm if kind is LayerNorm else exact.rms_norm)(batch)
-    found = exact.Answer(y, None, dx, np.asarray(dweight), np.asarray(dbias))
-    errors, bounds = exact.errors(batch, right, found)._asdict(), accuracy.BOUNDS
+    expected = (exact.layer_norm if kind is LayerNorm else exact.rms_norm)(batch)
+    answer = exact.Answer(y, None, dx, np.asarray(dweight), np.asarray(dbias))
+    errors, bounds = exact.errors(batch, expected, answer)._asdict(), accuracy.BOUNDS
     assert not {name: errors[name] for name in bounds if errors[name] > bounds[name]}
 
 
@@ -121,13 +121,13 @@ def test_derivatives(kind, transform):
 
     def derived(implementation, dtype):
         f = mapped(kind, (3, 4), implementation=implementation)
-        given = jax.tree.map(lambda v: jnp.asarray(v, dtype), arrays)
-        return jax.tree.leaves(jit(functools.partial(transform, f))(*given))
+        operands, tangents = jax.tree.map(lambda v: jnp.asarray(v, dtype), arrays)
+        return jax.tree.leaves(jit(functools.partial(transform, f))(operands, tangents))
 
-    found = derived("pallas", jnp.float32)
+    actual = derived("pallas", jnp.float32)
     with jax.enable_x64(True):
-        right = derived("auto", jnp.float64)
-    for a, b in zip(found, right, strict=True):
+        expected = derived("auto", jnp.float64)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1, np.abs(b).max()))
 
 
@@ -141,5 +141,7 @@ def test_x_itself_is_kept_and_vectors():
 @pytest.mark.parametrize(("shape", "ndim"), [((5, 2, 3), 2), ((5,), 0)], ids=str)
 def test_rows_of_several_axes_or_none(shape, ndim):
     arrays = [normal(0, shape[len(shape) - ndim :])] * 2 + [normal(1, shape)]
-    y, right = (jit(mapped(LayerNorm, shape, ndim, how))(*arrays) for how in ("pallas", "xla"))
-    np.testing.assert_allclose(y, right, atol=1e-6)
+    y, expected = (
+        jit(mapped(LayerNorm, shape, ndim, name))(*arrays) for name in ("pallas", "xla")
+    )
+    np.testing.assert_allclose(y, expected, atol=1e-6)
