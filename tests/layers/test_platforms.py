@@ -28,7 +28,10 @@ SHAPE = C, H, W
 SILU = jax.nn.silu
 PAIRS = (False, False, None), (False, True, SILU), (True, False, SILU), (True, True, None)
 LAYERS = {
-    **{approach: functools.partial(made, "BatchNorm", approach=approach) for approach in APPROACHES},
+    **{
+        approach: functools.partial(made, "BatchNorm", approach=approach)
+        for approach in APPROACHES
+    },
     **{name: functools.partial(made, name) for name in EXAMPLE_NORMS},
 }
 
