@@ -23,7 +23,7 @@ MEAN_ULPS = 4
 seeds = st.integers(0, 2**32 - 1)
 
 
-def train(batch, mask=None, *, norm="BatchNorm", platform="cpu", frozen=False):
+def train(batch, mask=None, norm="BatchNorm", platform="cpu", frozen=False):
     """Returns what a norm gives in one training step, and the mean that it remembers.
 
     The step is lowered for the platform, and runs on this one. If `frozen`, weight and bias
@@ -65,11 +65,10 @@ def make_batch(random, x, *, norm="BatchNorm", affine=True):
     return Batch(x, dy, weight.astype(dtype), bias.astype(dtype))
 
 
-def check(batch, mask=None, *, norm="BatchNorm", scale=1.0, **options):
+def check(batch, mask, norm, *options, scale=1.0):
     """Holds a norm to the bounds; `scale` is the ulp's, relative to float32; `options`: as for
     `train`."""
-    outputs = train(batch, mask, norm=norm, **options)
-    answer, mean = jax.tree.map(np.asarray, outputs)
+    answer, mean = jax.tree.map(np.asarray, train(batch, mask, norm, *options))
     assert answer.y.dtype == answer.dx.dtype == batch.x.dtype
     if mask is not None:
         masked = np.broadcast_to(~mask[:, None], batch.x.shape)

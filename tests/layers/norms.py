@@ -53,7 +53,7 @@ NORMS = {
     ),
     "LayerNorm": Norm(LayerNorm, exact.layer_norm),
     "RMSNorm": Norm(RMSNorm, exact.rms_norm),
-    "GroupNorm": group_norm(2),
+    "GroupNorm": group_norm(3),
     "InstanceNorm": Norm(instance_norm, exact_instance_norm, is_channelwise=True),
 }
 EXAMPLE_NORMS = [name for name in NORMS if name != "BatchNorm"]

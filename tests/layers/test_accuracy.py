@@ -6,6 +6,7 @@ values, masks, and float64. A CPU also runs what is lowered for a GPU or a TPU.
 
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -16,8 +17,9 @@ import pytest
 from eqx_norm import LayerNorm
 from tests import exact
 from tests.exact import Batch
-from tests.helpers import bits
+from tests.helpers import bits, make, over_batch
 from tests.layers.accuracy import (
+    BOUNDS,
     check,
     far_from_zero,
     make_batch,
@@ -25,6 +27,7 @@ from tests.layers.accuracy import (
     train,
     with_outlier,
 )
+from tests.layers.norms import with_parameters
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -42,23 +45,16 @@ class Case(NamedTuple):
         return " ".join(word for word in words if word not in ("cpu", ""))
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"norm": self.norm, "platform": self.platform, "frozen": self.frozen}
-
-    @property
     def axis(self):
         """Returns the axis along which moments differ: of channels, or of examples."""
         return 1 if self.norm == "BatchNorm" else 0
 
-    def draw(self, random, of_columns, *args):
-        """Returns x; `of_columns` draws a column for each channel or example."""
+    def batch(self, random, draw, *args, affine=False):
+        """Returns a batch; `draw` returns a column for each channel or example."""
         sizes = list(self.shape)
         columns = sizes.pop(self.axis)
-        x = of_columns(random, (int(np.prod(sizes)), columns), *args)
-        return np.ascontiguousarray(np.moveaxis(x.reshape(*sizes, columns), -1, self.axis))
-
-    def batch(self, random, of_columns, *args, affine=False):
-        x = self.draw(random, of_columns, *args)
+        x = draw(random, (int(np.prod(sizes)), columns), *args).reshape(*sizes, columns)
+        x = np.ascontiguousarray(np.moveaxis(x, -1, self.axis))
         return make_batch(random, x, norm=self.norm, affine=affine)
 
     def mask(self):
@@ -70,10 +66,10 @@ class Case(NamedTuple):
         return mask
 
     def check(self, batch, mask=None, scale=1.0):
-        check(batch, mask, scale=scale, **self.options)
+        check(batch, mask, self.norm, self.platform, self.frozen, scale=scale)
 
     def answer(self, batch, mask=None):
-        return train(batch, mask, **self.options)[0]
+        return train(batch, mask, self.norm, self.platform, self.frozen)[0]
 
 
 def cases(norm, *shapes, **options):
@@ -199,13 +195,12 @@ def test_the_pair_of_oneflow_6149(dtype):
     np.testing.assert_array_equal(dx, 0)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @each(VECTORS[2], VECTORS[-1], SPATIAL[1], ROWS[2])
-@hypothesis.given(seeds, st.data())
-@few_examples
-def test_what_is_not_finite_stays_in_its_channel_or_example(case, bad, seed, data):
-    batch = case.batch(np.random.default_rng(seed), far_from_zero, affine=True)
-    place = tuple(data.draw(st.integers(0, size - 1)) for size in case.shape)
+def test_what_is_not_finite_stays_in_its_channel_or_example(case, bad):
+    random = np.random.default_rng(0)
+    batch = case.batch(random, far_from_zero, affine=True)
+    place = tuple(random.integers(case.shape))
     spoilt = batch._replace(x=batch.x.copy())
     spoilt.x[place] = bad
     others = np.arange(case.shape[case.axis]) != place[case.axis]
@@ -259,10 +254,22 @@ def test_a_constant_gives_the_bias_to_the_bit(case, dtype: Any, constants):
     assert bits(answer.y) == bits(np.broadcast_to(bias.astype(dtype), case.shape))
     if case.norm == "BatchNorm":
         assert not np.asarray(answer.variance).any()
-    if case.norm == "BatchNorm" and case.platform == "cpu":
-        mask = case.mask()
-        counted = mask[:, None]
-        spoilt = batch._replace(x=np.where(counted, batch.x, np.asarray(np.nan, dtype)))
-        masked = case.answer(spoilt, mask)
-        assert not np.asarray(masked.variance).any()
-        np.testing.assert_array_equal(masked.y, np.where(counted, answer.y, 0))
+
+
+# A running mean in float32 alone is off by up to a third of the standard deviation at 1e7. With
+# x64 it is a float64, of which x takes the nearest float32 and the rest.
+@pytest.mark.parametrize(("dtype", "ratio"), [("float32", 1e7), ("bfloat16", 100)])
+@pytest.mark.parametrize("x64", [False, True], ids=["float32 memory", "float64 memory"])
+@pytest.mark.parametrize("shape", [(64, 8), (16, 8, 7, 7)], ids=["vectors", "images"])
+def test_inference_far_from_zero(dtype, ratio, x64, shape):
+    """After one batch, inference returns what training did, to the bounds of training."""
+    random = np.random.default_rng(0)
+    batch = make_batch(random, (ratio + random.standard_normal(shape)).astype(jnp.dtype(dtype)))
+    with jax.enable_x64(x64):
+        layer, state = make(8, "batch", approach="batch")
+        layer = with_parameters(layer, *map(jnp.asarray, (batch.weight, batch.bias)))
+        _, state = over_batch(layer)(batch.x, state)
+        y, _ = jax.jit(over_batch(eqx.nn.inference_mode(layer)))(batch.x, state)
+    assert y.dtype == dtype
+    answer = exact.Answer(np.asarray(y, np.longdouble), None, None, None, None)
+    assert exact.errors(batch, exact.batch_norm(batch), answer).y <= BOUNDS["y"]

@@ -1,13 +1,16 @@
 """Tests that layers are exported with symbolic sizes, for all platforms, with gradients."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.jet import jet
 
+from eqx_norm._normalise import jaxprs
 from tests.compiling import jit
-from tests.helpers import normal
+from tests.helpers import copy, make, normal, over_batch
 from tests.layers.norms import made
 
 N, C = 3, 6
@@ -54,3 +57,44 @@ def test_symbolic_sizes(name, masked):
         )
         for actual, desired in zip(outputs, expected, strict=True):
             np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
+
+
+# --- Inference is made of primitives that exporters and `jet` know.
+
+FIXED = (6, 4, 3, 5)
+X = 3 + 2 * normal(0, FIXED)
+ACTIVATIONS = {
+    "none": None,
+    "relu": jax.nn.relu,
+    "prelu": eqx.nn.PReLU(0.25),
+    "softmax": lambda x: jax.nn.softmax(x, axis=0),
+}
+
+
+def inference(activation, mask=None):
+    """Returns a layer that has seen X once, mapped over a batch."""
+    layer, state = make(FIXED[1], "batch", activation=activation, approach="batch")
+    _, state = over_batch(layer)(X, state)
+    layer = eqx.nn.inference_mode(layer)
+    return jax.vmap(lambda x: layer(x, copy(state), mask=mask)[0])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("mask", [None, jnp.arange(FIXED[-1]) < 4], ids=["all", "masked"])
+def test_it_is_made_of_jax_s_own_primitives(activation, mask):
+    closed = jax.make_jaxpr(inference(activation, mask))(X)
+    names = {equation.primitive.name for equation in jaxprs.equations(closed.jaxpr)}
+    assert not any(name.startswith("eqx_norm") for name in names)
+
+
+def test_taylor_series():
+    """`jet` takes no `custom_jvp` such as ReLU."""
+    call, dx = inference(jnp.tanh), normal(1, FIXED)
+
+    def first(x):
+        return jax.jvp(call, (x,), (dx,))
+
+    expected = jit(lambda: jax.jvp(first, (X,), (dx,)))()
+    outputs = jit(lambda: jet(call, (X,), ((dx, jnp.zeros_like(dx)),)))()
+    for actual, desired in zip(outputs[1], (expected[0][1], expected[1][1]), strict=True):
+        np.testing.assert_allclose(actual, desired, atol=5e-6)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.compiling import filter_jit
+from tests.compiling import filter_jit, jit
 from tests.helpers import bits, copy, each_approach, f32, make, normal, same
 from tests.helpers import quick_call as call
 from tests.layers.masking import (
@@ -33,6 +33,7 @@ from tests.layers.masking import (
     unpadded,
     untrained,
 )
+from tests.layers.norms import each_norm, made, with_parameters
 
 
 @each_approach
@@ -43,23 +44,19 @@ def test_a_padded_batch_equals_the_batch_without_padding(approach):
 
 
 @pytest.mark.parametrize("mask", [EXAMPLES, LENGTHS], ids=["an example", "a position"])
-@pytest.mark.parametrize("kind", ["no activation", "bfloat16", "complex"])
-def test_other_layers(kind, mask):
+def test_half_precision_and_complex_numbers(mask):
     """The mask has one bool for each example, or for each position."""
-    if kind == "no activation":
-        assert_as_unpadded(*trained("batch", None), X, mask)
-    elif kind == "complex":
-        x, dy = (jax.lax.complex(real, normal(3, X.shape, 2)) for real in (X, DY))
-        layer, state = make(C, "batch", approach="batch", dtype=jnp.complex64)
-        assert_as_unpadded(layer, state, x, mask, dy)
-    else:  # the statistics are float32; outputs are rounded once, which may fall either way
-        ulp = float(jnp.finfo(jnp.bfloat16).eps)
+    x, dy = (jax.lax.complex(real, normal(3, X.shape, 2)) for real in (X, DY))
+    layer, state = make(C, "batch", approach="batch", dtype=jnp.complex64)
+    assert_as_unpadded(layer, state, x, mask, dy)
+    # The statistics are float32; outputs are rounded once, which may fall either way.
+    ulp = float(jnp.finfo(jnp.bfloat16).eps)
 
-        def close(a, b, **_):
-            np.testing.assert_allclose(f32(a), f32(b), rtol=ulp, atol=ulp)
+    def close(a, b, **_):
+        np.testing.assert_allclose(f32(a), f32(b), rtol=ulp, atol=ulp)
 
-        layer, state = trained("batch", jax.nn.relu)
-        assert_as_unpadded(layer, state, X.astype(jnp.bfloat16), mask, close=close)
+    layer, state = trained("batch", jax.nn.relu)
+    assert_as_unpadded(layer, state, X.astype(jnp.bfloat16), mask, close=close)
 
 
 @pytest.mark.parametrize("function", [activation, jnp.log])
@@ -72,13 +69,21 @@ def test_gradients_of_masked_outputs_are_not_looked_at(function):
     chex.assert_tree_all_finite(outputs)
 
 
+@each_norm
 @pytest.mark.parametrize("function", [None, activation, jax.nn.softmax])
-@pytest.mark.parametrize("approach", ["batch", "smooth_start", "renorm"])
-def test_gradients_of_masked_values_are_0_whatever_the_others_hold(approach, function):
-    layer, state = trained(approach, function)
+def test_gradients_of_masked_values_are_0_whatever_the_others_hold(name, function):
+    layer, call = made(name, (C, L), activation=function)
+
+    def forward(weight, bias, x):
+        return call(with_parameters(layer, weight, bias), x, LENGTHS)[0]
+
+    @jit
+    def derive(x):
+        y, pull_back = jax.vjp(forward, layer.weight, layer.bias, x)
+        return y, *pull_back(DY)
+
     for value in (np.nan, np.inf):
-        x = X.at[1, 0, 0].set(value)  # counts
-        y, _, dweight, _, dx = step(layer, copy(state), x, LENGTHS, DY)
+        y, dweight, _, dx = derive(X.at[1, 0, 0].set(value))  # which counts
         assert not np.isfinite(dweight).all()
         for array in (y, dx):
             np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)

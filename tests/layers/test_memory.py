@@ -75,12 +75,11 @@ def test_with_and_without_a_gradient_it_is_the_same(approach):
         assert same(without, other)
 
 
-@pytest.mark.parametrize("ratio", [1e2, 1e6])
 @pytest.mark.x32
-def test_a_scan_over_batches_keeps_the_rest_of_the_mean(ratio):
+def test_a_scan_over_batches_keeps_the_rest_of_the_mean():
     """A mean and a rest from loops that round differently would lose an ulp of the mean."""
     steps, channels, momentum = 300, 64, 0.9
-    x = ratio * normal(1, (channels,)) + normal(2, (steps, 8, channels))
+    x = 1e6 * normal(1, (channels,)) + normal(2, (steps, 8, channels))
     layer, state = make(channels, "batch", approach="batch", momentum=momentum)
 
     @jax.jit
@@ -165,18 +164,3 @@ def test_serialisation(approach, tmp_path):
     like = make(3, "batch", approach=approach)
     read = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", like)
     assert same((model, state), read)
-
-
-@each_approach
-def test_the_least_eps_gives_finite_gradients(approach):
-    """Tests channels that are constant in each batch, where the running variance stays 0."""
-    layer, state = make(2, "batch", approach=approach, eps=1e-20)
-
-    def loss(x, state):
-        y, state = over_batch(layer)(x, state)
-        return 1e3 * jnp.sum(y * jnp.arange(6.0)[:, None, None]), state
-
-    for constant in (0.5, 1.5, -70.0):
-        x = jnp.full((6, 2, 3), constant) * jnp.array([[1.0], [100.0]])
-        dx, state = jax.jit(jax.grad(loss, has_aux=True))(x, state)
-        assert np.isfinite(dx).all()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, ghost_batches
-from eqx_norm.models import recalibrate, reconfigure
+from eqx_norm.models import reconfigure
 from eqx_norm.strategies import Accumulated, Batch
 from tests.compiling import jit
 from tests.helpers import copy, each_approach, example, f32, make, normal, remembered, same
@@ -110,14 +110,6 @@ def test_in_either_order_of_axes_in_an_ensemble(names):
     for i, (member, state) in enumerate(expected):
         close(y[i], member)
         jax.tree.map(lambda a, b, i=i: close(a[i], b), after, state)
-
-
-@pytest.mark.x32
-def test_recalibrate_takes_each_batch_as_one_group():
-    layer, state = make(C, approach="batch", **GHOST)
-    learnt = recalibrate(layer, state, [X[:8], X[8:]])
-    _, whole = grouped(layer, state)
-    jax.tree.map(close, remembered(layer, learnt), remembered(layer, whole))
 
 
 @pytest.mark.x32

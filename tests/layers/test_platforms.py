@@ -17,8 +17,7 @@ from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from tests.compiling import lowered_for
-from tests.helpers import APPROACHES
-from tests.layers.norms import EXAMPLE_NORMS, each_example_norm, made, moved, over_examples
+from tests.layers.norms import each_example_norm, each_norm, made, moved, over_examples
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -27,13 +26,6 @@ SHAPE = C, H, W
 # Mask, weights, activation: all pairs of two are among them.
 SILU = jax.nn.silu
 PAIRS = (False, False, None), (False, True, SILU), (True, False, SILU), (True, True, None)
-LAYERS = {
-    **{
-        approach: functools.partial(made, "BatchNorm", approach=approach)
-        for approach in APPROACHES
-    },
-    **{name: functools.partial(made, name) for name in EXAMPLE_NORMS},
-}
 
 
 def without_weights(layer):
@@ -42,13 +34,13 @@ def without_weights(layer):
     )
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each_norm
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, dtype):
     """In one function: y, the gradients in weights and x and in x alone, and forward mode."""
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
     for masked, weights, activation in PAIRS:
-        layer, call = LAYERS[name](SHAPE, activation=activation)
+        layer, call = made(name, SHAPE, activation=activation)
         layer = layer if weights else without_weights(layer)
         moving, static = eqx.partition(layer, eqx.is_inexact_array)
         mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None

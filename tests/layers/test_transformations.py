@@ -1,6 +1,6 @@
 """Tests transformations of JAX and Equinox, and programs that serve several calls.
 
-Derivatives of all orders, and through a scan: tests/operation/test_derivatives.py; over devices:
+Derivatives of all orders, and through a scan: tests/operation/test_derivatives.py. Devices:
 tests/devices.
 """
 
@@ -57,23 +57,6 @@ def test_an_ensemble_is_each_member_alone(approach):
             alone = call_masked(member(layers, i), copy(member(states, i)), x[i], mask)
             all_close(alone, (ys[i], member(after, i)))
         states = after
-
-
-@pytest.mark.parametrize("mask", [None, LENGTHS], ids=["whole", "masked"])
-def test_a_vmap_inside_of_the_batch(mask):
-    """The named axis is the outer one, and the several batches share layer, state and mask."""
-    layer, state = trained("batch")
-
-    def one(x, mask, state):
-        return layer(x, state, mask=mask)
-
-    inside = jax.vmap(one, in_axes=(0, None, None))
-    axes = {"in_axes": (1, 0, None), "out_axes": (1, None)}
-    xs = normal(6, (2, *X.shape))
-    ys, states = jit(jax.vmap(inside, axis_name="batch", **axes))(xs, mask, copy(state))
-    for i in range(2):
-        alone = call_masked(layer, copy(state), xs[i], mask)
-        all_close(alone, (ys[i], member(states, i)))
 
 
 @pytest.mark.parametrize(
