@@ -58,7 +58,7 @@ def _step(batch, mask, *, norm, frozen):
 def make_batch(random, x, *, norm="BatchNorm", affine=True):
     """Returns `x` with the gradient of y drawn; and weight and bias, or ones and zeros."""
     dtype = np.float64 if x.dtype == np.float64 else np.float32
-    shape = NORMS[norm].parameters(x.shape[1:])
+    shape = made(norm, x.shape[1:])[0].weight.shape
     weight = random.uniform(0.5, 1.5, shape) if affine else np.ones(shape)
     bias = random.uniform(-1, 1, shape) if affine else np.zeros(shape)
     dy = random.standard_normal(x.shape).astype(x.dtype)

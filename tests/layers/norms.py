@@ -14,25 +14,18 @@ from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests import exact
 from tests.helpers import copy, make
 
+GROUPS = 3
+
 
 class Norm(NamedTuple):
     """Describes a norm; `make(shape, **options)` returns a layer for examples of that shape."""
 
     make: Callable[..., Any]
     exact: Callable[..., exact.Exact]
-    is_channelwise: bool = False  # whether weight and bias have one value for each channel
-
-    def parameters(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of weight and bias, for examples of a shape."""
-        return shape[:1] if self.is_channelwise else shape
 
 
-def group_norm(groups):
-    return Norm(
-        lambda shape, **options: GroupNorm(groups, shape[0], **options),
-        functools.partial(exact.group_norm, groups=groups),
-        is_channelwise=True,
-    )
+def group_norm(shape, **options):
+    return GroupNorm(GROUPS, shape[0], **options)
 
 
 def instance_norm(shape, **options):
@@ -49,12 +42,11 @@ NORMS = {
             shape[0], "batch", approach=approach, **options
         ),
         exact.batch_norm,
-        is_channelwise=True,
     ),
     "LayerNorm": Norm(LayerNorm, exact.layer_norm),
     "RMSNorm": Norm(RMSNorm, exact.rms_norm),
-    "GroupNorm": group_norm(3),
-    "InstanceNorm": Norm(instance_norm, exact_instance_norm, is_channelwise=True),
+    "GroupNorm": Norm(group_norm, functools.partial(exact.group_norm, groups=GROUPS)),
+    "InstanceNorm": Norm(instance_norm, exact_instance_norm),
 }
 EXAMPLE_NORMS = [name for name in NORMS if name != "BatchNorm"]
 each_norm = pytest.mark.parametrize("name", NORMS)

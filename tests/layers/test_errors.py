@@ -154,6 +154,9 @@ CAST = (
     r"holds bfloat16, but this layer remembers float.*leave its state as it is:.*"
     r"model = .*astype\('bfloat16'\).*state = .*astype\('float\d\d'\)"
 )
+OTHER_X64 = not jax.config.read("jax_enable_x64")
+with jax.enable_x64(OTHER_X64):
+    OTHER_STATE = single(3)[1]
 # What is given beside, or instead of, x of shape (3, 2) and its state; the error, and words.
 CALLS = [
     ({"x": jnp.ones((4, 2))}, ValueError(r"\(4, 2\).*input_size=3.*channels of its input")),
@@ -173,6 +176,7 @@ CALLS = [
     ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
     ({"state": make(3, "batch", approach=Cumulative())[1]}, ANOTHER),
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
+    ({"state": OTHER_STATE}, ValueError(f"'jax_enable_x64', {OTHER_X64}.*state = jax.tree")),
 ]
 OTHER_NAME, _ = make(3, "another", approach="batch")
 GROUPED, _ = make(3, "batch", approach="batch", memory_axis_name="group")
@@ -202,23 +206,6 @@ def test_calls(arguments, error, inference, unchecked):
     y, after = over_batch(fail_then_succeed)(X, copy(state))
     np.testing.assert_allclose(y, call(layer, state, X)[0], atol=1e-6)
     assert after.get(layer.memory_index).accepted == int(not inference)
-
-
-@pytest.mark.parametrize("made_with", [False, True], ids=["made in 32 bits", "made in 64 bits"])
-def test_a_state_of_the_other_x64_setting(made_with):
-    """It is an error of the layer, not one inside `update`, which the user has not written."""
-    with jax.enable_x64(made_with):
-        layer, state = make(3, "batch", approach="ema")
-    held, remembered = ("float64", "float32")[:: 1 if made_with else -1]
-    words = f"(?s)holds {held}.*remembers {remembered}.*'jax_enable_x64', {made_with}"
-    with jax.enable_x64(not made_with):
-        with pytest.raises(ValueError, match=words) as error:
-            call(layer, copy(state), X)
-        # The fix that is quoted.
-        namespace = {"jax": jax, "state": state}
-        exec(str(error.value).splitlines()[-1].strip(), namespace)
-        _, after = call(layer, namespace["state"], X)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(after)} == {remembered, "int32"}
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1)], ids=str)

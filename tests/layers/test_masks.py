@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from tests.compiling import filter_jit, jit
-from tests.helpers import bits, copy, each_approach, f32, make, normal, same
+from tests.helpers import APPROACHES, bits, copy, each_approach, f32, make, member, normal, same
 from tests.helpers import quick_call as call
 from tests.layers.masking import (
     DY,
     EXAMPLES,
     LENGTHS,
     MASKS,
+    NOT_THE_FIRST,
     C,
     L,
     N,
@@ -27,6 +28,7 @@ from tests.layers.masking import (
     call_masked,
     close,
     forward,
+    masked,
     spoil,
     step,
     trained,
@@ -154,6 +156,81 @@ def test_inference_masks_outputs_only():
     y, after, *_, dx = step(inference, copy(state), spoil(X, LENGTHS), LENGTHS, DY)
     expected = step(inference, copy(state), X, None, DY)
     assert same(after, state)
-    for masked, unmasked in ((y, expected[0]), (dx, expected[-1])):
-        close(unpadded(masked, LENGTHS), unpadded(unmasked, LENGTHS))
-        np.testing.assert_array_equal(unpadded(masked, ~LENGTHS), 0)
+    for array, unmasked in ((y, expected[0]), (dx, expected[-1])):
+        close(unpadded(array, LENGTHS), unpadded(unmasked, LENGTHS))
+        np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)
+
+
+# --- Transformations. They are slow, and none changes a dtype: so not repeated in 64 bits.
+
+
+@pytest.mark.x32
+@each_approach
+def test_an_ensemble_is_each_member_alone(approach):
+    masks = jnp.stack([LENGTHS, np.zeros_like(LENGTHS), NOT_THE_FIRST])
+
+    @eqx.filter_vmap
+    def members(key):
+        layer, state = untrained(approach)
+        weight = jax.random.normal(key, (C,), jnp.float32)
+        return eqx.tree_at(lambda m: m.weight, layer, weight), state
+
+    layers, states = members(jax.random.split(jax.random.key(0), 3))
+    x = normal(4, (3, *X.shape), 1, 2)
+    call_members = filter_jit(eqx.filter_vmap(forward))
+    for step_masks in (None, masks):
+        ys, after = call_members(layers, copy(states), x, step_masks)
+        for i in range(3):
+            mask = None if step_masks is None else step_masks[i]
+            alone = call_masked(member(layers, i), copy(member(states, i)), x[i], mask)
+            all_close(alone, (ys[i], member(after, i)))
+        states = after
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize(
+    ("approach", "names"),
+    [*((approach, ("inner", "outer")) for approach in APPROACHES), ("ema", ["outer", "inner"])],
+)
+@pytest.mark.parametrize("unequal", [False, True], ids=["whole", "masked"])
+def test_several_axis_names_are_one_large_batch(approach, names, unequal):
+    """Under a mask it is no mean of means: one column counts in full, one by a single value."""
+    mask = np.full((2, 3, L), True)
+    if unequal:
+        mask[1] = False
+        mask[1, 1, 2] = True
+    x = normal(7, (2, 3, C, L), 3, 2)
+    one, one_state = untrained(approach)
+    several, state = untrained(approach, axis_name=names)
+    run = jit(masked(several, "inner", "outer"))
+    flat = mask.reshape(N, L)
+    for scale in (1, 2):
+        y, state = run(scale * x, mask if unequal else None, state)
+        values = unpadded(scale * x.reshape(N, C, L), flat)
+        expected, one_state = call(one, one_state, values)
+    close(unpadded(y.reshape(N, C, L), flat), expected)
+    all_close(state, one_state)
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize(
+    ("approach", "unbiased"), [*((approach, False) for approach in APPROACHES), ("batch", True)]
+)
+def test_one_program_serves_all_masks_and_both_modes(approach, unbiased):
+    """Plain `jax.jit` takes the layer, and the mode, as arguments."""
+    layer, state = trained(approach, unbiased=unbiased)
+    inference_only = eqx.nn.inference_mode(layer)
+
+    @jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def run(layer, state, x, mask, inference):
+        return masked(functools.partial(layer, inference=inference))(x, mask, state)
+
+    for mask in (LENGTHS, NOT_THE_FIRST):
+        y, after = run(layer, copy(state), X, mask, False)
+        expected, expected_state = call(layer, copy(state), unpadded(X, mask))
+        close(unpadded(y, mask), expected)
+        all_close(after, expected_state)
+        inferred, unchanged = run(layer, copy(state), X, mask, True)
+        close(inferred, call_masked(inference_only, copy(state), X, mask)[0])
+        chex.assert_trees_all_equal(unchanged, state)

@@ -14,7 +14,6 @@ import pytest
 from eqx_norm import BatchNorm, ghost_batches
 from eqx_norm.models import reconfigure
 from eqx_norm.strategies import Accumulated, Batch
-from tests.compiling import jit
 from tests.helpers import copy, each_approach, example, f32, make, normal, remembered, same
 from tests.layers.masking import C, L, call_masked, masked, step, trained, untrained
 
@@ -96,20 +95,6 @@ def test_micro_batches_of_groups_are_collected():
         _, state = grouped(layer, state, half, 2)
     _, at_once = call_masked(one, at_once, X, None)
     jax.tree.map(close, remembered(layer, state), remembered(one, at_once))
-
-
-@pytest.mark.parametrize("names", [("group", "ghost"), ("ghost", "group")], ids="-".join)
-def test_in_either_order_of_axes_in_an_ensemble(names):
-    layer, state = untrained("smooth_start", **GHOST)
-    x = jnp.stack([X, 3 * X + 1]).reshape(2, 3, 4, C, L)
-    expected = [grouped(layer, copy(state), member) for member in x.reshape(2, N, C, L)]
-    x = x if names[0] == "ghost" else x.swapaxes(1, 2)
-    f = jit(jax.vmap(masked(layer, *names), in_axes=(0, None, None)))
-    y, after = f(x, None, state)
-    y = y if names[0] == "ghost" else y.swapaxes(1, 2)
-    for i, (member, state) in enumerate(expected):
-        close(y[i], member)
-        jax.tree.map(lambda a, b, i=i: close(a[i], b), after, state)
 
 
 @pytest.mark.x32

@@ -11,7 +11,8 @@ import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.strategies import Batch, Moments
-from tests.helpers import copy, make, normal, over_batch, same
+from tests.compiling import filter_jit
+from tests.helpers import copy, each_approach, make, normal, over_batch, same
 
 SHAPE = (4, 3)
 X = normal(0, SHAPE)
@@ -119,9 +120,8 @@ def test_what_a_layer_is_made_with_tells_them_apart(options):
 
 
 class Static(Batch):
-    """Holds what has no hash, and an array, that it says are static."""
+    """Holds an array that it says is static, which has no hash."""
 
-    notes: list[str] = eqx.field(default_factory=list, static=True)
     weights: np.ndarray = eqx.field(static=True, default_factory=lambda: np.ones(3))
 
 
@@ -130,3 +130,29 @@ def test_a_strategy_that_cannot_be_compared():
     for _ in range(2):  # the second may be compared with the first
         y = batch_norm(None, Static())(X)
         np.testing.assert_allclose(y, batch_norm(None)(X), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.x32
+@each_approach
+def test_steps_and_equal_layers_are_one_program(approach):
+    """Static fields are hashable and compare by value: a new layer is not a new program."""
+
+    @filter_jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def step(layer, state, x):
+        return over_batch(layer)(x, state)
+
+    for _ in range(2):
+        layer, state = make(3, ["batch"], approach=approach)
+        for _ in range(3):
+            _, state = step(layer, state, X)
+
+
+@pytest.mark.x32
+@each_layer
+def test_without_jit(layer):
+    """A primitive that is evaluated by a compiled program must not call itself for ever."""
+    derive = jax.grad(lambda x: jnp.sin(layer(jax.nn.relu)(x)).sum())
+    with jax.disable_jit():
+        outputs = derive(X)
+    np.testing.assert_allclose(outputs, derive(X), rtol=1e-5, atol=1e-6)
