@@ -130,10 +130,7 @@ def test_hard_values(case, seed):
         case.check(batch)
 
 
-@each(
-    *cases("BatchNorm", (2, 8), (7, 8), (64, 8), (1000, 8), (10, 8, 10)),
-    *cases("LayerNorm", (8, 7), (8, 768)),
-)
+@each(*VECTORS[1:3], *VECTORS[5::2], SPATIAL[0], ROWS[2], ROWS[4])
 @hypothesis.given(seeds)
 @hypothesis.example(767)  # dweight of a batch norm of two values: 1.13e-7, in float32's units
 @hypothesis.example(787545)  # dbias of a layer norm of eight examples: 2.04e-7
@@ -223,11 +220,7 @@ CONSTANT = [
     *cases("LayerNorm", (8, 7), (8, 9), (8, 121)),
     Case("GroupNorm", (8, 6, 5, 7)),
     Case("InstanceNorm", (8, 6, 5, 7)),
-    *(
-        Case("BatchNorm", shape, platform)
-        for platform in ("cuda", "tpu")
-        for shape in ((7, 8), (121, 8), (8, 8, 5, 5))
-    ),
+    *ELSEWHERE,
 ]
 
 

@@ -146,8 +146,6 @@ single = functools.partial(make, axis_name="batch", approach="batch")
 in_a_model = eqx.nn.make_with_state(
     lambda: eqx.nn.Sequential([BatchNorm(3, "batch", approach="batch")])
 )
-FITS = r"\(3, 2\).*shape \(\),.*shape \(2,\).*the channels share it"
-ANOTHER = ValueError("belongs to another layer.*input_size=3")
 STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 6), single(3)[1])
 complex_layer, complex_state = single(3, dtype=jnp.complex64)
 CAST = (
@@ -167,14 +165,15 @@ CALLS = [
         {"layer": complex_layer, "state": complex_state},
         TypeError(r"made for complex input.*x.astype\(jnp.complex64\)"),
     ),
-    ({"mask": np.ones(3, bool)}, ValueError(rf"mask has shape \(3,\).*{FITS}")),
-    ({"mask": np.ones((1, 2), bool)}, ValueError(rf"mask has shape \(1, 2\).*{FITS}")),
+    (
+        {"mask": np.ones(3, bool)},
+        ValueError(r"mask has shape \(3,\).*\(3, 2\).*shape \(\),.*the channels share it"),
+    ),
     ({"mask": np.ones(2, np.float32)}, TypeError("dtype float32.*give booleans.*mask > 0")),
     ({"state": in_a_model()[1]}, ValueError("made for another model.*make_with_state")),
     # `make_with_state` gives both states the same key, so their form has to be looked at.
-    ({"state": single(4)[1]}, ANOTHER),
+    ({"state": single(4)[1]}, ValueError("belongs to another layer.*input_size=3")),
     ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
-    ({"state": make(3, "batch", approach=Cumulative())[1]}, ANOTHER),
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
     ({"state": OTHER_STATE}, ValueError(f"'jax_enable_x64', {OTHER_X64}.*state = jax.tree")),
 ]
@@ -208,12 +207,11 @@ def test_calls(arguments, error, inference, unchecked):
     assert after.get(layer.memory_index).accepted == int(not inference)
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1)], ids=str)
-def test_unbiased_variance_of_one_value(shape):
+def test_unbiased_variance_of_one_value():
     layer, state = single(3, unbiased=True)
     message = r"x has shape \(3,.*1 values per channel.*n = 1.*unbiased=False"
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(over_batch(layer), jnp.ones(shape), copy(state))  # at trace time
+        jax.eval_shape(over_batch(layer), jnp.ones((1, 3, 1)), copy(state))  # at trace time
     call(layer, state, X)
 
 

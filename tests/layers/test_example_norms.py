@@ -118,7 +118,6 @@ def test_where_a_batch_norm_stood(name):
     ("layer", "shape"),
     [
         (LayerNorm(6), (0, 6)),
-        (RMSNorm(6), (0, 6)),
         (GroupNorm(2, 6), (0, 6, 2)),
         (GroupNorm(2, 6), (4, 6, 0)),
     ],

@@ -119,19 +119,6 @@ def test_what_a_layer_is_made_with_tells_them_apart(options):
     assert not same(outputs(**options), plain)
 
 
-class Static(Batch):
-    """Holds an array that it says is static, which has no hash."""
-
-    weights: np.ndarray = eqx.field(static=True, default_factory=lambda: np.ones(3))
-
-
-@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
-def test_a_strategy_that_cannot_be_compared():
-    for _ in range(2):  # the second may be compared with the first
-        y = batch_norm(None, Static())(X)
-        np.testing.assert_allclose(y, batch_norm(None)(X), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.x32
 @each_approach
 def test_steps_and_equal_layers_are_one_program(approach):
