@@ -64,23 +64,28 @@ class Exact(NamedTuple):
     units: Answer
 
 
-def batch_norm(batch: Batch) -> Exact:
-    """Returns the exact answer of a batch norm in training."""
-    others = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    return _exact(batch, others, others)
+def batch_norm(batch: Batch, mask: Any = None) -> Exact:
+    """Returns the exact answer of a batch norm in training.
+
+    In all references `mask` has the shape of `x` without axis 1, and is false where x does not
+    count.
+    """
+    axes = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
+    return _exact(batch, _counted(batch, mask), axes, axes)
 
 
-def layer_norm(batch: Batch) -> Exact:
+def layer_norm(batch: Batch, mask: Any = None) -> Exact:
     """Returns the exact answer of a layer norm."""
-    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,))
+    return _exact(batch, _counted(batch, mask), tuple(range(1, batch.x.ndim)), (0,))
 
 
-def rms_norm(batch: Batch) -> Exact:
+def rms_norm(batch: Batch, mask: Any = None) -> Exact:
     """Returns the exact answer of an RMS norm."""
-    return _exact(batch, tuple(range(1, batch.x.ndim)), (0,), centred=False)
+    axes = tuple(range(1, batch.x.ndim))
+    return _exact(batch, _counted(batch, mask), axes, (0,), centred=False)
 
 
-def group_norm(batch: Batch, groups: int) -> Exact:
+def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:
     """Returns a group norm's exact answer, without the variance; weight and bias are `[C]`."""
     n, channels, *space = batch.x.shape
 
@@ -92,39 +97,50 @@ def group_norm(batch: Batch, groups: int) -> Exact:
         for values in (batch.weight, batch.bias)
     )
     axes = tuple(range(2, 3 + len(space)))
-    found = _exact(Batch(cut(batch.x), cut(batch.dy), *vectors), axes, (0, *axes[1:]))
+    counted = cut(_counted(batch, mask))
+    parts = _exact(Batch(cut(batch.x), cut(batch.dy), *vectors), counted, axes, (0, *axes[1:]))
 
     def whole(answer: Answer) -> Answer:
         y, dx = (
-            values.reshape(batch.x.shape) for values in np.broadcast_arrays(*answer[::2][:2])
+            np.broadcast_to(values, counted.shape).reshape(batch.x.shape)
+            for values in (answer.y, answer.dx)
         )
         return Answer(y, None, dx, answer.dweight.ravel(), answer.dbias.ravel())
 
-    return Exact(*map(whole, found))
+    return Exact(*map(whole, parts))
+
+
+def _counted(batch: Batch, mask: Any) -> NDArray:
+    counted = np.True_ if mask is None else np.expand_dims(mask, 1)
+    return np.broadcast_to(counted, batch.x.shape)
 
 
 def _exact(
     batch: Batch,
+    counted: NDArray,
     statistics: tuple[int, ...],
     parameters: tuple[int, ...],
     *,
     centred: bool = True,
 ) -> Exact:
     """Takes mean and variance over the axes `statistics`, and gradients of weight and bias over
-    the axes `parameters`. If not `centred`, the mean is 0."""
+    the axes `parameters`, of the values that are counted. If not `centred`, the mean is 0."""
+    count = np.maximum(counted.sum(statistics, keepdims=True), 1)
 
     def mean(values: NDArray) -> NDArray:
-        return np.mean(values, axis=statistics, keepdims=True)
+        return values.sum(statistics, keepdims=True) / count
 
-    def mean_or_0(values: NDArray) -> Any:
-        return mean(values) if centred else 0
+    def centre(values: NDArray) -> NDArray:
+        return np.where(counted, values - mean(values), 0) if centred else values
 
-    x, dy = batch.x.astype(np.longdouble), batch.dy.astype(np.longdouble)
+    x, dy = (
+        np.where(counted, values, 0).astype(np.longdouble) for values in (batch.x, batch.dy)
+    )
     weight, bias = (
         default if values is None else np.expand_dims(values, parameters)
         for values, default in ((batch.weight, 1), (batch.bias, 0))
     )
-    deviation = x - mean_or_0(x)
+    deviation = centre(centre(x))  # once leaves the rounding of the mean
     variance = mean(deviation**2)
     rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
     xhat, g = deviation * rstd, dy * weight
@@ -133,9 +149,9 @@ def _exact(
     both = tuple(set(statistics) & set(parameters))  # axes with the same rstd
     of_each_rstd = np.abs((dy * xhat).sum(both, keepdims=True))
     answer = Answer(
-        y=xhat * weight + bias,
+        y=np.where(counted, xhat * weight + bias, 0),
         variance=variance,
-        dx=rstd * (g - mean_or_0(g) - xhat * mean(g * xhat)),
+        dx=rstd * (centre(g) - xhat * mean(g * xhat)),
         dweight=(dy * xhat).sum(parameters),
         dbias=dy.sum(parameters),
     )
@@ -149,17 +165,18 @@ def _exact(
     return Exact(answer, units)
 
 
-def errors(batch: Batch, right: Exact, given: Answer) -> Errors:
-    """Returns the errors of `given` relative to `right`."""
+def errors(batch: Batch, exact: Exact, answer: Answer) -> Errors:
+    """Returns the errors of `answer`; where all of a sum is masked, its unit is 1."""
 
     def largest(name: str) -> float:
-        found, exact, unit = (getattr(answer, name) for answer in (given, *right))
-        if found is None:
+        actual, expected, unit = (getattr(values, name) for values in (answer, *exact))
+        if actual is None:
             return np.nan
-        off = np.abs(found - exact)
+        error = np.abs(actual - expected)
         if name in ("y", "dx") and batch.x.dtype.itemsize == 2:
-            off = np.maximum(off - half_ulp(exact, batch.x.dtype), 0)
-        return float(np.where(np.isfinite(off), off / unit, np.inf).max())
+            error = np.maximum(error - half_ulp(expected, batch.x.dtype), 0)
+        error = error / np.where(unit == 0, 1, unit)
+        return float(np.where(np.isfinite(error), error, np.inf).max())
 
     return Errors(*map(largest, Errors._fields))
 

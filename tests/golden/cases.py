@@ -1,4 +1,4 @@
-"""Lists the cases in which the layer equals its peers, runs one, and reads golden files."""
+"""Lists the cases in which BatchNorm equals its peers, and writes and reads golden files."""
 
 import dataclasses
 import math
@@ -7,12 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-
-from experiments.common import peers
-from tests.compiling import jit
 
 EPS = 1e-5
 # So small that weight and bias, which walk at random for 100 steps, stay of order 1.
@@ -90,39 +85,14 @@ def record(case: Case, step: Step) -> Arrays:
     for k in range(1, max(RECORDED) + 1):
         x, dy = batch(), random.standard_normal(case.shape).astype(np.float32)
         # Copies, because some of these may be views of what the next step overwrites.
-        gave = {name: np.array(array) for name, array in step(affine, x, dy, probe).items()}
+        outputs = {name: np.array(v) for name, v in step(affine, x, dy, probe).items()}
         affine = {
-            name: value - LEARNING_RATE * gave[f"d{name}"] for name, value in affine.items()
+            name: value - LEARNING_RATE * outputs[f"d{name}"] for name, value in affine.items()
         }
         if k in RECORDED:
-            for name, array in gave.items():
+            for name, array in outputs.items():
                 recorded.setdefault(name, []).append(array)
     return {name: np.stack(arrays) for name, arrays in recorded.items()}
-
-
-def run(case: Case, layer: peers.Layer, memory: Any) -> Arrays:
-    """Returns what a layer in JAX gives that starts from this memory."""
-
-    @jit
-    def train_and_infer(affine: Any, memory: Any, x: Any, dy: Any, probe: Any) -> Any:
-        def loss(affine: Any, x: Any) -> Any:
-            y, after = layer.train(affine, memory, x)
-            return jnp.sum(y * dy), (y, after)
-
-        gradients, (y, after) = jax.grad(loss, argnums=(0, 1), has_aux=True)(affine, x)
-        return y, after, gradients, layer.evaluate(affine, after, probe)[0]
-
-    def step(affine: Arrays, x: Any, dy: Any, probe: Any) -> dict[str, Any]:
-        nonlocal memory
-        pair = affine.get("weight"), affine.get("bias")
-        y, memory, (gradients, dx), inference = train_and_infer(pair, memory, x, dy, probe)
-        mean, variance, *_ = layer.statistics(memory)
-        gave = {"y": y, "inference": inference, "dx": dx}
-        if case.affine:
-            gave["dweight"], gave["dbias"] = gradients
-        return {**gave, "running_mean": mean, "running_var": variance}
-
-    return record(case, step)
 
 
 def write(peer: str, run: Callable[[Case], Arrays], version: str) -> None:

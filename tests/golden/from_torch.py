@@ -23,7 +23,7 @@ def run(case: cases.Case) -> cases.Arrays:
         (y * torch.from_numpy(dy)).sum().backward()
         with torch.no_grad():
             inference = layer.eval()(torch.from_numpy(probe))
-        gave = {
+        outputs = {
             "y": y,
             "inference": inference,
             "dx": inputs.grad,
@@ -31,7 +31,7 @@ def run(case: cases.Case) -> cases.Arrays:
             "running_mean": layer.running_mean,
             "running_var": layer.running_var,
         }
-        return {name: tensor.numpy(force=True) for name, tensor in gave.items()}
+        return {name: tensor.numpy(force=True) for name, tensor in outputs.items()}
 
     return cases.record(case, step)
 

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +11,12 @@ import numpy as np
 from eqx_norm.strategies import Batch, Moments, Renorm, VarianceClip
 from tests.compiling import filter_jit
 from tests.helpers import at_step, copy, f32, floats, make, normal
+from tests.layers.norms import with_parameters
 
 N, C, L = 6, 3, 5
 X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
 GARBAGE = (np.nan, np.inf, -np.inf, 1e30)
-# In each of them 15 places count, so that they share a compiled function.
+# In each of them 15 positions count, so that they share a compiled function.
 EXAMPLES = np.array([False, True, True, False, True, False])
 LENGTHS = np.arange(L) < np.array([0, 5, 2, 4, 1, 3])[:, None]
 NOT_THE_FIRST = np.arange(N * L).reshape(N, L) % 2 > 0
@@ -28,25 +28,24 @@ all_close = functools.partial(chex.assert_trees_all_close, rtol=1e-6, atol=1e-6)
 
 
 def activation(u):
-    """Returns what is neither 0 nor flat where u is 0, as it is in a masked place."""
+    """Returns what is neither 0 nor flat where u is 0, as it is at a masked position."""
     return jax.nn.softplus(u + 0.5)
 
 
-def untrained(approach, activation=activation, axis_name="batch", **kwargs):
+def untrained(approach, activation=activation, axis_name="batch", **options):
     if approach == "variance_clip":
         approach = VarianceClip(Batch(0.7), ratio=1.5, start=1)  # so that it does clip
     elif approach == "renorm":
         approach = Renorm(0.7, r_max=1.5, d_max=0.5)  # so that it corrects
     else:
-        kwargs["momentum"] = 0.7
-    layer, state = make(C, axis_name, approach=approach, activation=activation, **kwargs)
-    weight_and_bias = f32([0.5, 1, 2]), f32([0.3, -1, 0])
-    return eqx.tree_at(lambda m: (m.weight, m.bias), layer, weight_and_bias), state
+        options["momentum"] = 0.7
+    layer, state = make(C, axis_name, approach=approach, activation=activation, **options)
+    return with_parameters(layer, f32([0.5, 1, 2]), f32([0.3, -1, 0])), state
 
 
-def trained(approach, activation=activation, **kwargs):
+def trained(approach, activation=activation, **options):
     """Returns a layer after one batch, so that its memory matters."""
-    layer, state = untrained(approach, activation, **kwargs)
+    layer, state = untrained(approach, activation, **options)
     batch = at_step(0, Moments.of(floats([1, 0, 2]), floats([1, 2, 3])))
     held = state.get(layer.memory_index)
     _, memory = layer.approach.update(batch, held.statistics)
@@ -73,49 +72,44 @@ call_masked = filter_jit(forward)
 
 
 @filter_jit
-def step(layer, state, x, mask, dy):
-    """Returns output, memory, and the gradients of sum(output * dy) in weight, bias and x."""
+def step(layer, state, x, mask, dy, axis_names=("batch",)):
+    """Returns y, the state, and the gradients of sum(y * dy) in weight, bias and x."""
 
-    def loss(vectors, x):
-        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
-        y, new_state = forward(model, state, x, mask)
-        return jnp.vdot(y.astype(dy.dtype), dy).real, (y, memory_of(layer, new_state))
+    def loss(weight, bias, x):
+        model = masked(with_parameters(layer, weight, bias), *axis_names)
+        y, after = model(x, mask, state)
+        return jnp.vdot(y.astype(dy.dtype), dy).real, (y, after)
 
-    gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    ((dweight, dbias), dx), (y, memory) = gradient((layer.weight, layer.bias), x)
-    return y, memory, dweight, dbias, dx
-
-
-def memory_of(layer, state):
-    held = state.get(layer.memory_index)
-    return held.statistics, (held.accepted, held.rejected)
+    gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+    gradients, (y, after) = gradient(layer.weight, layer.bias, x)
+    return y, after, *gradients
 
 
 def spoil(x, mask):
-    """Returns `x` with NaN, infinities and 1e30 in the masked places."""
+    """Returns `x` with NaN, infinities and 1e30 at the masked positions."""
     if jnp.iscomplexobj(x):
         return jax.lax.complex(spoil(x.real, mask), spoil(x.imag, mask))
     garbage = np.resize(np.asarray(GARBAGE, x.dtype), x.shape)
-    return jnp.where(places(mask)[:, None], x, garbage)
+    return jnp.where(positions(mask)[:, None], x, garbage)
 
 
-def places(mask):
+def positions(mask):
     return np.broadcast_to(mask.reshape(N, -1), (N, L))
 
 
 def unpadded(x, mask):
     """Returns what counts and nothing else, as one batch without spatial axes."""
-    return jnp.swapaxes(x, 1, 2)[places(mask)]
+    return jnp.swapaxes(x, 1, 2)[positions(mask)]
 
 
 def assert_as_unpadded(layer, state, x, mask, dy=DY, close: Any = close):
-    y, memory, dweight, dbias, dx = step(layer, copy(state), spoil(x, mask), mask, dy)
-    right = step(layer, copy(state), unpadded(x, mask), None, unpadded(dy, mask))
-    close(unpadded(y, mask), right[0])
-    all_close(memory, right[1])
-    close(dweight, right[2], atol=1e-5)
-    close(dbias, right[3], atol=1e-5)
-    close(unpadded(dx, mask), right[4])
+    y, after, dweight, dbias, dx = step(layer, copy(state), spoil(x, mask), mask, dy)
+    expected = step(layer, copy(state), unpadded(x, mask), None, unpadded(dy, mask))
+    close(unpadded(y, mask), expected[0])
+    all_close(after, expected[1])
+    close(dweight, expected[2], atol=1e-5)
+    close(dbias, expected[3], atol=1e-5)
+    close(unpadded(dx, mask), expected[4])
     for array in (y, dx):
         assert array.dtype == x.dtype
         assert not np.asarray(unpadded(array, ~mask)).view(np.uint8).any()

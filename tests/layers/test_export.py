@@ -1,63 +1,100 @@
 """Tests that layers are exported with symbolic sizes, for all platforms, with gradients."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.jet import jet
 
-from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from eqx_norm._normalise import jaxprs
 from tests.compiling import jit
-from tests.helpers import copy, make, normal
+from tests.helpers import copy, make, normal, over_batch
+from tests.layers.norms import made
 
-N, C = 3, 4
+N, C = 3, 6
 PLATFORMS = "cpu", "cuda", "tpu"
-
-
-def batch_norm():
-    layer, state = make(C, "batch", approach="batch", activation=jax.nn.silu)
-
-    def one(x, mask=None):
-        return layer(x, copy(state), mask=mask)[0]
-
-    return lambda *arrays: jax.vmap(one, axis_name="batch")(*arrays)
-
-
-def of_each(layer):
-    return lambda *arrays: jax.vmap(lambda x, mask=None: layer(x, mask=mask))(*arrays)
-
-
-# How a batch is normalised, its symbolic shape, and two that fit it. (JAX cannot name an axis
-# of symbolic size, `lax.axis_size` of it fails, and so does Equinox's BatchNorm.)
+# Symbolic shapes, and two that fit each. (JAX cannot name an axis of symbolic size,
+# `lax.axis_size` of it fails, and so does Equinox's BatchNorm: `b` only without a named axis.)
 IMAGES, TOKENS = ((N, C, 5, 2), (N, C, 4, 7)), ((3, C, 5), (6, C, 5))
 LAYERS = {
-    "BatchNorm": (batch_norm, f"{N}, {C}, h, w", IMAGES),
-    "GroupNorm": (lambda: of_each(GroupNorm(2, C)), f"b, {C}, h, w", IMAGES),
-    "InstanceNorm": (lambda: of_each(InstanceNorm(C, affine=True)), f"b, {C}, h, w", IMAGES),
-    "LayerNorm": (lambda: of_each(LayerNorm((C, 5))), f"b, {C}, 5", TOKENS),
-    "RMSNorm": (lambda: of_each(RMSNorm((C, 5))), f"b, {C}, 5", TOKENS),
+    "BatchNorm": (f"{N}, {C}, h, w", IMAGES),
+    "BatchNorm, inference": (f"b, {C}, h, 2*h", ((2, C, 3, 6), (7, C, 1, 2))),
+    "GroupNorm": (f"b, {C}, h, w", IMAGES),
+    "InstanceNorm": (f"b, {C}, h, w", IMAGES),
+    "LayerNorm": (f"b, {C}, 5", TOKENS),
+    "RMSNorm": (f"b, {C}, 5", TOKENS),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_symbolic_sizes(name, masked):
-    make_layer, symbols, shapes = LAYERS[name]
-    layer, shape = make_layer(), export.symbolic_shape(symbols)
+    symbols, shapes = LAYERS[name]
+    name, _, mode = name.partition(", ")
+    options = {"inference": True} if mode else {}
+    layer, call = made(name, shapes[0][1:], activation=jax.nn.silu, **options)
 
-    def gradient(f, *arrays):
+    def f(*arrays):
+        return call(layer, *arrays)[0]
+
+    def derive(f, *arrays):
         return jax.value_and_grad(lambda x: jnp.sin(f(x, *arrays[1:])).sum())(arrays[0])
 
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32)]
+    shape = export.symbolic_shape(symbols)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     if masked:
-        given.append(jax.ShapeDtypeStruct((shape[0], *shape[2:]), bool))
-    exported = export.export(jax.jit(layer), platforms=PLATFORMS)(*given)
+        arguments.append(jax.ShapeDtypeStruct((shape[0], *shape[2:]), bool))
+    exported = export.export(jax.jit(f), platforms=PLATFORMS)(*arguments)
     assert exported.vjp().platforms == PLATFORMS
     for n, channels, *spatial in shapes:
         arrays = [normal(0, (n, channels, *spatial), 3)]
         if masked:
             arrays.append(jnp.asarray(np.random.RandomState(0).random((n, *spatial)) < 0.7))
-        derive = jit(gradient, static_argnums=0)
-        ours, right = ((jit(f)(*arrays), derive(f, *arrays)) for f in (exported.call, layer))
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        outputs, expected = (
+            jit(derive, static_argnums=0)(g, *arrays) for g in (exported.call, f)
+        )
+        for actual, desired in zip(outputs, expected, strict=True):
+            np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
+
+
+# --- Inference is made of primitives that exporters and `jet` know.
+
+FIXED = (6, 4, 3, 5)
+X = 3 + 2 * normal(0, FIXED)
+ACTIVATIONS = {
+    "none": None,
+    "relu": jax.nn.relu,
+    "prelu": eqx.nn.PReLU(0.25),
+    "softmax": lambda x: jax.nn.softmax(x, axis=0),
+}
+
+
+def inference(activation, mask=None):
+    """Returns a layer that has seen X once, mapped over a batch."""
+    layer, state = make(FIXED[1], "batch", activation=activation, approach="batch")
+    _, state = over_batch(layer)(X, state)
+    layer = eqx.nn.inference_mode(layer)
+    return jax.vmap(lambda x: layer(x, copy(state), mask=mask)[0])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("mask", [None, jnp.arange(FIXED[-1]) < 4], ids=["all", "masked"])
+def test_it_is_made_of_jax_s_own_primitives(activation, mask):
+    closed = jax.make_jaxpr(inference(activation, mask))(X)
+    names = {equation.primitive.name for equation in jaxprs.equations(closed.jaxpr)}
+    assert not any(name.startswith("eqx_norm") for name in names)
+
+
+def test_taylor_series():
+    """`jet` takes no `custom_jvp` such as ReLU."""
+    call, dx = inference(jnp.tanh), normal(1, FIXED)
+
+    def first(x):
+        return jax.jvp(call, (x,), (dx,))
+
+    expected = jit(lambda: jax.jvp(first, (X,), (dx,)))()
+    outputs = jit(lambda: jet(call, (X,), ((dx, jnp.zeros_like(dx)),)))()
+    for actual, desired in zip(outputs[1], (expected[0][1], expected[1][1]), strict=True):
+        np.testing.assert_allclose(actual, desired, atol=5e-6)

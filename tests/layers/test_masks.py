@@ -1,4 +1,4 @@
-"""Tests that a masked place is as if it were not there: in outputs, gradients and memory."""
+"""Tests that a masked position is as if it were not there: in outputs, gradients and memory."""
 
 import functools
 
@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import LayerNorm, RMSNorm
-from tests.compiling import filter_jit
-from tests.helpers import bits, copy, each_approach, f32, make, normal, same
+from tests.compiling import filter_jit, jit
+from tests.helpers import APPROACHES, bits, copy, each_approach, f32, make, member, normal, same
 from tests.helpers import quick_call as call
 from tests.layers.masking import (
     DY,
@@ -29,13 +28,14 @@ from tests.layers.masking import (
     call_masked,
     close,
     forward,
-    memory_of,
+    masked,
     spoil,
     step,
     trained,
     unpadded,
     untrained,
 )
+from tests.layers.norms import each_norm, made, with_parameters
 
 
 @each_approach
@@ -46,48 +46,52 @@ def test_a_padded_batch_equals_the_batch_without_padding(approach):
 
 
 @pytest.mark.parametrize("mask", [EXAMPLES, LENGTHS], ids=["an example", "a position"])
-@pytest.mark.parametrize("kind", ["no activation", "bfloat16", "complex"])
-def test_other_layers(kind, mask):
+def test_half_precision_and_complex_numbers(mask):
     """The mask has one bool for each example, or for each position."""
-    if kind == "no activation":
-        assert_as_unpadded(*trained("batch", None), X, mask)
-    elif kind == "complex":
-        x, dy = (jax.lax.complex(real, normal(3, X.shape, 2)) for real in (X, DY))
-        layer, state = make(C, "batch", approach="batch", dtype=jnp.complex64)
-        assert_as_unpadded(layer, state, x, mask, dy)
-    else:  # the statistics are float32; outputs are rounded once, which may fall either way
-        ulp = float(jnp.finfo(jnp.bfloat16).eps)
+    x, dy = (jax.lax.complex(real, normal(3, X.shape, 2)) for real in (X, DY))
+    layer, state = make(C, "batch", approach="batch", dtype=jnp.complex64)
+    assert_as_unpadded(layer, state, x, mask, dy)
+    # The statistics are float32; outputs are rounded once, which may fall either way.
+    ulp = float(jnp.finfo(jnp.bfloat16).eps)
 
-        def close(a, b, **_):
-            np.testing.assert_allclose(f32(a), f32(b), rtol=ulp, atol=ulp)
+    def close(a, b, **_):
+        np.testing.assert_allclose(f32(a), f32(b), rtol=ulp, atol=ulp)
 
-        layer, state = trained("batch", jax.nn.relu)
-        assert_as_unpadded(layer, state, X.astype(jnp.bfloat16), mask, close=close)
+    layer, state = trained("batch", jax.nn.relu)
+    assert_as_unpadded(layer, state, X.astype(jnp.bfloat16), mask, close=close)
 
 
-def test_gradients_of_masked_outputs_are_not_looked_at():
-    for function in (None, activation, jnp.log):
-        layer, state = trained("batch", function)
-        layer = eqx.tree_at(lambda m: m.bias, layer, f32([10, 10, 10]))
-        right = step(layer, copy(state), X, LENGTHS, DY)
-        spoilt = step(layer, copy(state), X, LENGTHS, spoil(DY, LENGTHS))
-        chex.assert_trees_all_equal(right, spoilt)
-        chex.assert_tree_all_finite(right)
+@pytest.mark.parametrize("function", [activation, jnp.log])
+def test_gradients_of_masked_outputs_are_not_looked_at(function):
+    layer, state = trained("batch", function)
+    layer = eqx.tree_at(lambda m: m.bias, layer, f32([10, 10, 10]))
+    expected = step(layer, copy(state), X, LENGTHS, DY)
+    outputs = step(layer, copy(state), X, LENGTHS, spoil(DY, LENGTHS))
+    chex.assert_trees_all_equal(outputs, expected)
+    chex.assert_tree_all_finite(outputs)
 
 
-@each_approach
-def test_gradients_of_masked_values_are_0_whatever_the_others_hold(approach):
-    for function in (None, activation, jax.nn.softmax):
-        for value in (np.nan, np.inf):
-            layer, state = trained(approach, function)
-            x = X.at[1, 0, 0].set(value)  # counts
-            y, _, dweight, *_, dx = step(layer, state, x, LENGTHS, DY)
-            assert not np.isfinite(dweight).all()
-            for array in (y, dx):
-                np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)
+@each_norm
+@pytest.mark.parametrize("function", [None, activation, jax.nn.softmax])
+def test_gradients_of_masked_values_are_0_whatever_the_others_hold(name, function):
+    layer, call = made(name, (C, L), activation=function)
+
+    def forward(weight, bias, x):
+        return call(with_parameters(layer, weight, bias), x, LENGTHS)[0]
+
+    @jit
+    def derive(x):
+        y, pull_back = jax.vjp(forward, layer.weight, layer.bias, x)
+        return y, *pull_back(DY)
+
+    for value in (np.nan, np.inf):
+        y, dweight, _, dx = derive(X.at[1, 0, 0].set(value))  # which counts
+        assert not np.isfinite(dweight).all()
+        for array in (y, dx):
+            np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)
 
 
-def test_second_derivatives_do_not_see_masked_places():
+def test_second_derivatives_do_not_see_masked_positions():
     layer, state = trained("batch", jax.nn.silu)
 
     @filter_jit
@@ -97,11 +101,10 @@ def test_second_derivatives_do_not_see_masked_places():
 
         return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
 
-    for mask in (LENGTHS, NOT_THE_FIRST):
-        dx = penalty_gradient(spoil(X, mask), mask)
-        right = penalty_gradient(unpadded(X, mask), None)
-        close(unpadded(dx, mask), right, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(unpadded(dx, ~mask), 0)
+    dx = penalty_gradient(spoil(X, LENGTHS), LENGTHS)
+    expected = penalty_gradient(unpadded(X, LENGTHS), None)
+    close(unpadded(dx, LENGTHS), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(unpadded(dx, ~LENGTHS), 0)
 
 
 @pytest.mark.parametrize("shape", [(), (L,), (4, 1), (4, L)], ids=str)
@@ -110,49 +113,29 @@ def test_a_mask_broadcasts_to_the_spatial_axes(shape):
     x = normal(4, (N, C, 4, L))
     mask = np.random.RandomState(0).random((N, *shape)) < 0.6
     full = np.broadcast_to(mask.reshape(N, *[1] * (2 - len(shape)), *shape), (N, 4, L))
-    y, new = call_masked(layer, copy(state), x, mask)
-    right, right_state = call(layer, state, jnp.moveaxis(x, 1, -1)[full])
-    close(np.moveaxis(y, 1, -1)[full], right)
+    y, after = call_masked(layer, copy(state), x, mask)
+    expected, expected_state = call(layer, state, jnp.moveaxis(x, 1, -1)[full])
+    close(np.moveaxis(y, 1, -1)[full], expected)
     np.testing.assert_array_equal(np.moveaxis(y, 1, -1)[~full], 0)
-    all_close(new, right_state)
+    all_close(after, expected_state)
 
 
 def test_one_mask_for_all_examples():
     layer, state = trained("batch")
-    right = call_masked(layer, copy(state), X, np.tile(LENGTHS[3], (N, 1)))
-    all_close(call(functools.partial(layer, mask=LENGTHS[3]), copy(state), X), right)
-
-
-@pytest.mark.parametrize("layer", [LayerNorm(()), RMSNorm(())], ids=["layer", "rms"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
-def test_an_example_without_axes(layer, dtype):
-    x = jnp.asarray(3, dtype)
-
-    def both(mask):
-        return jax.value_and_grad(lambda x: jnp.sin(layer(x, mask=mask)).real)(x)
-
-    assert same(both(True), both(None))
-    assert same(both(np.array(False)), (jnp.zeros_like(x.real), jnp.zeros_like(x)))
-    values, masks = jnp.asarray([3, np.nan, 4], dtype), jnp.array([True, False, True])
-    y = jax.vmap(lambda x, mask: layer(x, mask=mask))(values, masks)
-    assert same(list(y), [layer(values[0]), jnp.zeros_like(x), layer(values[2])])
-
-
-# --- What is remembered.
+    expected = call_masked(layer, copy(state), X, np.tile(LENGTHS[3], (N, 1)))
+    all_close(call(functools.partial(layer, mask=LENGTHS[3]), copy(state), X), expected)
 
 
 @each_approach
-@pytest.mark.parametrize("x", [X, jnp.full_like(X, np.nan)], ids=["numbers", "nan"])
-def test_a_batch_that_is_masked_out_is_as_if_it_had_not_been(approach, x):
-    nothing = np.zeros((N, L), bool)
+def test_a_batch_that_is_masked_out_is_as_if_it_had_not_been(approach):
+    nothing, x = np.zeros((N, L), bool), jnp.full_like(X, np.nan)
     for make_layer in (trained, untrained):
         layer, state = make_layer(approach)
-        y, after, *vectors, dx = step(layer, copy(state), x, nothing, DY)
-        assert same(after, memory_of(layer, state))
+        y, after, *gradients, dx = step(layer, copy(state), x, nothing, DY)
+        assert same(after, state)
         assert bits(y) == bits(dx) == bits(np.zeros_like(X))
-        chex.assert_tree_all_finite(vectors)
+        chex.assert_tree_all_finite(gradients)
     # As the first batch, too: the next one counts in full.
-    _, after = call_masked(layer, copy(state), x, nothing)
     assert same(step(layer, after, X, None, DY), step(layer, state, X, None, DY))
 
 
@@ -162,18 +145,92 @@ def test_unbiased_variance_of_one_value_is_not_remembered(approach):
     one, two = np.zeros((2, N, L), bool)
     one[2, 3] = two[2, 3] = two[4, 0] = True
     y, after, *gradients = step(layer, copy(state), spoil(X, one), one, DY)
-    assert same(after, memory_of(layer, state))
+    assert same(after, state)
     chex.assert_tree_all_finite((y, gradients))
     assert_as_unpadded(layer, state, X, two)
 
 
-@pytest.mark.parametrize("approach", ["batch", "ema"])
-def test_inference_masks_outputs_only(approach):
-    layer, state = trained(approach)
+def test_inference_masks_outputs_only():
+    layer, state = trained("batch")
     inference = eqx.nn.inference_mode(layer)
     y, after, *_, dx = step(inference, copy(state), spoil(X, LENGTHS), LENGTHS, DY)
-    right = step(inference, copy(state), X, None, DY)
-    assert same(after, memory_of(layer, state))
-    for ours, unmasked in ((y, right[0]), (dx, right[-1])):
-        close(unpadded(ours, LENGTHS), unpadded(unmasked, LENGTHS))
-        np.testing.assert_array_equal(unpadded(ours, ~LENGTHS), 0)
+    expected = step(inference, copy(state), X, None, DY)
+    assert same(after, state)
+    for array, unmasked in ((y, expected[0]), (dx, expected[-1])):
+        close(unpadded(array, LENGTHS), unpadded(unmasked, LENGTHS))
+        np.testing.assert_array_equal(unpadded(array, ~LENGTHS), 0)
+
+
+# --- Transformations. They are slow, and none changes a dtype: so not repeated in 64 bits.
+
+
+@pytest.mark.x32
+@each_approach
+def test_an_ensemble_is_each_member_alone(approach):
+    masks = jnp.stack([LENGTHS, np.zeros_like(LENGTHS), NOT_THE_FIRST])
+
+    @eqx.filter_vmap
+    def members(key):
+        layer, state = untrained(approach)
+        weight = jax.random.normal(key, (C,), jnp.float32)
+        return eqx.tree_at(lambda m: m.weight, layer, weight), state
+
+    layers, states = members(jax.random.split(jax.random.key(0), 3))
+    x = normal(4, (3, *X.shape), 1, 2)
+    call_members = filter_jit(eqx.filter_vmap(forward))
+    for step_masks in (None, masks):
+        ys, after = call_members(layers, copy(states), x, step_masks)
+        for i in range(3):
+            mask = None if step_masks is None else step_masks[i]
+            alone = call_masked(member(layers, i), copy(member(states, i)), x[i], mask)
+            all_close(alone, (ys[i], member(after, i)))
+        states = after
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize(
+    ("approach", "names"),
+    [*((approach, ("inner", "outer")) for approach in APPROACHES), ("ema", ["outer", "inner"])],
+)
+@pytest.mark.parametrize("unequal", [False, True], ids=["whole", "masked"])
+def test_several_axis_names_are_one_large_batch(approach, names, unequal):
+    """Under a mask it is no mean of means: one column counts in full, one by a single value."""
+    mask = np.full((2, 3, L), True)
+    if unequal:
+        mask[1] = False
+        mask[1, 1, 2] = True
+    x = normal(7, (2, 3, C, L), 3, 2)
+    one, one_state = untrained(approach)
+    several, state = untrained(approach, axis_name=names)
+    run = jit(masked(several, "inner", "outer"))
+    flat = mask.reshape(N, L)
+    for scale in (1, 2):
+        y, state = run(scale * x, mask if unequal else None, state)
+        values = unpadded(scale * x.reshape(N, C, L), flat)
+        expected, one_state = call(one, one_state, values)
+    close(unpadded(y.reshape(N, C, L), flat), expected)
+    all_close(state, one_state)
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize(
+    ("approach", "unbiased"), [*((approach, False) for approach in APPROACHES), ("batch", True)]
+)
+def test_one_program_serves_all_masks_and_both_modes(approach, unbiased):
+    """Plain `jax.jit` takes the layer, and the mode, as arguments."""
+    layer, state = trained(approach, unbiased=unbiased)
+    inference_only = eqx.nn.inference_mode(layer)
+
+    @jit
+    @eqx.debug.assert_max_traces(max_traces=1)
+    def run(layer, state, x, mask, inference):
+        return masked(functools.partial(layer, inference=inference))(x, mask, state)
+
+    for mask in (LENGTHS, NOT_THE_FIRST):
+        y, after = run(layer, copy(state), X, mask, False)
+        expected, expected_state = call(layer, copy(state), unpadded(X, mask))
+        close(unpadded(y, mask), expected)
+        all_close(after, expected_state)
+        inferred, unchanged = run(layer, copy(state), X, mask, True)
+        close(inferred, call_masked(inference_only, copy(state), X, mask)[0])
+        chex.assert_trees_all_equal(unchanged, state)

@@ -12,54 +12,38 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, ghost_batches
-from eqx_norm.models import recalibrate, reconfigure
 from eqx_norm.strategies import Accumulated, Batch
-from tests.compiling import filter_jit, jit
 from tests.helpers import copy, each_approach, example, f32, make, normal, remembered, same
-from tests.layers.masking import C, L, masked, trained, untrained
+from tests.layers.masking import C, L, call_masked, masked, step, trained, untrained
 
 N = 12
 X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
 # No group has as many values that count as another.
 MASK = np.arange(N * L).reshape(N, L) % np.arange(1, N + 1)[:, None] == 0
 GHOST = {"axis_name": "ghost", "memory_axis_name": "group"}
+AXES = "ghost", "group"
 close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
 
 
-@filter_jit
-def step(layer, state, x, mask, dy):
-    """Returns y, the state, and the gradients of sum(y * dy); x may be cut into groups."""
-
-    def loss(vectors, x):
-        model = eqx.tree_at(lambda m: (m.weight, m.bias), layer, vectors)
-        y, after = masked(model, *("ghost", "group")[: x.ndim - 2])(x, mask, state)
-        return (y * dy).sum(), (y, after)
-
-    vectors = layer.weight, layer.bias
-    gradients, (y, after) = jax.grad(loss, (0, 1), has_aux=True)(vectors, x)
-    return y, after, gradients
-
-
+@eqx.filter_jit
 def grouped(layer, state, x=X, size=4):
-    x = ghost_batches(x, size)
-    return step(layer, state, x, None, jnp.ones_like(x))[:2]
+    return masked(layer, *AXES)(ghost_batches(x, size), None, state)
 
 
 @pytest.mark.parametrize(("mask", "unbiased"), [(None, False), (MASK, True)])
 @each_approach
 def test_each_group_is_normalised_alone_and_all_are_remembered(approach, unbiased, mask):
     layer, state = trained(approach, unbiased=unbiased, **GHOST)
-    one, _ = trained(approach, unbiased=unbiased, axis_name="ghost")
-    y, after, (vectors, dx) = step(layer, state, *ghost_batches((X, mask, DY), 4))
-    parts = [None if a is None else a.reshape(3, 4, *a.shape[1:]) for a in (X, mask, DY)]
-    groups = [[None if a is None else a[i] for a in parts] for i in range(3)]
-    apart = [step(one, copy(state), *group) for group in groups]
+    one, _ = trained(approach, unbiased=unbiased)
+    groups = ghost_batches((X, mask, DY), 4)
+    y, after, *gradients, dx = step(layer, state, *groups, AXES)
+    members = (jax.tree.map(lambda group, i=i: group[i], groups) for i in range(3))
+    apart = [step(one, copy(state), *member) for member in members]
     close(y, jnp.stack([y for y, *_ in apart]))
-    close(dx, jnp.stack([dx for *_, (_, dx) in apart]))
-    right = jax.tree.map(lambda *g: sum(g), *[g for *_, (g, _) in apart])
-    jax.tree.map(functools.partial(close, atol=2e-5), vectors, right)
-    _, whole, _ = step(one, copy(state), X, mask, DY)
-    jax.tree.map(close, after, whole)
+    close(dx, jnp.stack([dx for *_, dx in apart]))
+    for i, gradient in enumerate(gradients):
+        close(gradient, sum(outputs[2 + i] for outputs in apart), atol=2e-5)
+    jax.tree.map(close, after, step(one, copy(state), X, mask, DY)[1])
 
 
 @pytest.mark.x32
@@ -76,25 +60,19 @@ def test_the_memory_does_not_depend_on_the_split(size):
 
 
 @pytest.mark.x32
-def test_groups_of_constants_and_of_one_value():
+def test_groups_of_constants():
     layer, state = make(C, approach="batch", **GHOST)
     layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
-    constants = jnp.broadcast_to(121.7, (N, C, L))
-    y, after = grouped(layer, copy(state), constants)
+    y, after = grouped(layer, copy(state), jnp.broadcast_to(f32(121.7), (N, C, L)))
     assert (y == layer.bias[:, None]).all()
     mean, variance = remembered(layer, after)
     assert (mean == f32(121.7)).all()
     assert not variance.any()
-    layer, state = reconfigure(layer, state, unbiased=True)
-    y, after = grouped(layer, state, X[:, :, :1], 1)  # all of them together have a variance
-    assert (y == layer.bias[:, None]).all()
-    close(remembered(layer, after)[1], X[:, :, 0].var(0, ddof=1))
 
 
-@each_approach
-def test_a_group_that_is_not_finite(approach):
+def test_a_group_that_is_not_finite():
     """It is one batch that is remembered, or not."""
-    layer, state = untrained(approach, **GHOST)
+    layer, state = untrained("batch", **GHOST)
     _, state = grouped(layer, state)
     y, after = grouped(layer, copy(state), X.at[5].set(jnp.nan))
     assert np.isfinite(y[::2]).all()
@@ -106,35 +84,12 @@ def test_a_group_that_is_not_finite(approach):
 
 @pytest.mark.x32
 def test_micro_batches_of_groups_are_collected():
-    collecting = Accumulated(Batch(0.7), every=2)
-    layer, state = make(C, approach=collecting, **GHOST)
-    one, at_once = make(C, "ghost", approach=Batch(0.7))
+    layer, state = make(C, approach=Accumulated(Batch(0.7), every=2), **GHOST)
+    one, at_once = make(C, "batch", approach=Batch(0.7))
     for half in (X[:4], X[4:]):
         _, state = grouped(layer, state, half, 2)
-    _, at_once, _ = step(one, at_once, X, None, DY)
+    _, at_once = call_masked(one, at_once, X, None)
     jax.tree.map(close, remembered(layer, state), remembered(one, at_once))
-
-
-@pytest.mark.parametrize("names", [("group", "ghost"), ("ghost", "group")], ids="-".join)
-def test_in_either_order_of_axes_in_an_ensemble(names):
-    layer, state = untrained("smooth_start", **GHOST)
-    x = jnp.stack([X, 3 * X + 1]).reshape(2, 3, 4, C, L)
-    right = [grouped(layer, copy(state), member) for member in x.reshape(2, N, C, L)]
-    x = x if names[0] == "ghost" else x.swapaxes(1, 2)
-    f = jit(jax.vmap(masked(layer, *names), in_axes=(0, None, None)))
-    y, after = f(x, None, state)
-    y = y if names[0] == "ghost" else y.swapaxes(1, 2)
-    for i, (one_y, one_after) in enumerate(right):
-        close(y[i], one_y)
-        jax.tree.map(lambda a, b, i=i: close(a[i], b), after, one_after)
-
-
-@pytest.mark.x32
-def test_recalibrate_takes_each_batch_as_one_group():
-    layer, state = make(C, approach="batch", **GHOST)
-    learnt = recalibrate(layer, state, [X[:8], X[8:]])
-    _, whole = grouped(layer, state)
-    jax.tree.map(close, remembered(layer, learnt), remembered(layer, whole))
 
 
 @pytest.mark.x32
@@ -143,21 +98,3 @@ def test_the_example():
     names = example(ghost_batches, x=normal(0, (64, 16, 3)), **names)
     assert names["y"].shape == names["x"].shape
     close(names["y"][:32].mean((0, 2)), np.zeros(16))
-
-
-def test_errors():
-    layer, state = make(C, approach="batch", **GHOST)
-    with pytest.raises(NameError, match=r"(?s)'group' is not bound.*axis_name='group'"):
-        masked(layer, "ghost")(X, None, state)
-    with pytest.raises(
-        ValueError, match=r"'batch' and memory_axis_name=\('a', 'batch'\) share"
-    ):
-        make(C, "batch", approach="batch", memory_axis_name=["a", "batch"])
-    with pytest.raises(
-        ValueError, match=r"size=5: a batch of 12 examples.*nearest sizes.*: 4, 6\."
-    ):
-        ghost_batches((X, DY), 5)
-    with pytest.raises(ValueError, match=r"size=0.*nearest sizes.*: 1\."):
-        ghost_batches(X, 0)
-    with pytest.raises(ValueError, match=r"\(12, 3, 5\), \(8,\).*same number of examples"):
-        ghost_batches((X, DY[:8, 0, 0]), 4)

@@ -1,0 +1,157 @@
+"""Tests that the norms of one example are drop-ins for Equinox's, in values and derivatives.
+
+Accuracy, platforms, export, dtypes and errors: in the files of those names, with BatchNorm.
+What is kept for the backward pass: tests/operation/test_residuals.py.
+"""
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from tests.compiling import jit
+from tests.helpers import bits, normal, over_batch
+from tests.layers.norms import each_example_norm, made, moved, over_examples, with_parameters
+
+SHAPE = (6, 5, 7)
+
+
+def to_second_order(layer, x, dx):
+    """Returns y, the gradients of a loss in weights and x, and their slopes."""
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def loss(weights, x):
+        y = jax.vmap(eqx.combine(weights, static))(x)
+        return jnp.vdot(jnp.sin(y), dx).real, y
+
+    def gradient(*point):
+        return jax.grad(loss, (0, 1), has_aux=True)(*point)
+
+    return jit(jax.jvp, static_argnums=0)(gradient, (weights, x), (weights, dx))
+
+
+TOLERANCES = {jnp.bfloat16: 2e-2, jnp.complex64: 1e-4}
+
+
+class Activated(eqx.Module):
+    layer: eqx.Module
+    activation: object = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.activation(self.layer(x))
+
+
+@pytest.mark.x32  # has its own dtypes
+@pytest.mark.parametrize(
+    ("kind", "arguments", "shape"),
+    [
+        (LayerNorm, (SHAPE, 1e-3), SHAPE),
+        (LayerNorm, ([3, 4], 1e-3, True, False), (3, 4)),
+        (LayerNorm, (6, 1e-3, False, True), (6,)),
+        (LayerNorm, (6, 1e-3, False, False), (6,)),
+        (LayerNorm, (6, 1e-3, True, True, jnp.complex64), (6,)),
+        (GroupNorm, (2, 6, 1e-3), SHAPE),
+        (GroupNorm, (3, None, 1e-3, False), SHAPE),
+        (GroupNorm, (2, 6, 1e-3, True, jnp.bfloat16), (6,)),
+        (GroupNorm, (2, 6, 1e-3, True, jnp.complex64), (6, 2)),
+        (InstanceNorm, (6, 1e-3, True), (6, 5)),
+        (RMSNorm, (SHAPE, 1e-3), SHAPE),
+        (RMSNorm, (6, 1e-3, True, False), (6,)),
+        (RMSNorm, ((6,), 1e-3, False, False, jnp.bfloat16), (6,)),
+    ],
+)
+@pytest.mark.parametrize("activation", [None, jax.nn.silu])
+def test_as_equinox(kind, arguments, shape, activation):
+    """By position, the arguments are Equinox's; so are the type, and the leaves of files."""
+    with jax.enable_x64(True):
+        ours = moved(kind(*arguments, activation=activation))
+        if kind is InstanceNorm:
+            theirs = moved(eqx.nn.GroupNorm(arguments[0], *arguments))
+        else:
+            theirs = moved(getattr(eqx.nn, kind.__name__)(*arguments))
+        assert isinstance(ours, type(theirs))
+        fields = {name: v for name, v in vars(theirs).items() if not eqx.is_array(v)}
+        assert fields.items() <= vars(ours).items()
+        x, dx = np.random.default_rng(0).standard_normal((2, 5, *shape))
+        if arguments[-1] == jnp.complex64:
+            x, dx = x + 1j * dx, dx - 2j * x
+        if activation is not None:
+            theirs = Activated(theirs, activation)
+        outputs, expected = (to_second_order(layer, 1 + 2 * x, dx) for layer in (ours, theirs))
+    tolerance = TOLERANCES.get(arguments[-1], 1e-9)
+    chex.assert_trees_all_close(
+        *map(jax.tree.leaves, (outputs, expected)), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_rms_norm_of_complex_numbers():
+    """Equinox's divides by the root of a complex number."""
+    x = jax.lax.complex(normal(0, (5, 6), 1.0), normal(1, (5, 6), -2.0, 3.0))
+    scale = np.sqrt((np.abs(x) ** 2).mean(1, keepdims=True) + 1e-5)
+    y = jax.vmap(RMSNorm(6, dtype=jnp.complex64))(x)
+    np.testing.assert_allclose(y, x / scale, rtol=1e-5)
+
+
+def test_instance_norm_has_the_defaults_of_pytorch():
+    layer = InstanceNorm(6)
+    assert (layer.weight, layer.bias, layer.eps) == (None, None, 1e-5)
+
+
+@each_example_norm
+@pytest.mark.x32  # Equinox's layer promotes
+def test_where_a_batch_norm_stood(name):
+    layer = moved(made(name, SHAPE)[0])
+    model, state = eqx.nn.make_with_state(
+        lambda: eqx.nn.Sequential([layer, BatchNorm(6, "batch", approach="batch")])
+    )()
+    x = normal(0, (4, *SHAPE))
+    assert jax.jit(over_batch(model))(x, state)[0].shape == x.shape
+    y, after = layer(x[0], state)
+    assert after is state
+    assert bits(y) == bits(layer(x[0], key=jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (LayerNorm(6), (0, 6)),
+        (GroupNorm(2, 6), (0, 6, 2)),
+        (GroupNorm(2, 6), (4, 6, 0)),
+    ],
+)
+def test_nothing_to_normalise(layer, shape):
+    y, pull_back = jax.vjp(over_examples, layer, jnp.ones(shape))
+    gradient, dx = pull_back(y)
+    assert y.shape == dx.shape == shape
+    assert not np.any(gradient.weight)
+
+
+@each_example_norm
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0), (0, None, 0), (None, 0, None)], ids=["ensemble", "weights", "biases"]
+)
+def test_an_ensemble_is_each_member_alone(name, axes):
+    """In gradients, too, where members share the weight, the bias or x."""
+    layer = moved(made(name, SHAPE)[0])
+    point = layer.weight, layer.bias, normal(0, SHAPE)
+    arrays = [
+        v if axis is None else jnp.stack([v, 2 * v, v**2])
+        for v, axis in zip(point, axes, strict=True)
+    ]
+
+    def loss(weight, bias, x):
+        return jnp.sum(jnp.sin(with_parameters(layer, weight, bias)(x)))
+
+    def together(*arrays):
+        return jax.vmap(loss, axes)(*arrays).sum()
+
+    def apart(*arrays):
+        pairs = list(zip(arrays, axes, strict=True))
+        members = ([v if axis is None else v[i] for v, axis in pairs] for i in range(3))
+        return sum(loss(*member) for member in members)
+
+    outputs, expected = (jit(jax.grad(f, (0, 1, 2)))(*arrays) for f in (together, apart))
+    chex.assert_trees_all_close(outputs, expected, rtol=1e-5, atol=1e-5)
