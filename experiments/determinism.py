@@ -15,7 +15,6 @@ https://developer.nvidia.com/gtc/2019/video/S9911
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from tqdm import tqdm
 from eqx_norm import BatchNorm, determinism
 from eqx_norm.determinism import Ledger, monitor, monitor_module
 
-from .common import mnist, report, timer, training
+from .common import mnist, processes, report, timer, training
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
 AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
@@ -44,6 +43,7 @@ DEVICES, FAULT = "the recipe, other devices", "the recipe, one bit flipped"
 
 class Run(NamedTuple):
     steps: int
+    ledger: str = ""  # the file to write
     seeded: bool = True  # NumPy's global generator
     recipe: bool = False
     threads: int | None = None  # None: as many as cores
@@ -86,7 +86,7 @@ def make(network: str, wrap: Any = lambda model: model) -> tuple[Any, eqx.nn.Sta
     return model, state, training.OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
 
 
-def train(run: Run, ledger: str) -> tuple[str, str, str]:
+def train(run: Run) -> tuple[str, str, str]:
     """Trains; returns the sum of the weights, their fingerprint and the final loss."""
     if run.one_core and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -99,7 +99,7 @@ def train(run: Run, ledger: str) -> tuple[str, str, str]:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
     trained = eqx.filter_shard(make("small"), jax.NamedSharding(mesh, jax.P()))
     step = eqx.filter_jit(determinism.recorded(probed_step))
-    with Ledger(ledger) as opened:
+    with Ledger(run.ledger) as ledger:
         for i in range(run.steps):
             if i == run.flipped_at:
                 bits = trained[0].linear2.weight.view(jnp.uint32)
@@ -109,7 +109,7 @@ def train(run: Run, ledger: str) -> tuple[str, str, str]:
             batch = mnist.scaled(data.images[chosen]), data.labels[chosen].astype(np.int32)
             batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("devices")))
             (trained, loss), record = step(*trained, *batch)
-            opened.append(i, record)
+            ledger.append(i, record)
     weights = determinism.summarise(eqx.filter(trained[0], eqx.is_inexact_array), "weights")
     return repr(weights.total), weights.fingerprint, repr(float(loss))
 
@@ -143,15 +143,11 @@ class Result(NamedTuple):
     by_probe: tuple[int, ...]  # and of each probe in the first step with a difference
 
 
-def start(run: Run, ledger: Path) -> list[str]:
+def start(run: Run, ledger: Path) -> Any:
     """Returns the result of `train` in a process with the run's threads and devices."""
-    given, described = os.environ.get("XLA_FLAGS", ""), json.dumps(run._asdict())
-    flags = f"{given} --xla_force_host_platform_device_count={run.devices}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    if run.threads is not None:
-        env["PJRT_NPROC"] = str(run.threads)
-    command = [sys.executable, "-m", "experiments.determinism", "--run", described, str(ledger)]
-    return json.loads(subprocess.check_output(command, cwd=Path(__file__).parents[1], env=env))
+    threads = {} if run.threads is None else {"PJRT_NPROC": str(run.threads)}
+    described = run._replace(ledger=str(ledger))
+    return processes.start("determinism", described, run.devices, **threads)[1]
 
 
 def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]]:
@@ -298,11 +294,10 @@ def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
 
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
-    about = "used internally: run one process, and write its ledger"
-    parser.add_argument("--run", nargs=2, metavar=("JSON", "LEDGER"), help=about)
+    parser.add_argument("--run", metavar="JSON", help=processes.HELP)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(train(Run(**json.loads(options.run[0])), options.run[1])))
+        print(json.dumps(train(Run(**json.loads(options.run)))))
         return 0
 
     results, probes = {}, []

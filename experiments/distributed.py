@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ from tqdm import tqdm
 from eqx_norm import BatchNorm
 from eqx_norm.determinism import summarise
 
-from .common import mnist, report, training
+from .common import mnist, processes, report, training
 from .common.report import Verdict
 
 ONE, SEVERAL, RESTORED = "one process", "several", "restored"
@@ -200,21 +199,8 @@ def run_all(devices: int, steps: int, folder: str) -> list[Process]:
 
 def start(run: Run, devices: int) -> tuple[int, float, dict[str, Any]]:
     """Returns a process's exit status, the time when it ended, and its printed results."""
-    given = os.environ.get("XLA_FLAGS", "")
-    flags = f"{given} --xla_force_host_platform_device_count={devices}"
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.distributed", "--run", json.dumps(run._asdict())],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,  # seconds
-    )
-    if not done.stdout or (done.returncode and not run.killed):
-        raise RuntimeError(f"{run} ended with {done.returncode}:\n{done.stderr}")
-    # The last line: Gloo prints some before.
-    return done.returncode, time.monotonic(), json.loads(done.stdout.splitlines()[-1])
+    code, printed = processes.start("distributed", run, devices, fails=run.killed)
+    return code, time.monotonic(), printed
 
 
 # --------------------------------------------------------------------------------- verdicts

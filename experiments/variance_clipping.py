@@ -16,7 +16,6 @@ batch of huge variance is divided by a small one. https://github.com/BVLC/caffe/
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -27,16 +26,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import VarianceClip, named
 
-from .common import mnist, report, training
+from .common import report, training
 from .common.report import Verdict
+from .common.training import Curves
 
 Setting = tuple[str, bool, str]  # approach, whether to clip, corruption
-Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
 
 MOMENTUM = 0.99
 # Ginsburg's factor. He starts after 200 batches; here training has settled after 100. (All
@@ -100,33 +98,28 @@ class Perceptron(eqx.Module):
         return jax.nn.log_softmax(self.linear2(jax.nn.relu(normed))), normed, state
 
 
-def train(setting: Setting, seed: int, data: mnist.Mnist) -> Curves:
+def train(setting: Setting, seed: int) -> Curves:
     """Trains one network; its initial parameters and batches depend only on the seed.
 
-    Returns arrays [steps]: the records of `train_step`, "running_variance" (mean over
-    channels), and "test_accuracy" (NaN where it was not measured).
+    Its curves include "running_variance", the mean over channels.
     """
     approach, clipped, corruption = setting
     strategy: Any = named(approach, MOMENTUM)
     if clipped:
         strategy = VarianceClip(strategy, ratio=RATIO, start=START)
-    model, state = eqx.nn.make_with_state(Perceptron)(strategy, jax.random.key(seed))
-    memory = training.OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
-    images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
-    test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
-    recorded = []
-    for step, chosen in enumerate(training.batches(len(images), STEPS, seed), start=1):
-        batch = images[chosen]
-        if step in CORRUPTED and corruption != CLEAN:
-            ink = CORRUPTIONS[corruption]((batch + np.float32(1)) / np.float32(2))
-            batch = (2 * ink - 1).astype(np.float32)
-        given = jnp.asarray(batch), jnp.asarray(labels[chosen])
-        model, state, memory, found = training.train_step(model, state, memory, *given)
-        running = state.get(model.norm.memory_index).statistics.variance.mean()
-        accuracy = training.accuracy_of(model, state, *test) if step in EVALUATED else np.nan
-        recorded.append({**found, "running_variance": running, "test_accuracy": accuracy})
-    recorded = jax.device_get(recorded)
-    return {name: np.array([each[name] for each in recorded], float) for name in recorded[0]}
+
+    def corrupt(step: int, images: NDArray) -> NDArray:
+        if step not in CORRUPTED or corruption == CLEAN:
+            return images
+        ink = CORRUPTIONS[corruption]((images + np.float32(1)) / np.float32(2))
+        return (2 * ink - 1).astype(np.float32)
+
+    def observe(model: Perceptron, state: eqx.nn.State) -> dict[str, Array]:
+        running = state.get(model.norm.memory_index).statistics
+        return {"running_variance": running.variance.mean()}
+
+    made = eqx.nn.make_with_state(Perceptron)(strategy, jax.random.key(seed))
+    return training.run(made, seed, STEPS, EVALUATED, change=corrupt, observe=observe)
 
 
 # ---------------------------------------------------------------------------------- figures
@@ -277,18 +270,12 @@ def clean_stays(pairs: Pairs) -> Verdict:
 
 
 def main() -> int:
-    parser = report.parser("variance_clipping", __doc__, "2 approaches, 4 corruptions, 1 seed")
-    add = parser.add_argument
-    add("--data", type=Path, metavar="DIR", default=mnist.SUBSET, help=mnist.HELP)
-    options = parser.parse_args()
+    about = "2 approaches, 4 corruptions, 1 seed"
+    options = report.parser("variance_clipping", __doc__, about).parse_args()
     approaches, corruptions, seeds = QUICK if options.quick else WHOLE
-    data, runs = mnist.load(options.data), {}
     with report.unfinished(options.out) as folder:
-        every = [*itertools.product(approaches, (False, True), corruptions)]
-        for setting in (progress := tqdm(every, unit="setting", disable=None)):
-            progress.set_description(", ".join(map(str, setting)))
-            of_seeds = [train(setting, seed, data) for seed in seeds]
-            runs[setting] = {k: np.stack([c[k] for c in of_seeds]) for k in of_seeds[0]}
+        settings = [*itertools.product(approaches, (False, True), corruptions)]
+        runs = training.run_all(settings, seeds, train)
         cells = {key: compare(runs[key], runs[key[0], False, CLEAN]) for key in runs}
         pairs = {(a, bad): (cells[a, False, bad], cells[a, True, bad]) for a, _, bad in cells}
 

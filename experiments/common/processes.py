@@ -1,0 +1,25 @@
+"""Starts an experiment's script again, in processes of their own."""
+
+import json
+import os
+from typing import Any, NamedTuple
+
+from tests.processes import python
+
+HELP = "used internally: run one process, with these fields of Run"
+
+
+def start(
+    name: str, run: NamedTuple, devices: int, *, fails: bool = False, **environment: str
+) -> tuple[int, Any]:
+    """Runs `python -m experiments.NAME --run JSON` with a number of CPU devices.
+
+    Returns the exit status, which must not be 0 if it `fails`, and what the last line says.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags += f" --xla_force_host_platform_device_count={devices}"
+    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    described = json.dumps(run._asdict())
+    ended = python("-m", f"experiments.{name}", "--run", described, fails=fails, **environment)
+    # The last line: Gloo prints some before.
+    return ended.returncode, json.loads(ended.stdout.splitlines()[-1])
