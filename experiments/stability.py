@@ -214,54 +214,51 @@ def main() -> int:
     settings = QUICK if options.quick else Settings()
     settings = dataclasses.replace(settings, network=options.network)
     name = "stability" if settings.network == "small" else f"stability_{settings.network}"
-    with report.unfinished(options.out) as folder:
-        train_one = functools.partial(train, settings)
-        runs = training.run_all(settings.trained, settings.seeds, train_one)
-        # Figure 1 shows the seed of ema's median peak: neither the best nor the worst.
-        typical = int(np.argsort(peak(runs[EMA]))[len(settings.seeds) // 2])
-        report.save_figure(
-            folder,
-            f"{name}_1_gradients",
-            draw_gradients(runs, typical, settings.seeds[typical]),
-        )
-        report.save_figure(folder, f"{name}_2_momenta", draw_momenta(runs))
+    train_one = functools.partial(train, settings)
+    runs = training.run_all(settings.trained, settings.seeds, train_one)
+    # Figure 1 shows the seed of ema's median peak: neither the best nor the worst.
+    typical = int(np.argsort(peak(runs[EMA]))[len(settings.seeds) // 2])
+    report.save_figure(
+        options.out,
+        f"{name}_1_gradients",
+        draw_gradients(runs, typical, settings.seeds[typical]),
+    )
+    report.save_figure(options.out, f"{name}_2_momenta", draw_momenta(runs))
 
-        # Without the gradient of each parameter.
-        names = [key for key in runs[EMA] if not key.startswith("gradient.")]
-        lines = (
-            [*setting, seed, step, *(curves[key][i, step - 1] for key in names)]
-            for setting, curves in runs.items()
-            for i, seed in enumerate(settings.seeds)
-            for step in range(1, settings.steps + 1)
-        )
-        header = ["approach", "momentum", "seed", "step", *names]
-        report.save_csv(folder / "results" / f"{name}.csv", header, lines)
+    # Without the gradient of each parameter.
+    names = [key for key in runs[EMA] if not key.startswith("gradient.")]
+    lines = (
+        [*setting, seed, step, *(curves[key][i, step - 1] for key in names)]
+        for setting, curves in runs.items()
+        for i, seed in enumerate(settings.seeds)
+        for step in range(1, settings.steps + 1)
+    )
+    header = ["approach", "momentum", "seed", "step", *names]
+    report.save_csv(options.out, name, header, lines)
 
-        medians = [
-            (
-                label(setting),
-                f"{np.median(peak(curves)):.2f}",
-                f"{np.median(mean_loss(curves)):.3f}",
-                f"{np.median(curves['test_accuracy'][:, -1]):.1%}",
-            )
-            for setting, curves in runs.items()
-        ]
-        header = ("setting", f"peak gradient, steps 1-{FIRST_STEPS}", "mean loss", "accuracy")
-        of_batch, of_ema = (np.median(peak(runs[setting])) for setting in (BATCH, EMA))
-        fail = report.publish(
-            folder,
-            name,
-            asked="Which batch normalisation makes training unstable"
-            + (", with four norm layers" if settings.network == "large" else "")
-            + "? [Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
-            answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
-            tables=[report.table(header, medians)],
-            verdicts=judge(runs, settings.network),
-            settings=dataclasses.asdict(settings),
+    medians = [
+        (
+            label(setting),
+            f"{np.median(peak(curves)):.2f}",
+            f"{np.median(mean_loss(curves)):.3f}",
+            f"{np.median(curves['test_accuracy'][:, -1]):.1%}",
         )
-    return int(options.quick and fail > 0)
+        for setting, curves in runs.items()
+    ]
+    header = ("setting", f"peak gradient, steps 1-{FIRST_STEPS}", "mean loss", "accuracy")
+    of_batch, of_ema = (np.median(peak(runs[setting])) for setting in (BATCH, EMA))
+    return report.publish(
+        options.out,
+        name,
+        asked="Which batch normalisation makes training unstable"
+        + (", with four norm layers" if settings.network == "large" else "")
+        + "? [Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
+        answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
+        tables=[report.table(header, medians)],
+        verdicts=judge(runs, settings.network),
+        settings=dataclasses.asdict(settings),
+    )
 
 
 if __name__ == "__main__":
-    with report.trouble("stability"):
-        sys.exit(main())
+    sys.exit(main())

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -43,7 +44,6 @@ TORCH = "PyTorch"
 COLOURS: dict[str, str] = {
     OURS: report.BLUE,
     OURS_SEPARATE: report.BLUE,
-    OURS_PALLAS: report.SKY,
     EQUINOX: report.VERMILION,
     EQUINOX_EMA: report.PURPLE,
     EQUINOX_BATCH: report.VERMILION,
@@ -110,30 +110,28 @@ def batch_norm(
     of this package's layer; it follows `OURS_SEPARATE` and the others, and its output has the
     dtype of x.
     """
-    how: Any = {"momentum": momentum, "eps": eps, "channelwise_affine": affine}
+    options: Any = {"momentum": momentum, "eps": eps, "channelwise_affine": affine}
     if package(name) == "eqx_norm":
         if activation is not None and name != OURS_SEPARATE:
-            how["activation"], activation = activation, None
-        how |= {"approach": "batch", "unbiased": name == OURS_UNBIASED}
-        how["implementation"] = IMPLEMENTATIONS.get(name, "auto")
-        made = _stateful(lambda: BatchNorm(channels, AXIS, **how), _of_ours)
+            options["activation"], activation = activation, None
+        options |= {"approach": "batch", "unbiased": name == OURS_UNBIASED}
+        options["implementation"] = IMPLEMENTATIONS.get(name, "auto")
+        layer = _stateful(lambda: BatchNorm(channels, AXIS, **options), _of_ours)
     elif package(name) == "equinox":
-        how["mode"] = "ema" if name == EQUINOX_EMA else "batch"
-        made = _stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **how), _of_equinox)
+        options["mode"] = "ema" if name == EQUINOX_EMA else "batch"
+        layer = _stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **options), _of_equinox)
     else:
-        made = _of_flax(name, channels, momentum, eps, channel_axis, affine)
-    return made if activation is None else _followed(made, activation)
+        layer = _of_flax(name, channels, momentum, eps, channel_axis, affine)
 
+    if activation is None:
+        return layer
 
-def _followed(made: Layer, activation: Callable[[Array], Array]) -> Layer:
-    def follow(apply: Apply) -> Apply:
-        def applied(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-            y, memory = apply(affine, memory, x)
-            return activation(y).astype(x.dtype), memory
+    def activated(apply: Apply, after: Any, affine: Affine, memory: Any, x: Array) -> Any:
+        y, memory = apply(affine, memory, x)
+        return after(y).astype(x.dtype), memory
 
-        return applied
-
-    return made._replace(train=follow(made.train), evaluate=follow(made.evaluate))
+    train, evaluate = (partial(activated, f, activation) for f in (layer.train, layer.evaluate))
+    return layer._replace(train=train, evaluate=evaluate)
 
 
 def example_norm(
@@ -177,7 +175,7 @@ def example_norm(
     return Layer((), used, used)
 
 
-layer_norm = functools.partial(example_norm, LAYER_NORM)
+layer_norm = partial(example_norm, LAYER_NORM)
 
 
 def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:
@@ -323,32 +321,40 @@ def function(
     return lambda *given: made.evaluate(*given)[0], (tuple(affine), memory, x)
 
 
-def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
+def _norm_in_torch(kind: str | None, x: Any, weight: Any, bias: Any, **batch_norm: Any) -> Any:
+    """Returns y of PyTorch's norm of that kind, a batch norm for `None`."""
+    functional = torch().nn.functional
+    if kind is None:
+        return functional.batch_norm(x, weight=weight, bias=bias, eps=EPS, **batch_norm)
+    if kind == GROUP_NORM:
+        return functional.group_norm(x, GROUPS, weight, bias, EPS)
+    if kind == RMS_NORM:
+        return functional.rms_norm(x, x.shape[1:], weight, EPS)
+    return functional.layer_norm(x, x.shape[1:], weight, bias, EPS)
+
+
+def program_of_torch(batch: Batch, kind: str | None, *, train: bool) -> Program:
     """Returns the same in eager PyTorch, on the device of JAX's arrays."""
-    arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in given)
+    arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in batch)
     x, dy, weight, bias = arrays
-    memory = torch().zeros_like(weight), torch().ones_like(weight)
-    if kind is not None:  # on a GPU torch needs weights of the dtype of x
+    options: dict[str, Any] = {}
+    if kind is None:
+        memory = torch().zeros_like(weight), torch().ones_like(weight)
+        options = {"training": train, "momentum": 0.01}
+        options |= zip(("running_mean", "running_var"), memory, strict=True)
+    else:  # on a GPU torch needs weights of the dtype of x
         weight, bias = (None if v is None else v.to(x.dtype) for v in (weight, bias))
     inputs = [v.requires_grad_() for v in (x, weight, bias) if v is not None]
-    functional, how = torch().nn.functional, {"training": train, "momentum": 0.01, "eps": EPS}
-    apply = {
-        LAYER_NORM: lambda: functional.layer_norm(x, x.shape[1:], weight, bias, EPS),
-        GROUP_NORM: lambda: functional.group_norm(x, GROUPS, weight, bias, EPS),
-        RMS_NORM: lambda: functional.rms_norm(x, x.shape[1:], weight, EPS),
-        # In place, which is faster, and common.
-        None: lambda: functional.relu(
-            functional.batch_norm(x, *memory, weight, bias, **how), inplace=True
-        ),
-    }[kind]
 
     def call() -> Any:
         with torch().set_grad_enabled(train):
-            y = apply()
+            y = _norm_in_torch(kind, x, weight, bias, **options)
+            if kind is None:  # in place, which is faster, and common
+                y = torch().relu_(y)
         if not train:
             return y
         dx, *of_affine = torch().autograd.grad(y, inputs, dy)
-        return y, memory, ((*of_affine, *[None] * (bias is None)), dx)
+        return y, (), ((*of_affine, *[None] * (bias is None)), dx)
 
     if x.is_cuda:
         return Program(call, lambda _: torch().cuda.synchronize())
@@ -367,43 +373,34 @@ def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
     """
     channels = batch.x.shape[1]
     if package(name) == "torch":
-        apply = torch().nn.functional.batch_norm
-        how = {"training": True, "momentum": 1.0, "eps": EPS}
         wide = np.result_type(batch.x.dtype, np.float32)
         mean, variance = (tensor(np.full(channels, start, wide)) for start in (0, 1))
-        answer = _in_torch(lambda x, *affine: apply(x, mean, variance, *affine, **how), batch)
+        options = {"running_mean": mean, "running_var": variance}
+        answer = _in_torch(None, batch, training=True, momentum=1.0, **options)
         n = batch.x.size // channels  # torch stores the unbiased variance
         return answer._replace(variance=array(variance).astype(float) * (n - 1) / n)
     # Flax has the channels last by default.
     axis = -1 if package(name) == "flax" else 1
     # This package rejects a momentum of 0, and stores the first batch unchanged at any.
     momentum = 0.5 if package(name) == "eqx_norm" else 0.0
-    how = {"momentum": momentum, "channel_axis": axis, "affine": batch.weight is not None}
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
-    answer = _in_jax(batch._replace(x=x, dy=dy), batch_norm, name, channels, **how)
+    options = {"momentum": momentum, "channel_axis": axis}
+    answer = _in_jax(batch._replace(x=x, dy=dy), batch_norm, name, channels, **options)
     y, dx = (np.moveaxis(values, axis, 1) for values in (answer.y, answer.dx))
     return answer._replace(y=y, dx=dx)
 
 
 def answer_of_layer_norm(name: str, batch: Batch) -> Answer:
     """Returns, in float64, the answer of the layer norm of that name, without the variance."""
-    shape = batch.x.shape[1:]
-    if package(name) != "torch":
-        return _in_jax(batch, layer_norm, name, shape)
-
-    def apply(x: Any, weight: Any, bias: Any) -> Any:
-        if weight is None and bias is not None:
-            # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
-            weight = torch().ones(shape, dtype=bias.dtype)
-        return torch().nn.functional.layer_norm(x, shape, weight, bias, EPS)
-
-    return _in_torch(apply, batch)
+    if package(name) == "torch":
+        return _in_torch(LAYER_NORM, batch)
+    return _in_jax(batch, layer_norm, name, batch.x.shape[1:])
 
 
-def _in_jax(batch: Batch, *layer: Any, **how: Any) -> Answer:
+def _in_jax(batch: Batch, *layer: Any, **options: Any) -> Answer:
     x, dy, *affine = batch
     with jax.enable_x64(x.dtype == np.float64):
-        made, step = _step(x.dtype == np.float64, *layer, **how)
+        made, step = _step(x.dtype == np.float64, *layer, **options)
         y, memory, (affine, dx) = step(tuple(affine), made.memory, x, dy)
     _, variance, *_ = made.statistics(memory) or (None, None)
     return _answer(y, variance, dx, *affine)
@@ -412,17 +409,21 @@ def _in_jax(batch: Batch, *layer: Any, **how: Any) -> Answer:
 # Cached, so that a step is compiled once for all batches of a shape.
 @functools.cache
 def _step(
-    double: bool, make: Callable[..., Layer], name: str, size: Any, **how: Any
+    double: bool, make: Callable[..., Layer], name: str, size: Any, **options: Any
 ) -> tuple[Layer, Callable[..., Any]]:
     """Returns the layer, made with or without 64 bits, and its forward and backward pass."""
-    made = make(name, size, eps=EPS, **how)
-    return made, jax.jit(forward_and_backward(made.train))
+    layer = make(name, size, eps=EPS, **options)
+    return layer, jax.jit(forward_and_backward(layer.train))
 
 
-def _in_torch(apply: Callable[..., Any], batch: Batch) -> Answer:
-    given = [batch.x, batch.weight, batch.bias]
-    leaves = [None if values is None else tensor(values).requires_grad_() for values in given]
-    y = apply(*leaves)
+def _in_torch(kind: str | None, batch: Batch, **options: Any) -> Answer:
+    arrays = batch.x, batch.weight, batch.bias
+    leaves = [None if values is None else tensor(values).requires_grad_() for values in arrays]
+    x, weight, bias = leaves
+    if weight is None and bias is not None:
+        # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
+        weight = torch().ones_like(bias)
+    y = _norm_in_torch(kind, x, weight, bias, **options)
     y.backward(tensor(batch.dy))
     gradients = (None if leaf is None else array(leaf.grad) for leaf in leaves)
     return _answer(array(y), None, *gradients)
