@@ -17,7 +17,7 @@ The exact answer is computed in extended precision. The claims name the units of
 xhat is (x - mean) / std, and dy the gradient of y.
 
 On a GPU it compares this package's batch norms, with the channels first and last. The results
-are then named after the device, and the exit status is 1 if a claim fails.
+are then named after the device.
 """
 
 import dataclasses
@@ -62,6 +62,7 @@ class Settings:
     steps: int = 300  # of the approaches: enough to see errors that accumulate
     ratios: tuple[float, ...] = (1.0, 1e3, 1e5, 1e7)
     momenta: tuple[float, ...] = (0.5, 0.99)
+    columns: bool = False  # whether to give each batch as [n, C], too
 
 
 # Fewer values, and only layers of the packages that this one requires.
@@ -76,9 +77,10 @@ SINGLE = "constant", "mean/std to 1e7", "affine", "n to 1e6", "outlier 1e6", "On
 CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW = SINGLE
 HALF = "float16", "bfloat16"
 GROUPS = (*SINGLE, *HALF)
-DTYPES = {f"layer norm, {dtype}": dtype for dtype in ("float32", "float64", "bfloat16")}
-FLOAT32, FLOAT64, BFLOAT16 = DTYPES  # groups
-PARAMETERS = {"weight, bias": (True, True), "weight": (True, False), "bias": (False, True)}
+LAYER_NORM = {f"layer norm, {dtype}": dtype for dtype in ("float32", "float64", "bfloat16")}
+FLOAT32, FLOAT64, BFLOAT16 = LAYER_NORM
+DTYPES = {**dict(zip(HALF, HALF, strict=True)), **LAYER_NORM}  # float32 for other groups
+SHAPES = (7,), (5, 11), (3, 4, 6), (2, 5, 3, 4)  # of an example for layer norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,23 +93,33 @@ class Case:
     draw: Callable[[np.random.RandomState], NDArray]
     draws: int = 1
     affine: bool = False  # weight and bias at random, rather than 1 and 0
+    columns: bool = False  # x as [n, C]
 
     def batch(self, number: int) -> Batch:
-        """Returns a batch with float32 weight and bias. OneFlow's has a gradient of ones."""
+        """Returns a batch; OneFlow's has a gradient of ones."""
         # Seeded by case, so that a new case does not change the batches of the others.
         random = np.random.RandomState([zlib.crc32(self.name.encode()), number])
-        dtype = jnp.dtype(self.group if self.group in HALF else np.float32)
-        x = self.draw(random).astype(dtype)
+        x = self.draw(random).astype(jnp.dtype(DTYPES.get(self.group, "float32")))
         dy = np.ones(x.shape) if self.group == ONEFLOW else random.standard_normal(x.shape)
-        channels = x.shape[1]
-        weight, bias = np.ones(channels), np.zeros(channels)
+        shape = x.shape[1:] if self.group in LAYER_NORM else x.shape[1:2]
+        weight, bias = np.ones(shape), np.zeros(shape)
         if self.affine:
-            weight, bias = random.uniform(0.5, 1.5, channels), random.uniform(-1, 1, channels)
-        return Batch(x, dy.astype(dtype), weight.astype(np.float32), bias.astype(np.float32))
+            weight, bias = random.uniform(0.5, 1.5, shape), random.uniform(-1, 1, shape)
+        wide = np.result_type(x.dtype, np.float32)
+        batch = Batch(x, dy.astype(x.dtype), weight.astype(wide), bias.astype(wide))
+        return as_columns(batch) if self.columns else batch
+
+
+def as_columns(batch: Batch) -> Batch:
+    """Returns a batch as [n, C]; the kernel of a GPU needs a multiple of 128 channels."""
+    channels = batch.x.shape[1]
+    x, dy = (np.moveaxis(a, 1, -1).reshape(-1, channels) for a in (batch.x, batch.dy))
+    repeated = np.arange(-(-channels // 128) * 128) % channels
+    return Batch(*(a[..., repeated] for a in (x, dy, batch.weight, batch.bias)))
 
 
 def cases(n: int, most: int) -> Iterator[Case]:
-    """Yields all cases, with `n` values per channel by default and `most` at most."""
+    """Yields the cases of batch norm, with `n` values per channel, and `most` at most."""
     for k, (low, high) in itertools.product((7, 121), itertools.pairwise(CONSTANTS)):
         drawn = partial(constant, k, low, high)
         yield Case(f"constants to {high:g}, n = {k}", CONSTANT, high, drawn)
@@ -125,6 +137,12 @@ def cases(n: int, most: int) -> Iterator[Case]:
     for dtype, mean, std in (("float16", 300, 1), ("float16", 0, 300), ("bfloat16", 100, 1)):
         drawn = partial(normal, n, mean, std)
         yield Case(f"{dtype}, mean {mean}, std {std}", dtype, 0, drawn, DRAWS)
+
+
+def cases_of_layer_norm(shapes: Sequence[tuple[int, ...]]) -> Iterator[Case]:
+    for (group, dtype), shape in itertools.product(LAYER_NORM.items(), shapes):
+        name, drawn = f"{report.text(shape)}, {dtype}", partial(examples, shape)
+        yield Case(name, group, 0, drawn, DRAWS, affine=True)
 
 
 def constant(n: int, low: float, high: float, _: np.random.RandomState) -> NDArray:
@@ -154,27 +172,13 @@ def outlier(n: int, place: int, random: np.random.RandomState) -> NDArray:
     return x
 
 
-def of_layer_norm(dtype: str, dimensions: int) -> Iterator[tuple[str, Batch]]:
-    """Yields batches of random shapes with their names: each with weight, bias or both."""
-    kinds = itertools.product(range(1, dimensions + 1), PARAMETERS.items())
-    for rank, (parameters, (with_weight, with_bias)) in kinds:
-        random = np.random.RandomState([rank, with_weight, with_bias])
-        shape = tuple(random.randint(2, 13 if rank < 3 else 7, rank))
-        examples = random.randint(2, 9)
-        mean, std = random.uniform(-30, 30), 10 ** random.uniform(-1, 1)
-        x = mean + std * random.standard_normal((examples, *shape))
-        dy = random.standard_normal(x.shape)
-        wide = np.float64 if dtype == "float64" else np.float32
-        weight = random.uniform(0.5, 1.5, shape).astype(wide)
-        bias = random.uniform(-1, 1, shape).astype(wide)
-        x, dy = (values.astype(jnp.dtype(dtype)) for values in (x, dy))
-        affine = weight if with_weight else None, bias if with_bias else None
-        yield f"{report.text(shape)}, {parameters}", Batch(x, dy, *affine)
+def examples(shape: tuple[int, ...], random: np.random.RandomState) -> NDArray:
+    """Draws five examples of that shape, with one mean and one standard deviation."""
+    mean, std = random.uniform(-30, 30), 10 ** random.uniform(-1, 1)
+    return mean + std * random.standard_normal((5, *shape))
 
 
 # ------------------------------------------------------------ one training step of each layer
-
-FIRST, LAST = "channels first", "channels last"
 
 
 class Row(NamedTuple):
@@ -183,7 +187,7 @@ class Row(NamedTuple):
     group: str
     case: str
     at: float  # as of the case
-    layer: str  # with its layout, on a GPU
+    layer: str
     errors: Errors
 
 
@@ -191,59 +195,45 @@ Rows = Sequence[Row]
 NOTHING = Errors(*[np.nan] * 5)
 
 
-def answer(group: str, layer: str, batch: Batch, solution: Exact) -> Answer:
+def answer(row: Row, batch: Batch, solution: Exact) -> Answer:
     """Returns a layer's answer to a batch."""
-    if layer == EXCHANGED:
+    if row.layer == EXCHANGED:
         y, variance, dx, dweight, dbias = solution.answer
         return Answer(y, variance, dx, dbias, dweight)
-    if group in DTYPES:
-        return peers.answer_of_layer_norm(layer, batch)
-    layer, _, layout = layer.partition(" / ")
-    if layout != LAST:
-        return peers.answer_of_batch_norm(layer, batch)
-    # As [n, C].
-    n, channels, *space = batch.x.shape
-
-    def back(values: NDArray) -> NDArray:
-        return np.moveaxis(values.reshape(n, *space, channels), -1, 1)
-
-    x, dy = (np.moveaxis(a, 1, -1).reshape(-1, channels) for a in (batch.x, batch.dy))
-    repeated = np.arange(-(-channels // 128) * 128) % channels  # Mosaic's kernel needs 128
-    rows = Batch(*(a[..., repeated] for a in (x, dy, batch.weight, batch.bias)))
-    gave = Answer(*(a[..., :channels] for a in peers.answer_of_batch_norm(layer, rows)))
-    return gave._replace(y=back(gave.y), dx=back(gave.dx))
+    of_layer_norm, of_batch_norm = peers.answer_of_layer_norm, peers.answer_of_batch_norm
+    return (of_layer_norm if row.group in LAYER_NORM else of_batch_norm)(row.layer, batch)
 
 
 def measure(settings: Settings) -> list[Row]:
     """Returns the largest errors of every layer in every case, over the case's batches."""
-    work: list[Any] = []
-    for case in cases(settings.n, settings.most):
-        batches = map(case.batch, range(case.draws))
-        work.append((case.group, case.name, case.at, settings.batch_norms, batches))
+    every, layers = [*cases(settings.n, settings.most)], settings.batch_norms
+    work = [(case, layers, exact.batch_norm) for case in every]
+    if settings.columns:
+        every = [dataclasses.replace(case, at=0, columns=True) for case in every]
+        work += [(case, layers, exact.batch_norm) for case in every]
     if settings.layer_norms:
         layers = *settings.layer_norms, EXCHANGED
-        for group, dtype in DTYPES.items():
-            of_layer = of_layer_norm(dtype, settings.dimensions)
-            work += [(group, name, 0, layers, [batch]) for name, batch in of_layer]
+        shaped = cases_of_layer_norm(SHAPES[: settings.dimensions])
+        work += [(case, layers, exact.layer_norm) for case in shaped]
     rows = []
     with ThreadPoolExecutor(min(report.cores(), 16)) as pool:  # most of the time is compiling
-        for group, name, at, layers, batches in tqdm(work, unit="case", disable=None):
-            solve = exact.layer_norm if group in DTYPES else exact.batch_norm
-            solved = [(batch, solve(batch)) for batch in batches]
-            of_case = [Row(group, name, at, layer, NOTHING) for layer in layers]
+        for case, layers, solve in tqdm(work, unit="case", disable=None):
+            solved = [(batch, solve(batch)) for batch in map(case.batch, range(case.draws))]
+            name = f"{case.name}, channels last" if case.columns else case.name
+            of_case = [Row(case.group, name, case.at, layer, NOTHING) for layer in layers]
             rows += pool.map(partial(with_errors, solved), of_case)
     return rows
 
 
 def with_errors(solved: Sequence[tuple[Batch, Exact]], row: Row) -> Row:
     try:
-        found = [exact.errors(b, s, answer(row.group, row.layer, b, s)) for b, s in solved]
+        found = [exact.errors(b, s, answer(row, b, s)) for b, s in solved]
         return row._replace(errors=Errors(*np.array(found).max(0).tolist()))
     except Exception as error:  # go on with the other layers
         said = f"{row.layer}, {row.case}: {type(error).__name__}: {error}"
         tqdm.write(said.partition("\n")[0])
         # The kernel may refuse a batch.
-        refused = peers.OURS_PALLAS in row.layer and "implementation=" in str(error)
+        refused = row.layer == peers.OURS_PALLAS and "implementation=" in str(error)
         return row if refused else row._replace(errors=Errors(*[np.inf] * 5))
 
 
@@ -344,7 +334,8 @@ def measure_steps(settings: Settings) -> Iterator[Row]:
 # float32 has a relative precision of 6e-8: the bounds allow a few roundings of numbers of order
 # 1, whatever the mean and the number of values. float64 has 29 bits more.
 Y, SCALE = 1e-6, {FLOAT64: 2.0**-29}
-WIDE, EVERY = (*SINGLE, FLOAT32, FLOAT64), (*GROUPS, *DTYPES)
+WIDE, EVERY = (*SINGLE, FLOAT32, FLOAT64), (*GROUPS, *LAYER_NORM)
+HALF_CLAIM = "8. half precision: errors of y and dx as in 3 and 5, plus half an ulp"
 CLAIMS = (
     ("1. a constant channel gives exactly its bias", "y", 0, [CONSTANT]),
     ("2. a constant channel has a variance of exactly 0", "variance", 0, [CONSTANT]),
@@ -353,12 +344,7 @@ CLAIMS = (
     ("5. error of dx <= 1e-6 max abs(dy) * weight / std", "dx", 1e-6, WIDE),
     ("6. error of dweight <= 1e-7 (sum abs(dy) + 4.3 abs(dweight))", "dweight", 1e-7, EVERY),
     ("7. error of dbias <= 2e-7 sum abs(dy)", "dbias", 2e-7, EVERY),
-    (
-        "8. half precision: errors of y and dx as in 3 and 5, plus half an ulp",
-        "y dx",
-        Y,
-        (*HALF, BFLOAT16),
-    ),
+    (HALF_CLAIM, "y dx", Y, (*HALF, BFLOAT16)),
     ("9. error of y as in 3, every approach, training and inference", "y", Y, [*APPROACHES]),
 )
 
@@ -377,7 +363,7 @@ def within(rows: Rows, claim: str, of: str, bound: float, groups: Sequence[str])
 def told_apart(rows: Rows) -> Verdict:
     """Judges whether the errors show that dweight and dbias are not exchanged."""
     ours, others = (
-        [row.errors[3:] for row in rows if row.layer == layer and row.group in DTYPES]
+        [row.errors[3:] for row in rows if row.layer == layer and row.group in LAYER_NORM]
         for layer in (OURS, EXCHANGED)
     )
     most, least = np.nanmax(ours), np.nanmin(others)
@@ -387,7 +373,8 @@ def told_apart(rows: Rows) -> Verdict:
 
 
 def pair_is_right(found: Sequence[Pair]) -> Verdict:
-    error, dx = (max(row[i] for row in found if row.layer == OURS) for i in (4, 5))
+    ours = [row for row in found if row.layer == OURS]
+    error, dx = max(row.error for row in ours), max(row.dx for row in ours)
     claim = "11. layer norm of OneFlow's pair: y to 1e-6; the gradient of its sum is exactly 0"
     return claim, f"{error:.1e}; {dx:.1g}", bool(error <= Y and dx == 0)
 
@@ -500,11 +487,9 @@ def draw_pairs(found: Sequence[Pair]) -> Figure:
 def main() -> int:
     options = report.parser("accuracy", __doc__, "fewer values, the layers in JAX").parse_args()
     settings, name = QUICK if options.quick else Settings(), "accuracy"
-    on_gpu = jax.default_backend() != "cpu"
-    if on_gpu:
-        kinds = itertools.product((OURS, peers.OURS_PALLAS), (FIRST, LAST))
-        kinds = tuple(map(" / ".join, kinds))
-        settings = dataclasses.replace(settings, batch_norms=kinds, layer_norms=())
+    if jax.default_backend() != "cpu":
+        kinds = {"batch_norms": (OURS, peers.OURS_PALLAS), "layer_norms": ()}
+        settings = dataclasses.replace(settings, columns=True, **kinds)
         name = f"accuracy_{report.device_name()}"
     layers, others = map(peers.present, (settings.batch_norms, settings.layer_norms))
     settings = dataclasses.replace(settings, batch_norms=layers, layer_norms=others)
@@ -528,7 +513,7 @@ def main() -> int:
         header = ("dtype", "layer", "output", "its error", "gradient of the sum")
         lines = [(*r[:2], f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}") for r in pair]
         tables.append("Layer norm of OneFlow's pair:\n\n" + report.table(header, lines))
-        quantities = itertools.product(DTYPES, ("dweight", "dbias", "dx"))
+        quantities = itertools.product(LAYER_NORM, ("dweight", "dbias", "dx"))
         columns = (*others, EXCHANGED)
         lines = (
             (f"{group}: {of}", *(largest(rows, layer, group, of) for layer in columns))
