@@ -14,6 +14,7 @@ https://developer.nvidia.com/gtc/2019/video/S9911
 
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -110,8 +111,9 @@ def train(run: Run) -> tuple[str, str, str]:
             batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("devices")))
             (trained, loss), record = step(*trained, *batch)
             ledger.append(i, record)
-    weights = determinism.summarise(eqx.filter(trained[0], eqx.is_inexact_array), "weights")
-    return repr(weights.total), weights.fingerprint, repr(float(loss))
+    weights = jax.tree.leaves(eqx.filter(trained[0], eqx.is_inexact_array))
+    total = math.fsum(value for leaf in weights for value in np.asarray(leaf, float).flat)
+    return repr(total), processes.bits_of(weights), repr(float(loss))
 
 
 def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -> Any:
@@ -145,7 +147,7 @@ class Result(NamedTuple):
 
 def start(run: Run, ledger: Path) -> Any:
     """Returns the result of `train` in a process with the run's threads and devices."""
-    threads = {} if run.threads is None else {"PJRT_NPROC": str(run.threads)}
+    threads: Any = {} if run.threads is None else {"PJRT_NPROC": str(run.threads)}
     described = run._replace(ledger=str(ledger))
     return processes.start("determinism", described, run.devices, **threads)[1]
 
@@ -209,7 +211,7 @@ def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 
         programs = {name: timer.Program(call) for name, call in calls.items()}
         times = timer.interleave(programs, rounds, title=f"probes, {network} network")
         arrays = {name: eqx.filter(call()[0], eqx.is_array) for name, call in calls.items()}
-    bits = {name: determinism.summarise(of, "").fingerprint for name, of in arrays.items()}
+    bits = {name: processes.bits_of(of) for name, of in arrays.items()}
     record, costs = step(*probed)[1], []
     counts = len(record.fingerprints), sum(x.nbytes for x in jax.tree.leaves(record))
     callbacks = step.lower(*probed).as_text().count("_callback(")
@@ -259,9 +261,6 @@ def judge_probes(costs: list[Cost]) -> report.Verdict:
     return claim, "; ".join(counts), all(holds)
 
 
-# ----------------------------------------------------------------------------------- figure
-
-
 def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
     """Draws each run's bits by step and by probe."""
     colors = [report.SKY, report.VERMILION, report.ORANGE, report.GREEN, report.PURPLE]
@@ -289,9 +288,6 @@ def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
     parser.add_argument("--run", metavar="JSON", help=processes.HELP)
@@ -310,7 +306,6 @@ def main() -> int:
     report.save_figure(options.out, "determinism", draw(results, probes))
     rows = itertools.chain(*results.values())
     report.save_csv(options.out, "determinism", Result._fields, rows)
-    report.save_csv(options.out, "determinism_probes", ["probe"], zip(probes))
     report.save_csv(options.out, "determinism_overhead", Cost._fields, costs)
     found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
     ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]

@@ -258,9 +258,6 @@ def renorm_agrees(runs: Runs) -> Verdict:
     return claim, f"other digits to {most:.2%} of images", bool(most <= POINT)
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = report.parser("small_batches", __doc__, "4 settings, 1 seed, 1,600 images")
     options = parser.parse_args()

@@ -395,9 +395,6 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = report.parser("speed", __doc__, "1 array, 1 round")
     about = "where to measure (default: cpu)"

@@ -61,8 +61,6 @@ class Settings:
 
 QUICK = Settings(trained=JUDGED, seeds=(0, 1))
 
-# --------------------------------------------------------------------------------- training
-
 
 def train(settings: Settings, setting: Setting, seed: int) -> Curves:
     """Trains one network; its initial parameters and batches depend only on the seed."""
@@ -201,9 +199,6 @@ def judge(runs: Runs, network: str) -> list[Verdict]:
         ),
     )
     return [(claim, measured, bool(holds)) for claim, measured, holds in verdicts]
-
-
-# ------------------------------------------------------------------------------ the command
 
 
 def main() -> int:

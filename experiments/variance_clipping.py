@@ -52,7 +52,6 @@ EVALUATED = {*range(DRAWN_FROM, STEPS, 10), *(step - 1 for step in CORRUPTED), S
 CLEAN = "none"
 SCALED, CONTRAST, ONE_IMAGE = "scaled by 1e3", "contrast by 1e3", "one image by 1e3"
 CONSTANT, LOUD, FAINT = "constant", "constant 1e3", "scaled by 1e-3"
-DRAWN = {SCALED: "scaled", ONE_IMAGE: "one_image"}  # the names of their figures
 
 # Functions of a batch in which 0 is black and 1 is white; add a corruption here.
 CORRUPTIONS: dict[str, Callable[[NDArray], NDArray]] = {
@@ -122,8 +121,6 @@ def train(setting: Setting, seed: int) -> Curves:
     return training.run(made, seed, STEPS, EVALUATED, change=corrupt, observe=observe)
 
 
-# ---------------------------------------------------------------------------------- figures
-
 PANELS = {
     "loss": "training loss",
     "training_accuracy": "training accuracy",
@@ -132,12 +129,12 @@ PANELS = {
 }
 
 
-def draw(runs: dict[Setting, Curves], corruption: str) -> Figure:
+def draw(runs: dict[Setting, Curves]) -> Figure:
     """Draws loss, training accuracy, running variance and test accuracy, by approach."""
     lines = {
         "no corrupted batch": ((False, CLEAN), {"color": report.BLACK, "linestyle": ":"}),
-        "without clipping": ((False, corruption), {"color": report.VERMILION}),
-        "with clipping": ((True, corruption), {"color": report.BLUE, "linestyle": "--"}),
+        "without clipping": ((False, ONE_IMAGE), {"color": report.VERMILION}),
+        "with clipping": ((True, ONE_IMAGE), {"color": report.BLUE, "linestyle": "--"}),
     }
     approaches = list(dict.fromkeys(approach for approach, _, _ in runs))
     figure = report.figure(3.2 * len(approaches) + 0.6, 8.8)
@@ -157,7 +154,7 @@ def draw(runs: dict[Setting, Curves], corruption: str) -> Figure:
     for top, bottom, approach in zip(axes[0], axes[-1], approaches, strict=True):
         top.set_title(approach)
         bottom.set(xlabel="training step", xlim=(DRAWN_FROM, STEPS + 1))
-    title = f"vertical lines: the corrupted batches, {corruption}; shaded: the range over seeds"
+    title = f"vertical lines: the corrupted batches, {ONE_IMAGE}; shaded: the range over seeds"
     report.legend_below(figure, title=title)
     return figure
 
@@ -266,9 +263,6 @@ def judge(pairs: Pairs) -> list[Verdict]:
     ]
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     about = "2 approaches, 4 corruptions, 1 seed"
     options = report.parser("variance_clipping", __doc__, about).parse_args()
@@ -278,20 +272,10 @@ def main() -> int:
     cells = {key: compare(runs[key], runs[key[0], False, CLEAN]) for key in runs}
     pairs = {(a, bad): (cells[a, False, bad], cells[a, True, bad]) for a, _, bad in cells}
 
-    setting_of = ("approach", "clipped", "corruption")
     lines = ((*setting, *cell) for setting, cell in cells.items())
-    report.save_csv(options.out, "variance_clipping", (*setting_of, *Cell._fields), lines)
-    header = (*setting_of, "seed", "step", *PANELS)
-    lines = (
-        (*setting, seed, step, *(curves[name][i, step - 1] for name in PANELS))
-        for setting, curves in runs.items()
-        if setting[2] in DRAWN or setting[1:] == (False, CLEAN)
-        for i, seed in enumerate(seeds)
-        for step in range(DRAWN_FROM, STEPS + 1)
-    )
-    report.save_csv(options.out, "variance_clipping_curves", header, lines, digits=4)
-    for corruption, name in DRAWN.items():
-        report.save_figure(options.out, f"variance_clipping_{name}", draw(runs, corruption))
+    header = ("approach", "clipped", "corruption", *Cell._fields)
+    report.save_csv(options.out, "variance_clipping", header, lines)
+    report.save_figure(options.out, "variance_clipping_one_image", draw(runs))
 
     lines = [
         (bad, approach, *(" → ".join(map(form.format, pair)) for form in COLUMNS.values()))

@@ -100,7 +100,6 @@ def batch_norm(
     momentum: float,
     eps: float,
     channel_axis: int = 1,
-    affine: bool = True,
     activation: Callable[[Array], Array] | None = None,
 ) -> Layer:
     """Returns the batch norm of that name, whose `x` is `[N, channels, *spatial]`.
@@ -110,7 +109,7 @@ def batch_norm(
     of this package's layer; it follows `OURS_SEPARATE` and the others, and its output has the
     dtype of x.
     """
-    options: Any = {"momentum": momentum, "eps": eps, "channelwise_affine": affine}
+    options: Any = {"momentum": momentum, "eps": eps}
     if package(name) == "eqx_norm":
         if activation is not None and name != OURS_SEPARATE:
             options["activation"], activation = activation, None
@@ -121,7 +120,7 @@ def batch_norm(
         options["mode"] = "ema" if name == EQUINOX_EMA else "batch"
         layer = _stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **options), _of_equinox)
     else:
-        layer = _of_flax(name, channels, momentum, eps, channel_axis, affine)
+        layer = _of_flax(name, channels, momentum, eps, channel_axis)
 
     if activation is None:
         return layer
@@ -143,39 +142,32 @@ def example_norm(
     first axis of `shape`, in Flax the last.
     """
 
-    def apply(affine: Affine, memory: Any, *given: Array) -> tuple[Array, Any]:
+    def apply(affine: Affine, memory: Any, *x_and_mask: Array) -> tuple[Array, Any]:
         weight, bias = (parameter is not None for parameter in affine)
         library: Any = eqx.nn if package(name) == "equinox" else eqx_norm
-        how: Any = {"implementation": IMPLEMENTATIONS[name]} if name in IMPLEMENTATIONS else {}
+        options = {"implementation": IMPLEMENTATIONS[name]} if name in IMPLEMENTATIONS else {}
         if kind == INSTANCE_NORM and library is eqx_norm:
-            made = library.InstanceNorm(shape[0], eps, weight, **how)
+            layer = library.InstanceNorm(shape[0], eps, weight, **options)
         elif kind in (GROUP_NORM, INSTANCE_NORM):
             number = groups if kind == GROUP_NORM else shape[0]
-            made = library.GroupNorm(number, shape[0], eps, weight, **how)
+            layer = library.GroupNorm(number, shape[0], eps, weight, **options)
         else:
-            made = getattr(library, kind)(shape, eps, weight, bias, **how)
-        return jax.vmap(_masked(_with_affine(made, affine)))(*given), memory
+            layer = getattr(library, kind)(shape, eps, weight, bias, **options)
+        return jax.vmap(_masked(_with_affine(layer, affine)))(*x_and_mask), memory
 
     def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-        given = dict(zip(("scale", "bias"), affine, strict=True))
-        present = {key: value for key, value in given.items() if value is not None}
         axes = tuple(range(1, 1 + len(shape)))
-        how: Any = {"epsilon": eps, "dtype": x.dtype, "use_fast_variance": name == FLAX}
-        how["use_scale"] = "scale" in present
+        options: Any = {"reduction_axes": axes, "feature_axes": axes}
         if kind == GROUP_NORM:
-            how["num_groups"] = GROUPS
-        else:
-            how |= {"reduction_axes": axes, "feature_axes": axes}
+            options = {"num_groups": GROUPS}
+        options["use_scale"] = affine[0] is not None
         if kind != RMS_NORM:  # which has none
-            how["use_bias"] = "bias" in present
-        made = getattr(importlib.import_module("flax.linen"), kind)(**how)
-        return made.apply({"params": present}, x), memory
+            options["use_bias"] = affine[1] is not None
+        y, _ = _apply_flax(kind, name, x, affine, {}, epsilon=eps, **options)
+        return y, memory
 
     used = in_flax if package(name) == "flax" else apply
     return Layer((), used, used)
-
-
-layer_norm = partial(example_norm, LAYER_NORM)
 
 
 def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:
@@ -209,10 +201,8 @@ def _with_affine(layer: Any, affine: Affine) -> Any:
 
 
 def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
-    held = state.get(layer.memory_index)
-    running = held.statistics
-    weight = running.weight(layer.momentum)
-    return running.mean, running.variance, weight, held.rejected
+    running = state.get(layer.memory_index).statistics
+    return running.mean, running.variance, running.weight(layer.momentum)
 
 
 def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
@@ -221,26 +211,28 @@ def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
     return (*state.get(layer.batch_state_index), state.get(layer.batch_counter))
 
 
-def _of_flax(
-    name: str, channels: int, momentum: float, eps: float, axis: int, affine: bool
-) -> Layer:
-    how = {"axis": axis, "momentum": momentum, "epsilon": eps, "use_scale": affine}
-    how |= {"use_bias": affine, "use_fast_variance": name == FLAX}
+def _of_flax(name: str, channels: int, momentum: float, eps: float, axis: int) -> Layer:
+    options = {"axis": axis, "momentum": momentum, "epsilon": eps}
 
-    def mode(inference: bool) -> Apply:
-        def apply(given: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-            made = importlib.import_module("flax.linen").BatchNorm
-            parameters = {"scale": given[0], "bias": given[1]} if affine else {}
-            statistics = {"mean": memory[0], "var": memory[1]}
-            variables = {"params": parameters, "batch_stats": statistics}
-            layer = made(inference, dtype=x.dtype, **how)
-            y, after = layer.apply(variables, x, mutable=["batch_stats"])
-            return y, (after["batch_stats"]["mean"], after["batch_stats"]["var"])
-
-        return apply
+    def apply(inference: bool, affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+        statistics = {"batch_stats": {"mean": memory[0], "var": memory[1]}}
+        flags = {"use_running_average": inference, **options}
+        y, after = _apply_flax("BatchNorm", name, x, affine, statistics, **flags)
+        return y, (after["batch_stats"]["mean"], after["batch_stats"]["var"])
 
     memory = jnp.zeros(channels), jnp.ones(channels)
-    return Layer(memory, mode(False), mode(True), lambda memory: memory)
+    return Layer(memory, partial(apply, False), partial(apply, True), lambda memory: memory)
+
+
+def _apply_flax(
+    kind: str, name: str, x: Array, affine: Affine, variables: Any, **options: Any
+) -> tuple[Array, Any]:
+    """Returns y of Flax's layer, and its new variables."""
+    make = getattr(importlib.import_module("flax.linen"), kind)
+    layer = make(dtype=x.dtype, use_fast_variance=name == FLAX, **options)
+    named = zip(("scale", "bias"), affine, strict=True)
+    parameters = {key: value for key, value in named if value is not None}
+    return layer.apply({"params": parameters, **variables}, x, mutable=["batch_stats"])
 
 
 def forward_and_backward(
@@ -366,67 +358,62 @@ def program_of_torch(batch: Batch, kind: str | None, *, train: bool) -> Program:
 # ---------------------------------------------------------- answers to compare with `exact`
 
 
-def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
-    """Returns, in float64, the answer of the batch norm of that name in a training step.
-
-    The momentum is such that the new running variance is the variance of the batch.
-    """
-    channels = batch.x.shape[1]
+def answer(kind: str | None, name: str, batch: Batch) -> Answer:
+    """Returns, in float64, a layer's answer in a training step: of this kind, without the
+    variance, or of a batch norm for `None`."""
     if package(name) == "torch":
-        wide = np.result_type(batch.x.dtype, np.float32)
-        mean, variance = (tensor(np.full(channels, start, wide)) for start in (0, 1))
-        options = {"running_mean": mean, "running_var": variance}
-        answer = _in_torch(None, batch, training=True, momentum=1.0, **options)
-        n = batch.x.size // channels  # torch stores the unbiased variance
-        return answer._replace(variance=array(variance).astype(float) * (n - 1) / n)
-    # Flax has the channels last by default.
-    axis = -1 if package(name) == "flax" else 1
-    # This package rejects a momentum of 0, and stores the first batch unchanged at any.
-    momentum = 0.5 if package(name) == "eqx_norm" else 0.0
+        return _in_torch(kind, batch)
+    # Flax's batch norm has the channels last by default.
+    axis = -1 if package(name) == "flax" and kind is None else 1
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
-    options = {"momentum": momentum, "channel_axis": axis}
-    answer = _in_jax(batch._replace(x=x, dy=dy), batch_norm, name, channels, **options)
-    y, dx = (np.moveaxis(values, axis, 1) for values in (answer.y, answer.dx))
-    return answer._replace(y=y, dx=dx)
-
-
-def answer_of_layer_norm(name: str, batch: Batch) -> Answer:
-    """Returns, in float64, the answer of the layer norm of that name, without the variance."""
-    if package(name) == "torch":
-        return _in_torch(LAYER_NORM, batch)
-    return _in_jax(batch, layer_norm, name, batch.x.shape[1:])
-
-
-def _in_jax(batch: Batch, *layer: Any, **options: Any) -> Answer:
-    x, dy, *affine = batch
-    with jax.enable_x64(x.dtype == np.float64):
-        made, step = _step(x.dtype == np.float64, *layer, **options)
-        y, memory, (affine, dx) = step(tuple(affine), made.memory, x, dy)
-    _, variance, *_ = made.statistics(memory) or (None, None)
+    double = x.dtype == np.float64
+    with jax.enable_x64(double):
+        layer, step = _step(double, kind, name, batch.x.shape[1:])
+        y, memory, (affine, dx) = step((batch.weight, batch.bias), layer.memory, x, dy)
+    _, variance, *_ = layer.statistics(memory) or (None, None)
+    y, dx = (np.moveaxis(values, axis, 1) for values in (y, dx))
     return _answer(y, variance, dx, *affine)
 
 
 # Cached, so that a step is compiled once for all batches of a shape.
 @functools.cache
 def _step(
-    double: bool, make: Callable[..., Layer], name: str, size: Any, **options: Any
+    double: bool, kind: str | None, name: str, shape: tuple[int, ...]
 ) -> tuple[Layer, Callable[..., Any]]:
-    """Returns the layer, made with or without 64 bits, and its forward and backward pass."""
-    layer = make(name, size, eps=EPS, **options)
+    """Returns the layer, made with or without 64 bits, and its forward and backward pass.
+
+    A batch norm's momentum is such that the new running variance is that of the batch.
+    """
+    if kind is not None:
+        layer = example_norm(kind, name, shape, eps=EPS)
+    else:
+        # This package rejects a momentum of 0, and stores the first batch unchanged at any.
+        momentum = 0.5 if package(name) == "eqx_norm" else 0.0
+        axis = -1 if package(name) == "flax" else 1
+        layer = batch_norm(name, shape[0], momentum=momentum, eps=EPS, channel_axis=axis)
     return layer, jax.jit(forward_and_backward(layer.train))
 
 
-def _in_torch(kind: str | None, batch: Batch, **options: Any) -> Answer:
+def _in_torch(kind: str | None, batch: Batch) -> Answer:
     arrays = batch.x, batch.weight, batch.bias
     leaves = [None if values is None else tensor(values).requires_grad_() for values in arrays]
     x, weight, bias = leaves
     if weight is None and bias is not None:
         # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
         weight = torch().ones_like(bias)
+    options, variance = {}, None
+    if kind is None:
+        channels = batch.x.shape[1]
+        mean, variance = (tensor(np.full(channels, start, np.float32)) for start in (0, 1))
+        options = {"running_mean": mean, "running_var": variance}
+        options |= {"training": True, "momentum": 1.0}
     y = _norm_in_torch(kind, x, weight, bias, **options)
     y.backward(tensor(batch.dy))
+    if kind is None:
+        n = batch.x.size // batch.x.shape[1]  # torch stores the unbiased variance
+        variance = array(variance).astype(float) * (n - 1) / n
     gradients = (None if leaf is None else array(leaf.grad) for leaf in leaves)
-    return _answer(array(y), None, *gradients)
+    return _answer(array(y), variance, *gradients)
 
 
 def _answer(*arrays: Any) -> Answer:

@@ -1,12 +1,22 @@
-"""Starts an experiment's script again, in processes of their own."""
+"""Starts an experiment's script again, in processes of their own, which compare bits."""
 
 import json
 import os
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from eqx_norm.determinism import fingerprint
 from tests.processes import python
 
 HELP = "used internally: run one process, with these fields of Run"
+
+
+def bits_of(tree: Any) -> str:
+    """Returns the fingerprint of all arrays of a tree, as 16 digits."""
+    first, second = np.asarray(jax.jit(fingerprint)(jax.tree.map(np.asarray, tree))).tolist()
+    return f"{first:08x}{second:08x}"
 
 
 def start(
@@ -18,8 +28,8 @@ def start(
     """
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={devices}"
-    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    variables: Any = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
     described = json.dumps(run._asdict())
-    ended = python("-m", f"experiments.{name}", "--run", described, fails=fails, **environment)
+    ended = python("-m", f"experiments.{name}", "--run", described, fails=fails, **variables)
     # The last line: Gloo prints some before.
     return ended.returncode, json.loads(ended.stdout.splitlines()[-1])

@@ -28,9 +28,6 @@ Verdict = tuple[str, str, bool]  # a claim, the measurement, and whether the cla
 Goal = tuple[str, str, str]  # a goal, the measurement, and what limits it
 
 
-# ---------------------------------------------------------------------------------- commands
-
-
 def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
     """Returns a parser with `--quick` and `--out`; `quick` says what `--quick` runs."""
     made = argparse.ArgumentParser(
@@ -123,25 +120,18 @@ def publish(
     return int(not all(holds for _, _, holds in verdicts))
 
 
-# The instruction sets that decide the order and rounding of compiled sums and products.
-_VECTORS = re.compile(r"sse4_2|avx.*|fma.*|f16c|amx.*|asimd.*|sve.*|sme(?!p).*|bf16|i8mm")
-
-
 def environment(*plugins: str) -> dict[str, Any]:
     """Returns what the digits of results depend on; nothing in it identifies the machine.
 
     `plugins` are further packages to name, which are not imported.
     """
     device = jax.devices()[0]
-    cpuinfo = Path("/proc/cpuinfo")  # Linux's: lines of "name : value", a paragraph a core
+    cpuinfo = Path("/proc/cpuinfo")  # Linux's: lines of "name : value"
     said = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    about = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", said.partition("\n\n")[0], re.MULTILINE))
-    model = ", ".join(f"{key} {about[key]}" for key in ("cpu family", "model") if key in about)
-    flags = (about.get("flags") or about.get("Features") or "").split()
+    about = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", said, re.MULTILINE))
     found = {
         "device": f"{device.platform}: {device.device_kind}",
-        "processor": f"{about.get('model name') or platform.machine()} ({model})",
-        "instruction set": " ".join([platform.machine(), *filter(_VECTORS.fullmatch, flags)]),
+        "processor": ", ".join([platform.machine(), *about.values()]),
         "cores": cores(),
         "python": platform.python_version(),
     }
