@@ -1,14 +1,12 @@
 """Computes the recursion of each strategy in NumPy, in the precision of its inputs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tests.exact import EPS
-
-Bound = float | Callable[[int], float]
 
 
 def reference(
@@ -17,8 +15,8 @@ def reference(
     m: Any,
     ratio: float = np.inf,
     start: int = 0,
-    r_max: Bound = 1.0,
-    d_max: Bound = 0.0,
+    r_max: Any = 1.0,
+    d_max: Any = 0.0,
 ) -> Iterator[tuple[NDArray, NDArray]]:
     """Yields the statistics that normalise each batch in training, and inference after it.
 
@@ -31,7 +29,7 @@ def reference(
         if 0 < start < k:
             g = remembered[1]
             b[1] = np.clip(b[1], g / ratio, ratio * (g + g.mean()))
-        bounds = [f(k - 1) if callable(f) else f for f in (r_max, d_max)]
+        bounds: list[Any] = [f(k - 1) if callable(f) else f for f in (r_max, d_max)]
         corrected = renormed(b, remembered if k > 1 else b, *bounds)
         h, w = m * h + (1 - m) * b, m * w + (1 - m)
         r = m * r + (1 - m) * b if k > 1 else b
