@@ -9,15 +9,8 @@ from .common.report import table
 
 FOLDER = Path(__file__).parent
 # First how a layer affects training, then how accurate and how fast it is.
-ORDER = [
-    "stability",
-    "stability_large",
-    "variance_clipping",
-    "small_batches",
-    "state_consistency",
-]
-ORDER += ["layer_norm", "accuracy", "determinism", "distributed", "speed"]
-ORDER += ["compiled", "compiled_tpu"]
+ORDER = "stability stability_large variance_clipping small_batches state_consistency accuracy"
+ORDER += " determinism distributed speed compiled compiled_tpu"
 
 HEAD = """# Results of the experiments
 
@@ -38,8 +31,9 @@ Goals that are not always reached, and why. [docs/design.md](../docs/design.md) 
 def results() -> dict[str, Any]:
     """Returns the published results of each experiment, by name."""
     paths = {path.stem: path for path in sorted((FOLDER / "results").glob("*.json"))}
-    names = [*filter(paths.__contains__, ORDER), *(name for name in paths if name not in ORDER)]
-    return {name: json.loads(paths[name].read_text(encoding="utf-8")) for name in names}
+    names = dict.fromkeys((*ORDER.split(), *paths))
+    texts = {name: paths[name].read_text(encoding="utf-8") for name in names if name in paths}
+    return {name: json.loads(text) for name, text in texts.items()}
 
 
 def figures(name: str) -> list[Path]:

@@ -14,8 +14,8 @@ https://developer.nvidia.com/gtc/2019/video/S9911
 
 import itertools
 import json
+import math
 import os
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ from tqdm import tqdm
 from eqx_norm import BatchNorm, determinism
 from eqx_norm.determinism import Ledger, monitor, monitor_module
 
-from .common import mnist, report, timer, training
+from .common import mnist, processes, report, timer, training
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
 AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
@@ -44,6 +44,7 @@ DEVICES, FAULT = "the recipe, other devices", "the recipe, one bit flipped"
 
 class Run(NamedTuple):
     steps: int
+    ledger: str = ""  # the file to write
     seeded: bool = True  # NumPy's global generator
     recipe: bool = False
     threads: int | None = None  # None: as many as cores
@@ -86,7 +87,7 @@ def make(network: str, wrap: Any = lambda model: model) -> tuple[Any, eqx.nn.Sta
     return model, state, training.OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
 
 
-def train(run: Run, ledger: str) -> tuple[str, str, str]:
+def train(run: Run) -> tuple[str, str, str]:
     """Trains; returns the sum of the weights, their fingerprint and the final loss."""
     if run.one_core and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -99,7 +100,7 @@ def train(run: Run, ledger: str) -> tuple[str, str, str]:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("devices",))
     trained = eqx.filter_shard(make("small"), jax.NamedSharding(mesh, jax.P()))
     step = eqx.filter_jit(determinism.recorded(probed_step))
-    with Ledger(ledger) as opened:
+    with Ledger(run.ledger) as ledger:
         for i in range(run.steps):
             if i == run.flipped_at:
                 bits = trained[0].linear2.weight.view(jnp.uint32)
@@ -109,9 +110,10 @@ def train(run: Run, ledger: str) -> tuple[str, str, str]:
             batch = mnist.scaled(data.images[chosen]), data.labels[chosen].astype(np.int32)
             batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("devices")))
             (trained, loss), record = step(*trained, *batch)
-            opened.append(i, record)
-    weights = determinism.summarise(eqx.filter(trained[0], eqx.is_inexact_array), "weights")
-    return repr(weights.total), weights.fingerprint, repr(float(loss))
+            ledger.append(i, record)
+    weights = jax.tree.leaves(eqx.filter(trained[0], eqx.is_inexact_array))
+    total = math.fsum(value for leaf in weights for value in np.asarray(leaf, float).flat)
+    return repr(total), processes.bits_of(weights), repr(float(loss))
 
 
 def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -> Any:
@@ -143,15 +145,11 @@ class Result(NamedTuple):
     by_probe: tuple[int, ...]  # and of each probe in the first step with a difference
 
 
-def start(run: Run, ledger: Path) -> list[str]:
+def start(run: Run, ledger: Path) -> Any:
     """Returns the result of `train` in a process with the run's threads and devices."""
-    given, described = os.environ.get("XLA_FLAGS", ""), json.dumps(run._asdict())
-    flags = f"{given} --xla_force_host_platform_device_count={run.devices}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    if run.threads is not None:
-        env["PJRT_NPROC"] = str(run.threads)
-    command = [sys.executable, "-m", "experiments.determinism", "--run", described, str(ledger)]
-    return json.loads(subprocess.check_output(command, cwd=Path(__file__).parents[1], env=env))
+    threads: Any = {} if run.threads is None else {"PJRT_NPROC": str(run.threads)}
+    described = run._replace(ledger=str(ledger))
+    return processes.start("determinism", described, run.devices, **threads)[1]
 
 
 def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]]:
@@ -213,7 +211,7 @@ def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 
         programs = {name: timer.Program(call) for name, call in calls.items()}
         times = timer.interleave(programs, rounds, title=f"probes, {network} network")
         arrays = {name: eqx.filter(call()[0], eqx.is_array) for name, call in calls.items()}
-    bits = {name: determinism.summarise(of, "").fingerprint for name, of in arrays.items()}
+    bits = {name: processes.bits_of(of) for name, of in arrays.items()}
     record, costs = step(*probed)[1], []
     counts = len(record.fingerprints), sum(x.nbytes for x in jax.tree.leaves(record))
     callbacks = step.lower(*probed).as_text().count("_callback(")
@@ -263,9 +261,6 @@ def judge_probes(costs: list[Cost]) -> report.Verdict:
     return claim, "; ".join(counts), all(holds)
 
 
-# ----------------------------------------------------------------------------------- figure
-
-
 def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
     """Draws each run's bits by step and by probe."""
     colors = [report.SKY, report.VERMILION, report.ORANGE, report.GREEN, report.PURPLE]
@@ -293,51 +288,43 @@ def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
-    about = "used internally: run one process, and write its ledger"
-    parser.add_argument("--run", nargs=2, metavar=("JSON", "LEDGER"), help=about)
+    parser.add_argument("--run", metavar="JSON", help=processes.HELP)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(train(Run(**json.loads(options.run[0])), options.run[1])))
+        print(json.dumps(train(Run(**json.loads(options.run)))))
         return 0
 
     results, probes = {}, []
     if options.quick:  # optimising takes longer than these few steps
         fast = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = fast
-    with report.unfinished(options.out) as out:
-        for setting, runs in runs_of(options.quick).items():
-            results[setting], probes = compare(setting, runs)
-        costs = probe("small", rounds=1) if options.quick else probe("small") + probe("large")
-        report.save_figure(out, "determinism", draw(results, probes))
-        rows = itertools.chain(*results.values())
-        report.save_csv(out / "results/determinism.csv", Result._fields, rows)
-        report.save_csv(out / "results/determinism_probes.csv", ["probe"], zip(probes))
-        report.save_csv(out / "results/determinism_overhead.csv", Cost._fields, costs)
-        found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
-        ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
-        times = [(*cost[:5], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
-        cost_table = report.table((*Cost._fields[:5], "time with / without probes"), times)
-        verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
-        aim = "a step with all probes: at most 1.05 times as long (small; large network)"
-        fail = report.publish(
-            out,
-            "determinism",
-            asked="Do two runs agree to the last bit? "
-            "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
-            answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
-            tables=[report.table(("MNIST", "result", "first difference"), found), cost_table],
-            verdicts=[*verdicts, judge_probes(costs)],
-            goals=[(aim, "; ".join(ratios[::2]), "each fingerprint reads its value once more")],
-            steps=len(results[RECIPE][0].by_step),
-        )
-    return int(options.quick and fail > 0)
+    for setting, runs in runs_of(options.quick).items():
+        results[setting], probes = compare(setting, runs)
+    costs = probe("small", rounds=1) if options.quick else probe("small") + probe("large")
+    report.save_figure(options.out, "determinism", draw(results, probes))
+    rows = itertools.chain(*results.values())
+    report.save_csv(options.out, "determinism", Result._fields, rows)
+    report.save_csv(options.out, "determinism_overhead", Cost._fields, costs)
+    found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
+    ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
+    times = [(*cost[:5], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
+    cost_table = report.table((*Cost._fields[:5], "time with / without probes"), times)
+    verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
+    aim = "a step with all probes: at most 1.05 times as long (small; large network)"
+    return report.publish(
+        options.out,
+        "determinism",
+        asked="Do two runs agree to the last bit? "
+        "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
+        answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
+        tables=[report.table(("MNIST", "result", "first difference"), found), cost_table],
+        verdicts=[*verdicts, judge_probes(costs)],
+        goals=[(aim, "; ".join(ratios[::2]), "each fingerprint reads its value once more")],
+        steps=len(results[RECIPE][0].by_step),
+    )
 
 
 if __name__ == "__main__":
-    with report.trouble("determinism"):
-        sys.exit(main())
+    sys.exit(main())

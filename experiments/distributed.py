@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +34,9 @@ from jax import NamedSharding, P
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm
-from eqx_norm.determinism import summarise
 
 from .common import mnist, report, training
+from .common.processes import bits_of, start
 from .common.report import Verdict
 
 ONE, SEVERAL, RESTORED = "one process", "several", "restored"
@@ -124,7 +123,7 @@ def train(run: Run) -> None:
         for i in range(first, run.steps):
             batch = [jax.make_array_from_process_local_data(split, x) for x in part_of_batch(i)]
             arrays, loss = step(arrays, *batch)
-            remembered = summarise(jax.tree.map(np.asarray, arrays[1]), "").fingerprint
+            remembered = bits_of(arrays[1])
             found |= {"loss": float(loss), "memory": remembered}
             found.setdefault("first_memory", remembered)
             if i + 1 == run.saved_after and not run.restored:
@@ -133,7 +132,7 @@ def train(run: Run) -> None:
     weights = jax.tree.map(np.asarray, arrays[0])
     if jax.process_index() == 0:
         np.savez(Path(run.folder, "weights.npz"), allow_pickle=False, **named(weights))
-    print(json.dumps(found | {"weights": summarise(weights, "").fingerprint}), flush=True)
+    print(json.dumps(found | {"weights": bits_of(weights)}), flush=True)
     if run.killed and jax.process_index() == jax.process_count() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while run.killed:  # The others train on.
@@ -174,6 +173,11 @@ class Process(NamedTuple):
     weights: str
 
 
+def end_of(devices: int, run: Run) -> tuple[int, dict[str, Any], float]:
+    """Returns a process's exit status, its printed results, and the time when it ended."""
+    return *start("distributed", run, devices, fails=run.killed), time.monotonic()
+
+
 def run_all(devices: int, steps: int, folder: str) -> list[Process]:
     """Runs one process, several with one killed, and fewer that restore; returns all ends."""
     found = []
@@ -186,35 +190,17 @@ def run_all(devices: int, steps: int, folder: str) -> list[Process]:
         asked = {"steps": steps, "saved_after": steps // 2, "restored": name == RESTORED}
         run = Run(str(of_run), **asked, killed=name == SEVERAL, processes=count)
         runs = [run._replace(process=i, coordinator=coordinator) for i in range(count)]
+
         with ThreadPoolExecutor(count) as pool:
-            ended = list(pool.map(start, runs, [devices // count] * count))
+            ends = list(pool.map(partial(end_of, devices // count), runs))
         paths = of_run / "weights.npz", Path(folder, ONE, "weights.npz")
         with np.load(paths[0]) as ours, np.load(paths[1]) as right:
             errors = [abs(ours[k] - right[k]).max() / abs(right[k]).max() for k in right]
-        killed = ended[-1][1] if run.killed else np.nan
-        for i, (code, at, printed) in enumerate(ended):
-            how = name, count, devices, i, code, at - killed, float(np.max(errors))
-            found.append(Process(*how, **printed))
+        killed = ends[-1][-1] if run.killed else np.nan
+        for i, (code, printed, at) in enumerate(ends):
+            columns = name, count, devices, i, code, at - killed, float(np.max(errors))
+            found.append(Process(*columns, **printed))
     return found
-
-
-def start(run: Run, devices: int) -> tuple[int, float, dict[str, Any]]:
-    """Returns a process's exit status, the time when it ended, and its printed results."""
-    given = os.environ.get("XLA_FLAGS", "")
-    flags = f"{given} --xla_force_host_platform_device_count={devices}"
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.distributed", "--run", json.dumps(run._asdict())],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,  # seconds
-    )
-    if not done.stdout or (done.returncode and not run.killed):
-        raise RuntimeError(f"{run} ended with {done.returncode}:\n{done.stderr}")
-    # The last line: Gloo prints some before.
-    return done.returncode, time.monotonic(), json.loads(done.stdout.splitlines()[-1])
 
 
 # --------------------------------------------------------------------------------- verdicts
@@ -261,9 +247,6 @@ def judge(rows: list[Process]) -> list[Verdict]:
     ]
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = report.parser("distributed", __doc__, "2 processes, 4 steps")
     about = "run one process, with these fields of Run; for launchers"
@@ -273,30 +256,27 @@ def main() -> int:
         carry_out(Run(**json.loads(options.run)))
         return 0
 
-    processes, steps = (2, 4), STEPS
+    counts, steps = (2, 4), STEPS
     if options.quick:  # optimising takes longer than these few steps
-        processes, steps = (2,), 4
+        counts, steps = (2,), 4
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    with report.unfinished(options.out) as out:
-        for devices in tqdm(processes, unit="setting", disable=None):
-            with tempfile.TemporaryDirectory() as temporary:
-                found += run_all(devices, steps, temporary)
-        report.save_csv(out / "results" / "distributed.csv", Process._fields, found, digits=9)
-        header = "run", "processes", "devices", "process", "exit code", "error of the weights"
-        table = report.table(header, ((*row[:5], f"{row.error:.1e}") for row in found))
-        fail = report.publish(
-            out,
-            "distributed",
-            asked="Do several processes train as one does? "
-            "[jax.distributed](https://docs.jax.dev/en/latest/multi_process.html)",
-            answer=f"{max(processes)} processes: equal weights and statistics, to the bit",
-            tables=[table],
-            verdicts=judge(found),
-            settings={"processes": processes, "steps": steps, "heartbeat": HEARTBEAT},
-        )
-    return int(options.quick and fail > 0)
+    for devices in tqdm(counts, unit="setting", disable=None):
+        with tempfile.TemporaryDirectory() as temporary:
+            found += run_all(devices, steps, temporary)
+    report.save_csv(options.out, "distributed", Process._fields, found, digits=9)
+    header = "run", "processes", "devices", "process", "exit code", "error of the weights"
+    table = report.table(header, ((*row[:5], f"{row.error:.1e}") for row in found))
+    return report.publish(
+        options.out,
+        "distributed",
+        asked="Do several processes train as one does? "
+        "[jax.distributed](https://docs.jax.dev/en/latest/multi_process.html)",
+        answer=f"{max(counts)} processes: equal weights and statistics, to the bit",
+        tables=[table],
+        verdicts=judge(found),
+        settings={"processes": counts, "steps": steps, "heartbeat": HEARTBEAT},
+    )
 
 
 if __name__ == "__main__":
-    with report.trouble("distributed"):
-        sys.exit(main())
+    sys.exit(main())

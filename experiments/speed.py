@@ -6,7 +6,7 @@
 
 It times batch norm with running statistics and a ReLU, forward and backward and in inference,
 on the shapes of a ResNet-50, a MobileNetV2 and perceptrons; layer, group and RMS norm; and
-networks, with their compile times. First it compares each result with exact sums. This
+networks, with their compile times. First it compares the results of all layers. This
 package's layer has its ReLU inside (activation=) or after it, as in a model in which only the
 import is changed. A time is "hot" if the program has just run, and "cold" if its arrays are in
 no cache.
@@ -32,22 +32,22 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, LayerNorm
-from tests import exact
 from tests.exact import Batch
 
 from .common import peers, report, timer, training
 from .common.peers import EQUINOX, FLAX, OURS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
-from .common.report import Goal, UserError, Verdict
+from .common.report import Goal, Verdict
 from .common.timer import Program
 
 BATCH_NORM, NETWORK = "batch norm + ReLU", "network"
 LAYER_NORM, GROUP_NORM, RMS_NORM = "layer norm", "group norm", "RMS norm"
-# For layers that normalise one example: the name, and the function that computes it exactly.
-KINDS: dict[str, tuple[str, Any]] = {
-    LAYER_NORM: (peers.LAYER_NORM, exact.layer_norm),
-    GROUP_NORM: (peers.GROUP_NORM, functools.partial(exact.group_norm, groups=peers.GROUPS)),
-    RMS_NORM: (peers.RMS_NORM, exact.rms_norm),
+# The name of a layer that normalises one example, and a shape on which layers are compared.
+LAYERS: dict[str, tuple[str | None, str]] = {
+    BATCH_NORM: (None, "8x64x14x14"),
+    LAYER_NORM: (peers.LAYER_NORM, "256x768"),
+    GROUP_NORM: (peers.GROUP_NORM, "8x64x14x14"),
+    RMS_NORM: (peers.RMS_NORM, "256x768"),
 }
 BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
 # The measured quantities.
@@ -141,12 +141,12 @@ def drawn(case: Case) -> Batch:
     return Batch(*arrays)
 
 
-def make(name: str, case: Case, program: str, given: Batch) -> Program:
+def make(name: str, case: Case, program: str, batch: Batch) -> Program:
     """Returns a program that computes y, memory and ((dweight, dbias), dx); in inference y."""
-    kind, train = KINDS.get(case.layer, (None,))[0], program == BOTH
+    kind, train = LAYERS[case.layer][0], program == BOTH
     if name == TORCH:
-        return peers.program_of_torch(given, kind, train=train)
-    function, arguments = peers.function(name, given, kind, train=train)
+        return peers.program_of_torch(batch, kind, train=train)
+    function, arguments = peers.function(name, batch, kind, train=train)
     jitted = jax.jit(function)
     return Program(lambda: jitted(*arguments))
 
@@ -155,30 +155,25 @@ def make(name: str, case: Case, program: str, given: Batch) -> Program:
 
 
 def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
-    """Yields the errors of each peer's y and gradients, relative to extended precision."""
-    # The ReLU passes all values of every second channel, and none of the others.
-    sign = jnp.where(jnp.arange(case.sizes[1]) % 2, -1, 1)
-    given = drawn(case)._replace(bias=20.0 * sign) if case.layer == BATCH_NORM else drawn(case)
-    arrays: Any = (None if values is None else np.asarray(values) for values in given)
-    batch = Batch(*arrays)
-    if case.layer in KINDS:
-        right = KINDS[case.layer][1](batch).answer
-    else:
-        on = np.asarray(sign > 0)
-        batch = batch._replace(dy=batch.dy * on[:, None, None])
-        right = exact.batch_norm(batch).answer
-        right = right._replace(y=right.y * on[:, None, None])
-    for name in entered:
-        y, _, ((dweight, dbias), dx) = make(name, case, BOTH, given).call()
-        off = []
-        named = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
-        for field, found in ((f, array) for f, array in named.items() if array is not None):
-            values = peers.array(found) if name == TORCH else np.asarray(found, np.float64)
-            values = np.moveaxis(values, -1, 1) if name == FLAX and values.ndim > 2 else values
-            exactly = getattr(right, field)
-            off.append(float(np.abs(values - exactly).max() / np.abs(exactly).max()))
-        worst = float(np.nan_to_num(np.max(off), nan=math.inf))
-        yield Row(*case, BOTH, "", DEVIATION, name, worst)
+    """Yields the largest distance of each peer's y and gradients from this layer's."""
+    batch = drawn(case)
+    if case.layer == BATCH_NORM:
+        # The ReLU passes all values of every second channel, and none of the others.
+        sign = jnp.where(jnp.arange(case.sizes[1]) % 2, -1, 1)
+        batch = batch._replace(bias=20.0 * sign)
+
+    def arrays(name: str) -> Iterator[Any]:
+        y, _, gradients = make(name, case, BOTH, batch).call()
+        for array in jax.tree.leaves((y, gradients)):
+            values = peers.array(array) if name == TORCH else np.asarray(array, np.float64)
+            yield np.moveaxis(values, -1, 1) if name == FLAX and values.ndim > 2 else values
+
+    answers = {name: [*arrays(name)] for name in entered}
+    for name, answer in answers.items():
+        pairs = [*zip(answer, answers[OURS], strict=True)]
+        distances = [np.abs(theirs - y).max() / np.abs(y).max() for theirs, y in pairs]
+        largest = float(np.nan_to_num(np.max(distances), nan=math.inf))
+        yield Row(*case, BOTH, "", DEVIATION, name, largest)
 
 
 def race(
@@ -272,48 +267,36 @@ def speed_ups(rows: list[Row], other: str, ways: int = len(WAYS)) -> dict[str, f
     return found
 
 
-def agree(rows: list[Row]) -> Verdict:
-    worst = {r.dtype: r for r in sorted(chosen(rows, unit=DEVIATION), key=lambda r: r.value)}
-    measured = (f"{r.dtype} to {r.value:.1e} ({r.peer})" for r in worst.values())
-    claim = "1. all timed layers compute the same: float32 to 1e-5, bfloat16 to 0.05"
-    return (
-        claim,
-        ", ".join(measured),
-        all(r.value <= TOLERANCE[r.dtype] for r in worst.values()),
-    )
-
-
-def needs_little(rows: list[Row]) -> Verdict:
-    shares = ratios(chosen(rows, unit=TEMPORARIES), EQUINOX, SEPARATE)
-    claim = "2. a network's step needs no more temporary memory than with Equinox's norm"
-    measured = ", ".join(f"{share:.2f}" for share, _ in shares)
-    return claim, f"{measured} of its bytes", max(shares)[0] <= 1
-
-
-def is_faster(rows: list[Row], other: str) -> Verdict:
-    found = speed_ups(rows, other, 2)
-    number = 3 + OTHERS.index(other)
-    claim = f"{number}. {BATCH_NORM}, geometric mean over the shapes: {other} takes longer"
-    said = "; ".join(f"{way}: {value:.2f}" for way, value in found.items())
-    return claim, said, min(found.values(), default=0) > 1
-
-
-def examples_are_fast(rows: list[Row]) -> Verdict:
-    found = [*speed_ups(rows, EQUINOX).items()]
-    found = {way: value for way, value in found if way.partition(",")[0].endswith("Norm")}
-    what = "layer, group, RMS norm, forward + backward, mean over shapes"
-    claim = f"6. {what}: Equinox takes longer"
-    said = "; ".join(f"{way}: {value:.2f}" for way, value in found.items())
-    return claim, said, min(found.values()) > 1
+def joined(means: dict[str, float]) -> str:
+    return "; ".join(f"{way}: {value:.2f}" for way, value in means.items())
 
 
 def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
     """Returns the verdicts; without the full settings, only those that need no timings."""
-    verdicts = [agree(rows)] + ([needs_little(rows)] if settings.networks else [])
+    worst = {r.dtype: r for r in sorted(chosen(rows, unit=DEVIATION), key=lambda r: r.value)}
+    same = "1. all timed layers compute the same: float32 to 1e-5, bfloat16 to 0.05"
+    measured = ", ".join(f"{r.dtype} to {r.value:.1e} ({r.peer})" for r in worst.values())
+    holds = all(row.value <= TOLERANCE[row.dtype] for row in worst.values())
+    verdicts = [(same, measured, holds)]
+    if shares := ratios(chosen(rows, unit=TEMPORARIES), EQUINOX, SEPARATE):
+        little = "2. a network's step needs no more temporary memory than with Equinox's norm"
+        measured = f"{', '.join(f'{share:.2f}' for share, _ in shares)} of its bytes"
+        verdicts.append((little, measured, max(shares)[0] <= 1))
     if settings != Settings():
         return verdicts
-    faster = [is_faster(rows, other) for other in OTHERS if speed_ups(rows, other)]
-    return [*verdicts, *faster, examples_are_fast(rows)]
+    mean = f"{BATCH_NORM}, geometric mean over the shapes"
+    faster = {
+        f"{number}. {mean}: {other} takes longer": speed_ups(rows, other, 2)
+        for number, other in enumerate(OTHERS, 3)
+    }
+    what = "layer, group, RMS norm, forward + backward, mean over shapes"
+    faster[f"6. {what}: Equinox takes longer"] = {
+        way: value
+        for way, value in speed_ups(rows, EQUINOX).items()
+        if way.partition(",")[0].endswith("Norm")
+    }
+    timed = ((claim, means) for claim, means in faster.items() if means)
+    return verdicts + [(claim, joined(m), min(m.values()) > 1) for claim, m in timed]
 
 
 def beyond_the_spread(rows: list[Row], other: str, most: float) -> int:
@@ -324,34 +307,22 @@ def beyond_the_spread(rows: list[Row], other: str, most: float) -> int:
 
 
 # Goals, and their known limits: docs/design.md, "Limits".
+PAGES = "every call gets new memory pages for large arrays, with every layer"
 CALLS = "small arrays: a call runs about ten loops; [N, C]: not known"
 RAGGED = "rows of 7 or 14 values: XLA's loops follow the axes of a fusion's output"
-TWICE = "the forward pass reads x twice"
-FACTORS = {
-    EQUINOX: (2.5, "every call gets new memory pages for large arrays, with every layer"),
-    FLAX: (1.3, RAGGED),
-    TORCH: (1.2, CALLS),
-}
+ONE_LOOP = "both are one loop over x; here one subtraction more"
+SUMS, TWICE = "sums in float64, accurate at any mean", "the forward pass reads x twice"
+INFERRED = "inference: one subtraction more in each loop"
+TREES = "trees of sums, whose loops are unrolled; the update of statistics"
+FACTORS = {EQUINOX: (2.5, PAGES), FLAX: (1.3, RAGGED), TORCH: (1.2, CALLS)}
 LARGEST = (  # bounds for this layer's time / the other's, on every array
     (BATCH_NORM, BOTH, 1.1, TORCH, CALLS),
-    (
-        BATCH_NORM,
-        INFERENCE,
-        1.0,
-        EQUINOX,
-        "both are one loop over x; here one subtraction more",
-    ),
-    (LAYER_NORM, INFERENCE, 1.1, EQUINOX, "sums in float64, accurate at any mean"),
+    (BATCH_NORM, INFERENCE, 1.0, EQUINOX, ONE_LOOP),
+    (LAYER_NORM, INFERENCE, 1.1, EQUINOX, SUMS),
     (LAYER_NORM, BOTH, 1.5, TORCH, TWICE),
 )
-OF_NETWORKS = (  # at most Equinox's, in every network
-    (MS, "time", "inference: one subtraction more in each loop"),
-    (
-        COMPILING,
-        "compile time",
-        "trees of sums, whose loops are unrolled; the update of statistics",
-    ),
-)
+# At most Equinox's, in every network.
+OF_NETWORKS = ((MS, "time", INFERRED), (COMPILING, "compile time", TREES))
 
 
 def goals(rows: list[Row]) -> list[Goal]:
@@ -359,7 +330,7 @@ def goals(rows: list[Row]) -> list[Goal]:
     found = []
     for other, (factor, limit) in FACTORS.items():
         aim = f"{BATCH_NORM}: {factor} times as fast as {other}"
-        found.append((aim, is_faster(rows, other)[1], limit))
+        found.append((aim, joined(speed_ups(rows, other, 2)), limit))
     for layer, program, most, other, limit in LARGEST:
         timed_rows = chosen(rows, layer=layer, program=program, unit=MS)
         if mine := ratios(timed_rows, other):
@@ -424,9 +395,6 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = report.parser("speed", __doc__, "1 array, 1 round")
     about = "where to measure (default: cpu)"
@@ -437,44 +405,37 @@ def main() -> int:
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     elif jax.default_backend() != "gpu":
-        raise UserError("--device gpu: JAX finds no GPU; on a machine with one, run make gpu")
+        parser.error("--device gpu: JAX finds no GPU; on a machine with one, run make gpu")
 
-    norms = {BATCH_NORM: peers.present((OURS, SEPARATE, *OTHERS))}
-    alone = tuple(name for name in norms[BATCH_NORM] if name != SEPARATE)
-    norms |= dict.fromkeys(KINDS, alone)
-    image, row = "8x64x14x14", "256x768"
-    small = {BATCH_NORM: image, LAYER_NORM: row, GROUP_NORM: image, RMS_NORM: row}
-    shapes = {BATCH_NORM: settings.shapes, LAYER_NORM: settings.rows}
-    shapes |= {GROUP_NORM: settings.groups, RMS_NORM: settings.rows}
-    steps: list[Any] = []
-    for layer in norms:
-        steps += [(compare, Case(layer, small[layer], d), norms[layer]) for d in TOLERANCE]
-        where = itertools.product(settings.dtypes, shapes[layer], (BOTH, INFERENCE))
-        for dtype, shape, program in where:
-            steps.append((race, Case(layer, shape, dtype), program, norms[layer], settings))
+    entered, steps = peers.present((OURS, SEPARATE, *OTHERS)), []
+    shapes = dict(zip(LAYERS, (settings.shapes, settings.rows, settings.groups), strict=False))
+    for layer, (_, small) in LAYERS.items():
+        names = tuple(name for name in entered if name != SEPARATE or layer == BATCH_NORM)
+        steps += [(compare, Case(layer, small, dtype), names) for dtype in TOLERANCE]
+        large = shapes.get(layer, settings.rows)
+        for grid in itertools.product(settings.dtypes, large, (BOTH, INFERENCE)):
+            dtype, shape, program = grid
+            steps.append((race, Case(layer, shape, dtype), program, names, settings))
     steps += [(run_network, network, settings) for network in settings.networks]
     name = "speed" if options.device == "cpu" else f"speed_{report.device_name()}"
-    with report.unfinished(options.out) as folder:
-        rows = []
-        for measure, *given in tqdm(steps, unit="step", disable=None):
-            rows += measure(*given)
-        report.save_csv(folder / "results" / f"{name}.csv", Row._fields, rows)
-        report.save_figure(folder, name, draw(rows))
-        beside = {other: [*speed_ups(rows, other).values()] for other in norms[BATCH_NORM][2:]}
-        said = ", ".join(f"{other} {found[0]:.2f}" for other, found in beside.items())
-        fail = report.publish(
-            folder,
-            name,
-            asked="How fast are the layers compared with Equinox, Flax and PyTorch?",
-            answer=f"batch norm + ReLU, mean time / time of eqx-norm: {said}",
-            tables=tables(rows),
-            verdicts=judge(rows, settings),
-            goals=goals(rows) if settings == Settings() else [],
-            settings=dataclasses.asdict(settings),
-        )
-    return int(options.quick and fail > 0)
+    rows = []
+    for measure, *given in tqdm(steps, unit="step", disable=None):
+        rows += measure(*given)
+    report.save_csv(options.out, name, Row._fields, rows)
+    report.save_figure(options.out, name, draw(rows))
+    beside = {other: [*speed_ups(rows, other).values()] for other in entered[2:]}
+    said = ", ".join(f"{other} {found[0]:.2f}" for other, found in beside.items())
+    return report.publish(
+        options.out,
+        name,
+        asked="How fast are the layers compared with Equinox, Flax and PyTorch?",
+        answer=f"batch norm + ReLU, mean time / time of eqx-norm: {said}",
+        tables=tables(rows),
+        verdicts=judge(rows, settings),
+        goals=goals(rows) if settings == Settings() else [],
+        settings=dataclasses.asdict(settings),
+    )
 
 
 if __name__ == "__main__":
-    with report.trouble("speed"):
-        sys.exit(main())
+    sys.exit(main())

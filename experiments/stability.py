@@ -2,7 +2,7 @@
 
     python -m experiments.stability                  about 2 minutes on 2 cores
     python -m experiments.stability --quick          under 30 seconds; fails if a claim fails
-    python -m experiments.stability --network large --steps 300
+    python -m experiments.stability --network large
 
 Batch normalisation keeps a running mean and variance for inference. `ema` also normalises
 training batches by them. At momentum 0.99 they stay near those of the first batch while the
@@ -13,27 +13,22 @@ https://github.com/patrick-kidger/equinox/issues/659
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 
-from .common import mnist, report, training
-from .common.report import UserError, Verdict
+from .common import report, training
+from .common.report import Verdict
+from .common.training import Curves
 
 Setting = tuple[str, float]  # approach, momentum
-Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
 Runs = dict[Setting, Curves]
 
 MOMENTA = (0.5, 0.99, 0.9999)  # the columns of figure 2; add a momentum here
@@ -62,21 +57,13 @@ class Settings:
     trained: tuple[Setting, ...] = tuple(dict.fromkeys((*FIGURE_1, *JUDGED, *EVERY)))
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # ema's peak is 3 to 12 times batch's, by seed
     steps: int = 100  # the issue's, whose gradients spike in the first five
-    # Steps after which to measure test accuracy, and the last: early ones differ most.
-    evaluated: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
-QUICK = Settings(trained=JUDGED, seeds=(0, 1), evaluated=())
-
-# --------------------------------------------------------------------------------- training
+QUICK = Settings(trained=JUDGED, seeds=(0, 1))
 
 
-def train(settings: Settings, setting: Setting, seed: int, data: mnist.Mnist) -> Curves:
-    """Trains one network; its initial parameters and batches depend only on the seed.
-
-    Returns arrays [steps]: the records of `train_step`, which include gradient norms as
-    "gradient.conv.weight", and "test_accuracy", which is NaN where it was not measured.
-    """
+def train(settings: Settings, setting: Setting, seed: int) -> Curves:
+    """Trains one network; its initial parameters and batches depend only on the seed."""
     approach, momentum = setting
 
     def make_norm(channels: int) -> eqx.Module:
@@ -85,33 +72,8 @@ def train(settings: Settings, setting: Setting, seed: int, data: mnist.Mnist) ->
         return BatchNorm(channels, training.AXIS, momentum=momentum, approach=approach)
 
     network = eqx.nn.make_with_state(training.NETWORKS[settings.network])
-    model, state = network(make_norm, jax.random.key(seed))
-    memory = training.OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
-    images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
-    test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
-    recorded = []
-    batches = training.batches(len(images), settings.steps, seed)
-    for step, chosen in enumerate(batches, start=1):
-        batch = jnp.asarray(images[chosen]), jnp.asarray(labels[chosen])
-        model, state, memory, found = training.train_step(model, state, memory, *batch)
-        evaluated = step in settings.evaluated or step == settings.steps
-        accuracy = training.accuracy_of(model, state, *test) if evaluated else np.nan
-        recorded.append({**found, "test_accuracy": accuracy})
-    return stack(jax.device_get(recorded))
-
-
-def stack(found: list[Any]) -> Curves:
-    """Stacks the values of several dictionaries along a new first axis."""
-    return {name: np.array([each[name] for each in found], np.float64) for name in found[0]}
-
-
-def steps_of(runs: Runs, names: list[str], seeds: dict[int, int]) -> Iterator[list[Any]]:
-    """Yields a line of the CSV for each step; `seeds` maps places in arrays to seeds."""
-    for setting, curves in runs.items():
-        for i, seed in seeds.items():
-            for step in range(curves["loss"].shape[1]):
-                values = (curves[name][i, step] if name in curves else None for name in names)
-                yield [*setting, seed, step + 1, *values]
+    made = network(make_norm, jax.random.key(seed))
+    return training.run(made, seed, settings.steps, [settings.steps])
 
 
 # ---------------------------------------------------------------------------------- figures
@@ -173,27 +135,6 @@ def draw_momenta(runs: Runs) -> Figure:
     return figure
 
 
-def draw_seeds(runs: Runs) -> Figure:
-    """Draws loss, largest gradient and test accuracy of each approach at momentum 0.99."""
-    figure = report.figure(10, 3.6)
-    loss, gradient, accuracy = figure.subplots(1, 3)
-    for approach, (_, line) in APPROACHES.items():
-        if (approach, 0.99) in runs:
-            curves, line = runs[approach, 0.99], {"label": f"{approach} 0.99", **line}
-            report.plot_seeds(loss, curves["loss"], **line)
-            report.plot_seeds(gradient, curves["largest_gradient_norm"], **line)
-            report.plot_seeds(accuracy, curves["test_accuracy"], **line)
-    for panel, logarithmic in ((loss, "y"), (gradient, "y"), (accuracy, "x")):
-        report.log_scale(panel, logarithmic)
-        panel.set_xlabel("training step")
-    loss.set_ylabel("training loss")
-    gradient.set_ylabel("largest gradient norm")
-    accuracy.set_ylabel("test accuracy, inference mode")
-    accuracy.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    report.legend_below(figure)
-    return figure
-
-
 # --------------------------------------------------------------------------------- verdicts
 
 FIRST_STEPS = 10  # the issue's gradients spike "2-3 iterations in"; seeds vary
@@ -221,129 +162,98 @@ def spread(ratio: np.ndarray) -> str:
     return f"{np.median(ratio):.2f} ({ratio.min():.2f} to {ratio.max():.2f})"
 
 
-def ema_spikes(runs: Runs) -> Verdict:
-    peaks, losses = ratios(runs, EMA, BATCH)
-    measured = f"peak ema/batch {spread(peaks)}, loss ema/batch {spread(losses)}"
-    holds = np.median(peaks) >= SPIKE and np.median(losses) > AS_WELL
-    return "1. ema at 0.99 spikes, and its loss is higher than batch's", measured, bool(holds)
-
-
-def low_ema_trains(runs: Runs, network: str = "small") -> Verdict:
-    _, losses = ratios(runs, EMA_LOW, BATCH)
-    as_well, measured = bool(np.median(losses) <= AS_WELL), f"loss ema/batch {spread(losses)}"
-    if network == "small":
-        return "2. ema at 0.5 trains as well as batch", measured, as_well
-    return (
-        "2. with four norm layers ema at 0.5 has a higher loss than batch",
-        measured,
-        not as_well,
-    )
-
-
-def adam_still_spikes(runs: Runs) -> Verdict:
-    (to_ema, _), (to_batch, _) = ratios(runs, ADAM, EMA), ratios(runs, ADAM, BATCH)
-    measured = f"peak adam/ema {spread(to_ema)}, adam/batch {spread(to_batch)}"
-    holds = np.median(to_ema) < 1 and np.median(to_batch) >= SPIKE
-    return "3. adam at 0.99 spikes less than ema, but still spikes", measured, bool(holds)
-
-
-def smooth_is_better(runs: Runs) -> Verdict:
-    claim = "4. smooth_start at 0.99 is better than adam: lower peak, no higher loss"
-    peaks, losses = ratios(runs, SMOOTH, ADAM)
-    holds = np.median(peaks) < 1 and np.median(losses) <= 1
-    return claim, f"peak smooth_start/adam {spread(peaks)}, loss {spread(losses)}", bool(holds)
-
-
-def smooth_is_batch(runs: Runs) -> Verdict:
-    peaks, losses = ratios(runs, SMOOTHER, BATCH)
-    measured = f"peak smooth_start/batch {spread(peaks)}, loss {spread(losses)}"
-    both = np.concatenate([peaks, losses])
-    holds = both.max() <= SAME and both.min() >= 1 / SAME
-    return "5. smooth_start at 0.9999 trains as batch does", measured, bool(holds)
-
-
 def judge(runs: Runs, network: str) -> list[Verdict]:
-    """Returns the verdicts on the issue's claims."""
-    first = [ema_spikes(runs), low_ema_trains(runs, network), adam_still_spikes(runs)]
-    return [*first, smooth_is_better(runs), smooth_is_batch(runs)]
-
-
-# ------------------------------------------------------------------------------ the command
+    """Returns the verdicts on the issue's claims, by medians over the seeds."""
+    ema_peaks, ema_losses = ratios(runs, EMA, BATCH)
+    _, low_losses = ratios(runs, EMA_LOW, BATCH)
+    adam_to_ema, adam_to_batch = (ratios(runs, ADAM, other)[0] for other in (EMA, BATCH))
+    smooth_peaks, smooth_losses = ratios(runs, SMOOTH, ADAM)
+    smoother_peaks, smoother_losses = ratios(runs, SMOOTHER, BATCH)
+    both = np.concatenate([smoother_peaks, smoother_losses])
+    as_well = np.median(low_losses) <= AS_WELL
+    low, low_holds = "2. ema at 0.5 trains as well as batch", as_well
+    if network == "large":
+        low = "2. with four norm layers ema at 0.5 has a higher loss than batch"
+        low_holds = not as_well
+    verdicts = (
+        (
+            "1. ema at 0.99 spikes, and its loss is higher than batch's",
+            f"peak ema/batch {spread(ema_peaks)}, loss ema/batch {spread(ema_losses)}",
+            np.median(ema_peaks) >= SPIKE and np.median(ema_losses) > AS_WELL,
+        ),
+        (low, f"loss ema/batch {spread(low_losses)}", low_holds),
+        (
+            "3. adam at 0.99 spikes less than ema, but still spikes",
+            f"peak adam/ema {spread(adam_to_ema)}, adam/batch {spread(adam_to_batch)}",
+            np.median(adam_to_ema) < 1 and np.median(adam_to_batch) >= SPIKE,
+        ),
+        (
+            "4. smooth_start at 0.99 is better than adam: lower peak, no higher loss",
+            f"peak smooth_start/adam {spread(smooth_peaks)}, loss {spread(smooth_losses)}",
+            np.median(smooth_peaks) < 1 and np.median(smooth_losses) <= 1,
+        ),
+        (
+            "5. smooth_start at 0.9999 trains as batch does",
+            f"peak smooth_start/batch {spread(smoother_peaks)}, loss {spread(smoother_losses)}",
+            both.max() <= SAME and both.min() >= 1 / SAME,
+        ),
+    )
+    return [(claim, measured, bool(holds)) for claim, measured, holds in verdicts]
 
 
 def main() -> int:
     parser = report.parser("stability", __doc__, "6 settings, 2 seeds")
-    add = parser.add_argument
-    add("--seeds", nargs="+", type=int, metavar="N", help="seeds to run (default: 0 1 2 3 4)")
-    add("--steps", type=int, metavar="N", help="training steps of each run (default: 100)")
     about = "small (default): the issue's; large: four norm layers, takes 3 times as long"
-    add("--network", choices=training.NETWORKS, help=about)
-    add("--data", type=Path, metavar="DIR", default=mnist.SUBSET, help=mnist.HELP)
+    parser.add_argument("--network", choices=training.NETWORKS, default="small", help=about)
     options = parser.parse_args()
-    chosen = {name: getattr(options, name) for name in ("seeds", "steps", "network")}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    settings = dataclasses.replace(QUICK if options.quick else Settings(), **given)
-    if settings.steps < 1 or not all(0 <= seed < 2**31 for seed in settings.seeds):
-        raise UserError("--steps must be 1 or more, and --seeds from 0 to 2147483647")
-
-    data, runs = mnist.load(options.data), {}
+    settings = QUICK if options.quick else Settings()
+    settings = dataclasses.replace(settings, network=options.network)
     name = "stability" if settings.network == "small" else f"stability_{settings.network}"
-    with report.unfinished(options.out) as folder:
-        count = len(settings.trained) * len(settings.seeds)
-        with tqdm(total=count, unit="run", disable=None) as progress:  # on a terminal
-            for setting in settings.trained:
-                progress.set_description(label(setting))
-                of_seeds = []
-                for seed in settings.seeds:
-                    of_seeds.append(train(settings, setting, seed, data))
-                    progress.update()
-                runs[setting] = stack(of_seeds)
+    train_one = functools.partial(train, settings)
+    runs = training.run_all(settings.trained, settings.seeds, train_one)
+    # Figure 1 shows the seed of ema's median peak: neither the best nor the worst.
+    typical = int(np.argsort(peak(runs[EMA]))[len(settings.seeds) // 2])
+    report.save_figure(
+        options.out,
+        f"{name}_1_gradients",
+        draw_gradients(runs, typical, settings.seeds[typical]),
+    )
+    report.save_figure(options.out, f"{name}_2_momenta", draw_momenta(runs))
 
-        # Figure 1 shows the seed of ema's median peak: neither the best nor the worst.
-        typical = int(np.argsort(peak(runs[EMA]))[len(settings.seeds) // 2])
-        report.save_figure(
-            folder,
-            f"{name}_1_gradients",
-            draw_gradients(runs, typical, settings.seeds[typical]),
+    # Without the gradient of each parameter.
+    names = [key for key in runs[EMA] if not key.startswith("gradient.")]
+    lines = (
+        [*setting, seed, step, *(curves[key][i, step - 1] for key in names)]
+        for setting, curves in runs.items()
+        for i, seed in enumerate(settings.seeds)
+        for step in range(1, settings.steps + 1)
+    )
+    header = ["approach", "momentum", "seed", "step", *names]
+    report.save_csv(options.out, name, header, lines)
+
+    medians = [
+        (
+            label(setting),
+            f"{np.median(peak(curves)):.2f}",
+            f"{np.median(mean_loss(curves)):.3f}",
+            f"{np.median(curves['test_accuracy'][:, -1]):.1%}",
         )
-        report.save_figure(folder, f"{name}_2_momenta", draw_momenta(runs))
-        report.save_figure(folder, f"{name}_3_seeds", draw_seeds(runs))
-
-        setting_of, results = ["approach", "momentum", "seed", "step"], folder / "results"
-        gradients = [quantity for quantity in runs[EMA] if quantity.startswith("gradient.")]
-        curves = [quantity for quantity in runs[EMA] if quantity not in gradients]
-        every_seed = dict(enumerate(settings.seeds))
-        lines = steps_of(runs, curves, every_seed)
-        report.save_csv(results / f"{name}.csv", [*setting_of, *curves], lines)
-        of_figure_1 = {setting: runs[setting] for setting in FIGURE_1 if setting in runs}
-        lines = steps_of(of_figure_1, gradients, {typical: settings.seeds[typical]})
-        report.save_csv(results / f"{name}_gradients.csv", [*setting_of, *gradients], lines)
-
-        medians = [
-            (
-                label(setting),
-                f"{np.median(peak(curves)):.2f}",
-                f"{np.median(mean_loss(curves)):.3f}",
-                f"{np.median(curves['test_accuracy'][:, -1]):.1%}",
-            )
-            for setting, curves in runs.items()
-        ]
-        header = ("setting", f"peak gradient, steps 1-{FIRST_STEPS}", "mean loss", "accuracy")
-        of_batch, of_ema = (np.median(peak(runs[setting])) for setting in (BATCH, EMA))
-        fail = report.publish(
-            folder,
-            name,
-            asked="Which batch normalisation makes training unstable"
-            + (", with four norm layers" if settings.network == "large" else "")
-            + "? [Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
-            answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
-            tables=[report.table(header, medians)],
-            verdicts=judge(runs, settings.network),
-            settings=dataclasses.asdict(settings),
-        )
-    return int(options.quick and fail > 0)
+        for setting, curves in runs.items()
+    ]
+    header = ("setting", f"peak gradient, steps 1-{FIRST_STEPS}", "mean loss", "accuracy")
+    of_batch, of_ema = (np.median(peak(runs[setting])) for setting in (BATCH, EMA))
+    return report.publish(
+        options.out,
+        name,
+        asked="Which batch normalisation makes training unstable"
+        + (", with four norm layers" if settings.network == "large" else "")
+        + "? [Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",
+        answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
+        tables=[report.table(header, medians)],
+        verdicts=judge(runs, settings.network),
+        settings=dataclasses.asdict(settings),
+    )
 
 
 if __name__ == "__main__":
-    with report.trouble("stability"):
-        sys.exit(main())
+    sys.exit(main())

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -43,7 +44,6 @@ TORCH = "PyTorch"
 COLOURS: dict[str, str] = {
     OURS: report.BLUE,
     OURS_SEPARATE: report.BLUE,
-    OURS_PALLAS: report.SKY,
     EQUINOX: report.VERMILION,
     EQUINOX_EMA: report.PURPLE,
     EQUINOX_BATCH: report.VERMILION,
@@ -100,7 +100,6 @@ def batch_norm(
     momentum: float,
     eps: float,
     channel_axis: int = 1,
-    affine: bool = True,
     activation: Callable[[Array], Array] | None = None,
 ) -> Layer:
     """Returns the batch norm of that name, whose `x` is `[N, channels, *spatial]`.
@@ -110,30 +109,28 @@ def batch_norm(
     of this package's layer; it follows `OURS_SEPARATE` and the others, and its output has the
     dtype of x.
     """
-    how: Any = {"momentum": momentum, "eps": eps, "channelwise_affine": affine}
+    options: Any = {"momentum": momentum, "eps": eps}
     if package(name) == "eqx_norm":
         if activation is not None and name != OURS_SEPARATE:
-            how["activation"], activation = activation, None
-        how |= {"approach": "batch", "unbiased": name == OURS_UNBIASED}
-        how["implementation"] = IMPLEMENTATIONS.get(name, "auto")
-        made = _stateful(lambda: BatchNorm(channels, AXIS, **how), _of_ours)
+            options["activation"], activation = activation, None
+        options |= {"approach": "batch", "unbiased": name == OURS_UNBIASED}
+        options["implementation"] = IMPLEMENTATIONS.get(name, "auto")
+        layer = _stateful(lambda: BatchNorm(channels, AXIS, **options), _of_ours)
     elif package(name) == "equinox":
-        how["mode"] = "ema" if name == EQUINOX_EMA else "batch"
-        made = _stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **how), _of_equinox)
+        options["mode"] = "ema" if name == EQUINOX_EMA else "batch"
+        layer = _stateful(lambda: eqx.nn.BatchNorm(channels, AXIS, **options), _of_equinox)
     else:
-        made = _of_flax(name, channels, momentum, eps, channel_axis, affine)
-    return made if activation is None else _followed(made, activation)
+        layer = _of_flax(name, channels, momentum, eps, channel_axis)
 
+    if activation is None:
+        return layer
 
-def _followed(made: Layer, activation: Callable[[Array], Array]) -> Layer:
-    def follow(apply: Apply) -> Apply:
-        def applied(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-            y, memory = apply(affine, memory, x)
-            return activation(y).astype(x.dtype), memory
+    def activated(apply: Apply, after: Any, affine: Affine, memory: Any, x: Array) -> Any:
+        y, memory = apply(affine, memory, x)
+        return after(y).astype(x.dtype), memory
 
-        return applied
-
-    return made._replace(train=follow(made.train), evaluate=follow(made.evaluate))
+    train, evaluate = (partial(activated, f, activation) for f in (layer.train, layer.evaluate))
+    return layer._replace(train=train, evaluate=evaluate)
 
 
 def example_norm(
@@ -145,39 +142,32 @@ def example_norm(
     first axis of `shape`, in Flax the last.
     """
 
-    def apply(affine: Affine, memory: Any, *given: Array) -> tuple[Array, Any]:
+    def apply(affine: Affine, memory: Any, *x_and_mask: Array) -> tuple[Array, Any]:
         weight, bias = (parameter is not None for parameter in affine)
         library: Any = eqx.nn if package(name) == "equinox" else eqx_norm
-        how: Any = {"implementation": IMPLEMENTATIONS[name]} if name in IMPLEMENTATIONS else {}
+        options = {"implementation": IMPLEMENTATIONS[name]} if name in IMPLEMENTATIONS else {}
         if kind == INSTANCE_NORM and library is eqx_norm:
-            made = library.InstanceNorm(shape[0], eps, weight, **how)
+            layer = library.InstanceNorm(shape[0], eps, weight, **options)
         elif kind in (GROUP_NORM, INSTANCE_NORM):
             number = groups if kind == GROUP_NORM else shape[0]
-            made = library.GroupNorm(number, shape[0], eps, weight, **how)
+            layer = library.GroupNorm(number, shape[0], eps, weight, **options)
         else:
-            made = getattr(library, kind)(shape, eps, weight, bias, **how)
-        return jax.vmap(_masked(_with_affine(made, affine)))(*given), memory
+            layer = getattr(library, kind)(shape, eps, weight, bias, **options)
+        return jax.vmap(_masked(_with_affine(layer, affine)))(*x_and_mask), memory
 
     def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-        given = dict(zip(("scale", "bias"), affine, strict=True))
-        present = {key: value for key, value in given.items() if value is not None}
         axes = tuple(range(1, 1 + len(shape)))
-        how: Any = {"epsilon": eps, "dtype": x.dtype, "use_fast_variance": name == FLAX}
-        how["use_scale"] = "scale" in present
+        options: Any = {"reduction_axes": axes, "feature_axes": axes}
         if kind == GROUP_NORM:
-            how["num_groups"] = GROUPS
-        else:
-            how |= {"reduction_axes": axes, "feature_axes": axes}
+            options = {"num_groups": GROUPS}
+        options["use_scale"] = affine[0] is not None
         if kind != RMS_NORM:  # which has none
-            how["use_bias"] = "bias" in present
-        made = getattr(importlib.import_module("flax.linen"), kind)(**how)
-        return made.apply({"params": present}, x), memory
+            options["use_bias"] = affine[1] is not None
+        y, _ = _apply_flax(kind, name, x, affine, {}, epsilon=eps, **options)
+        return y, memory
 
     used = in_flax if package(name) == "flax" else apply
     return Layer((), used, used)
-
-
-layer_norm = functools.partial(example_norm, LAYER_NORM)
 
 
 def _stateful(make: Callable[[], Any], statistics: Callable[..., tuple[Array, ...]]) -> Layer:
@@ -211,10 +201,8 @@ def _with_affine(layer: Any, affine: Affine) -> Any:
 
 
 def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
-    held = state.get(layer.memory_index)
-    running = held.statistics
-    weight = running.weight(layer.momentum)
-    return running.mean, running.variance, weight, held.rejected
+    running = state.get(layer.memory_index).statistics
+    return running.mean, running.variance, running.weight(layer.momentum)
 
 
 def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
@@ -223,26 +211,28 @@ def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
     return (*state.get(layer.batch_state_index), state.get(layer.batch_counter))
 
 
-def _of_flax(
-    name: str, channels: int, momentum: float, eps: float, axis: int, affine: bool
-) -> Layer:
-    how = {"axis": axis, "momentum": momentum, "epsilon": eps, "use_scale": affine}
-    how |= {"use_bias": affine, "use_fast_variance": name == FLAX}
+def _of_flax(name: str, channels: int, momentum: float, eps: float, axis: int) -> Layer:
+    options = {"axis": axis, "momentum": momentum, "epsilon": eps}
 
-    def mode(inference: bool) -> Apply:
-        def apply(given: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
-            made = importlib.import_module("flax.linen").BatchNorm
-            parameters = {"scale": given[0], "bias": given[1]} if affine else {}
-            statistics = {"mean": memory[0], "var": memory[1]}
-            variables = {"params": parameters, "batch_stats": statistics}
-            layer = made(inference, dtype=x.dtype, **how)
-            y, after = layer.apply(variables, x, mutable=["batch_stats"])
-            return y, (after["batch_stats"]["mean"], after["batch_stats"]["var"])
-
-        return apply
+    def apply(inference: bool, affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
+        statistics = {"batch_stats": {"mean": memory[0], "var": memory[1]}}
+        flags = {"use_running_average": inference, **options}
+        y, after = _apply_flax("BatchNorm", name, x, affine, statistics, **flags)
+        return y, (after["batch_stats"]["mean"], after["batch_stats"]["var"])
 
     memory = jnp.zeros(channels), jnp.ones(channels)
-    return Layer(memory, mode(False), mode(True), lambda memory: memory)
+    return Layer(memory, partial(apply, False), partial(apply, True), lambda memory: memory)
+
+
+def _apply_flax(
+    kind: str, name: str, x: Array, affine: Affine, variables: Any, **options: Any
+) -> tuple[Array, Any]:
+    """Returns y of Flax's layer, and its new variables."""
+    make = getattr(importlib.import_module("flax.linen"), kind)
+    layer = make(dtype=x.dtype, use_fast_variance=name == FLAX, **options)
+    named = zip(("scale", "bias"), affine, strict=True)
+    parameters = {key: value for key, value in named if value is not None}
+    return layer.apply({"params": parameters, **variables}, x, mutable=["batch_stats"])
 
 
 def forward_and_backward(
@@ -323,32 +313,40 @@ def function(
     return lambda *given: made.evaluate(*given)[0], (tuple(affine), memory, x)
 
 
-def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
+def _norm_in_torch(kind: str | None, x: Any, weight: Any, bias: Any, **batch_norm: Any) -> Any:
+    """Returns y of PyTorch's norm of that kind, a batch norm for `None`."""
+    functional = torch().nn.functional
+    if kind is None:
+        return functional.batch_norm(x, weight=weight, bias=bias, eps=EPS, **batch_norm)
+    if kind == GROUP_NORM:
+        return functional.group_norm(x, GROUPS, weight, bias, EPS)
+    if kind == RMS_NORM:
+        return functional.rms_norm(x, x.shape[1:], weight, EPS)
+    return functional.layer_norm(x, x.shape[1:], weight, bias, EPS)
+
+
+def program_of_torch(batch: Batch, kind: str | None, *, train: bool) -> Program:
     """Returns the same in eager PyTorch, on the device of JAX's arrays."""
-    arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in given)
+    arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in batch)
     x, dy, weight, bias = arrays
-    memory = torch().zeros_like(weight), torch().ones_like(weight)
-    if kind is not None:  # on a GPU torch needs weights of the dtype of x
+    options: dict[str, Any] = {}
+    if kind is None:
+        memory = torch().zeros_like(weight), torch().ones_like(weight)
+        options = {"training": train, "momentum": 0.01}
+        options |= zip(("running_mean", "running_var"), memory, strict=True)
+    else:  # on a GPU torch needs weights of the dtype of x
         weight, bias = (None if v is None else v.to(x.dtype) for v in (weight, bias))
     inputs = [v.requires_grad_() for v in (x, weight, bias) if v is not None]
-    functional, how = torch().nn.functional, {"training": train, "momentum": 0.01, "eps": EPS}
-    apply = {
-        LAYER_NORM: lambda: functional.layer_norm(x, x.shape[1:], weight, bias, EPS),
-        GROUP_NORM: lambda: functional.group_norm(x, GROUPS, weight, bias, EPS),
-        RMS_NORM: lambda: functional.rms_norm(x, x.shape[1:], weight, EPS),
-        # In place, which is faster, and common.
-        None: lambda: functional.relu(
-            functional.batch_norm(x, *memory, weight, bias, **how), inplace=True
-        ),
-    }[kind]
 
     def call() -> Any:
         with torch().set_grad_enabled(train):
-            y = apply()
+            y = _norm_in_torch(kind, x, weight, bias, **options)
+            if kind is None:  # in place, which is faster, and common
+                y = torch().relu_(y)
         if not train:
             return y
         dx, *of_affine = torch().autograd.grad(y, inputs, dy)
-        return y, memory, ((*of_affine, *[None] * (bias is None)), dx)
+        return y, (), ((*of_affine, *[None] * (bias is None)), dx)
 
     if x.is_cuda:
         return Program(call, lambda _: torch().cuda.synchronize())
@@ -360,72 +358,62 @@ def program_of_torch(given: Batch, kind: str | None, *, train: bool) -> Program:
 # ---------------------------------------------------------- answers to compare with `exact`
 
 
-def answer_of_batch_norm(name: str, batch: Batch) -> Answer:
-    """Returns, in float64, the answer of the batch norm of that name in a training step.
-
-    The momentum is such that the new running variance is the variance of the batch.
-    """
-    channels = batch.x.shape[1]
+def answer(kind: str | None, name: str, batch: Batch) -> Answer:
+    """Returns, in float64, a layer's answer in a training step: of this kind, without the
+    variance, or of a batch norm for `None`."""
     if package(name) == "torch":
-        apply = torch().nn.functional.batch_norm
-        how = {"training": True, "momentum": 1.0, "eps": EPS}
-        wide = np.result_type(batch.x.dtype, np.float32)
-        mean, variance = (tensor(np.full(channels, start, wide)) for start in (0, 1))
-        answer = _in_torch(lambda x, *affine: apply(x, mean, variance, *affine, **how), batch)
-        n = batch.x.size // channels  # torch stores the unbiased variance
-        return answer._replace(variance=array(variance).astype(float) * (n - 1) / n)
-    # Flax has the channels last by default.
-    axis = -1 if package(name) == "flax" else 1
-    # This package rejects a momentum of 0, and stores the first batch unchanged at any.
-    momentum = 0.5 if package(name) == "eqx_norm" else 0.0
-    how = {"momentum": momentum, "channel_axis": axis, "affine": batch.weight is not None}
+        return _in_torch(kind, batch)
+    # Flax's batch norm has the channels last by default.
+    axis = -1 if package(name) == "flax" and kind is None else 1
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
-    answer = _in_jax(batch._replace(x=x, dy=dy), batch_norm, name, channels, **how)
-    y, dx = (np.moveaxis(values, axis, 1) for values in (answer.y, answer.dx))
-    return answer._replace(y=y, dx=dx)
-
-
-def answer_of_layer_norm(name: str, batch: Batch) -> Answer:
-    """Returns, in float64, the answer of the layer norm of that name, without the variance."""
-    shape = batch.x.shape[1:]
-    if package(name) != "torch":
-        return _in_jax(batch, layer_norm, name, shape)
-
-    def apply(x: Any, weight: Any, bias: Any) -> Any:
-        if weight is None and bias is not None:
-            # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
-            weight = torch().ones(shape, dtype=bias.dtype)
-        return torch().nn.functional.layer_norm(x, shape, weight, bias, EPS)
-
-    return _in_torch(apply, batch)
-
-
-def _in_jax(batch: Batch, *layer: Any, **how: Any) -> Answer:
-    x, dy, *affine = batch
-    with jax.enable_x64(x.dtype == np.float64):
-        made, step = _step(x.dtype == np.float64, *layer, **how)
-        y, memory, (affine, dx) = step(tuple(affine), made.memory, x, dy)
-    _, variance, *_ = made.statistics(memory) or (None, None)
+    double = x.dtype == np.float64
+    with jax.enable_x64(double):
+        layer, step = _step(double, kind, name, batch.x.shape[1:])
+        y, memory, (affine, dx) = step((batch.weight, batch.bias), layer.memory, x, dy)
+    _, variance, *_ = layer.statistics(memory) or (None, None)
+    y, dx = (np.moveaxis(values, axis, 1) for values in (y, dx))
     return _answer(y, variance, dx, *affine)
 
 
 # Cached, so that a step is compiled once for all batches of a shape.
 @functools.cache
 def _step(
-    double: bool, make: Callable[..., Layer], name: str, size: Any, **how: Any
+    double: bool, kind: str | None, name: str, shape: tuple[int, ...]
 ) -> tuple[Layer, Callable[..., Any]]:
-    """Returns the layer, made with or without 64 bits, and its forward and backward pass."""
-    made = make(name, size, eps=EPS, **how)
-    return made, jax.jit(forward_and_backward(made.train))
+    """Returns the layer, made with or without 64 bits, and its forward and backward pass.
+
+    A batch norm's momentum is such that the new running variance is that of the batch.
+    """
+    if kind is not None:
+        layer = example_norm(kind, name, shape, eps=EPS)
+    else:
+        # This package rejects a momentum of 0, and stores the first batch unchanged at any.
+        momentum = 0.5 if package(name) == "eqx_norm" else 0.0
+        axis = -1 if package(name) == "flax" else 1
+        layer = batch_norm(name, shape[0], momentum=momentum, eps=EPS, channel_axis=axis)
+    return layer, jax.jit(forward_and_backward(layer.train))
 
 
-def _in_torch(apply: Callable[..., Any], batch: Batch) -> Answer:
-    given = [batch.x, batch.weight, batch.bias]
-    leaves = [None if values is None else tensor(values).requires_grad_() for values in given]
-    y = apply(*leaves)
+def _in_torch(kind: str | None, batch: Batch) -> Answer:
+    arrays = batch.x, batch.weight, batch.bias
+    leaves = [None if values is None else tensor(values).requires_grad_() for values in arrays]
+    x, weight, bias = leaves
+    if weight is None and bias is not None:
+        # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
+        weight = torch().ones_like(bias)
+    options, variance = {}, None
+    if kind is None:
+        channels = batch.x.shape[1]
+        mean, variance = (tensor(np.full(channels, start, np.float32)) for start in (0, 1))
+        options = {"running_mean": mean, "running_var": variance}
+        options |= {"training": True, "momentum": 1.0}
+    y = _norm_in_torch(kind, x, weight, bias, **options)
     y.backward(tensor(batch.dy))
+    if kind is None:
+        n = batch.x.size // batch.x.shape[1]  # torch stores the unbiased variance
+        variance = array(variance).astype(float) * (n - 1) / n
     gradients = (None if leaf is None else array(leaf.grad) for leaf in leaves)
-    return _answer(array(y), None, *gradients)
+    return _answer(array(y), variance, *gradients)
 
 
 def _answer(*arrays: Any) -> Answer:

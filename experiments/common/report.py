@@ -9,9 +9,8 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,6 @@ Verdict = tuple[str, str, bool]  # a claim, the measurement, and whether the cla
 Goal = tuple[str, str, str]  # a goal, the measurement, and what limits it
 
 
-# ---------------------------------------------------------------------------------- commands
-
-
-class UserError(Exception):
-    """Says in one sentence which request failed, and what to do."""
-
-
 def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
     """Returns a parser with `--quick` and `--out`; `quick` says what `--quick` runs."""
     made = argparse.ArgumentParser(
@@ -51,36 +43,6 @@ def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
     return made
 
 
-@contextlib.contextmanager
-def trouble(name: str) -> Iterator[None]:
-    """Ends the command with one line and exit code 2 if it fails for the user's reasons."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)  # as shells report Ctrl-C
-
-
-@contextlib.contextmanager
-def unfinished(out: Path) -> Iterator[Path]:
-    """Yields a folder with `results` and `figures`, and moves its files to `out` at the end.
-
-    A run that fails or is stopped does not change `out`. The folder is in `out`, because files
-    can only be replaced within one file system.
-    """
-    for name in ("results", "figures"):
-        (out / name).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".unfinished-") as temporary:
-        for name in ("results", "figures"):
-            (Path(temporary) / name).mkdir()
-        yield Path(temporary)
-        for file in sorted(Path(temporary).glob("*/*")):
-            os.replace(file, out / file.relative_to(temporary))
-    print(f"\nresults and figures are in {out}")
-
-
 # ----------------------------------------------------------------------- tables and results
 
 
@@ -94,9 +56,10 @@ def table(header: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
 
 
 def save_csv(
-    path: Path, header: Sequence[str], lines: Iterable[Sequence[Any]], digits: int = 6
+    out: Path, name: str, header: Sequence[str], lines: Iterable[Sequence[Any]], digits: int = 6
 ) -> None:
-    """Writes lines, with floats rounded to `digits`, so that equal numbers give equal files."""
+    """Writes results/NAME.csv; floats are rounded, so that equal numbers give equal files."""
+    path = _file(out, "results", f"{name}.csv")
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
@@ -112,8 +75,13 @@ def text(value: Any, digits: int = 4) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def _file(out: Path, folder: str, name: str) -> Path:
+    (out / folder).mkdir(parents=True, exist_ok=True)
+    return out / folder / name
+
+
 def publish(
-    folder: Path,
+    out: Path,
     name: str,
     *,
     asked: str,
@@ -123,10 +91,10 @@ def publish(
     goals: Sequence[Goal] = (),
     **about: Any,
 ) -> int:
-    """Prints tables, verdicts and goals, writes results/NAME.json, and returns how many fail.
+    """Prints tables, verdicts and goals, and writes results/NAME.json.
 
     experiments/README.md shows `asked`, `answer` and `tables`. The file also has `about`: the
-    settings.
+    settings. Returns the exit status: 1 if a claim does not hold.
     """
     words = {True: "holds", False: "DOES NOT HOLD"}
     shown = [*tables]
@@ -146,13 +114,10 @@ def publish(
         "goals": goals,
         "shown": [each.splitlines() for each in shown],
     }
-    path = folder / "results" / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return sum(not holds for _, _, holds in verdicts)
-
-
-# The instruction sets that decide the order and rounding of compiled sums and products.
-_VECTORS = re.compile(r"sse4_2|avx.*|fma.*|f16c|amx.*|asimd.*|sve.*|sme(?!p).*|bf16|i8mm")
+    text = json.dumps(result, indent=2) + "\n"
+    _file(out, "results", f"{name}.json").write_text(text, encoding="utf-8")
+    print(f"\nresults and figures are in {out}")
+    return int(not all(holds for _, _, holds in verdicts))
 
 
 def environment(*plugins: str) -> dict[str, Any]:
@@ -161,15 +126,12 @@ def environment(*plugins: str) -> dict[str, Any]:
     `plugins` are further packages to name, which are not imported.
     """
     device = jax.devices()[0]
-    cpuinfo = Path("/proc/cpuinfo")  # Linux's: lines of "name : value", a paragraph a core
+    cpuinfo = Path("/proc/cpuinfo")  # Linux's: lines of "name : value"
     said = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    about = dict(re.findall(r"^(\w[\w ]*?)\s*: (.*)$", said.partition("\n\n")[0], re.MULTILINE))
-    model = ", ".join(f"{key} {about[key]}" for key in ("cpu family", "model") if key in about)
-    flags = (about.get("flags") or about.get("Features") or "").split()
+    about = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", said, re.MULTILINE))
     found = {
         "device": f"{device.platform}: {device.device_kind}",
-        "processor": f"{about.get('model name') or platform.machine()} ({model})",
-        "instruction set": " ".join([platform.machine(), *filter(_VECTORS.fullmatch, flags)]),
+        "processor": ", ".join([platform.machine(), *about.values()]),
         "cores": cores(),
         "python": platform.python_version(),
     }
@@ -217,10 +179,10 @@ def figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height))
 
 
-def save_figure(folder: Path, name: str, drawn: Figure) -> None:
+def save_figure(out: Path, name: str, drawn: Figure) -> None:
     """Writes figures/NAME.png."""
     # Without the version in its metadata, a file changes only if its content does.
-    drawn.savefig(folder / "figures" / f"{name}.png", metadata={"Software": None})
+    drawn.savefig(_file(out, "figures", f"{name}.png"), metadata={"Software": None})
 
 
 def plot_seeds(axes: Axes, values: NDArray[np.floating], **line: Any) -> None:

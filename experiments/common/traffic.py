@@ -19,9 +19,6 @@ _SAME = {"bitcast", "copy-start", "slice-start"}  # their operand's memory; copy
 _SLICES = {"dynamic-slice", "gather", "slice", "slice-done"}
 _ONE_TO_ONE = {"bitcast", "convert", "copy", "reshape", "transpose"}
 _UNCOUNTED = re.compile("call|while|conditional|(?!copy|slice).*-(start|done|update)")
-_COLLECTIVE = re.compile(
-    "(all-(gather|reduce|to-all)|collective-permute|reduce-scatter)(-start)?"
-)
 # A tuple's type is in parentheses, an operand is "%name" or "type %name".
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*S\(\d+\)\})?")
@@ -97,10 +94,3 @@ def _used(computations: dict[str, dict[str, Op]], body: dict[str, Op], value: st
             else:
                 asked.append(_demanded(computations, op, position, whole))
     return min(sum(asked), whole) if asked else whole
-
-
-def collectives(text: str) -> list[tuple[str, int]]:
-    """Returns what a program sends to other devices: opcodes, and numbers of elements."""
-    ops = [op for computation in parse(text).values() for op in computation.values()]
-    sent = [op for op in ops if _COLLECTIVE.fullmatch(op.opcode)]
-    return [(op.opcode.removesuffix("-start"), op.elements) for op in sent]

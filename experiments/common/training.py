@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,6 +12,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
+from tqdm import tqdm
+
+from . import mnist
 
 AXIS = "batch"  # over which the images of a batch are mapped
 BATCH_SIZE = 64  # the issue's
@@ -19,6 +22,8 @@ OPTIMISER = optax.adam(3e-3)  # the small network reaches 92% in 100 steps
 
 # Makes a normalisation layer for a number of channels.
 MakeNorm = Callable[[int], Any]
+Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
+Setting = TypeVar("Setting", bound=tuple[Any, ...])
 # Log-probabilities of the ten digits, the output of the last norm layer, and the state.
 Output = tuple[Float[Array, "10"], Float[Array, "..."], eqx.nn.State]
 
@@ -137,6 +142,50 @@ def accuracy_of(model: Any, state: eqx.nn.State, images: Array, labels: Array) -
     """Returns the accuracy in inference mode."""
     log_probabilities, _, _ = forward(eqx.nn.inference_mode(model), state, images)
     return (log_probabilities.argmax(axis=1) == labels).mean()
+
+
+def run(
+    made: tuple[Any, eqx.nn.State],
+    seed: int,
+    steps: int,
+    evaluated: Container[int],
+    *,
+    change: Callable[[int, NDArray], NDArray] = lambda step, images: images,
+    observe: Callable[[Any, eqx.nn.State], dict[str, Array]] = lambda model, state: {},
+) -> Curves:
+    """Trains a model, with its state, on MNIST; the batches depend only on the seed.
+
+    Returns arrays [steps]: the records of `train_step`, those of `observe`, and
+    "test_accuracy", which is NaN except after the `evaluated` steps. `change` may change the
+    images of a step.
+    """
+    (model, state), data = made, mnist.load()
+    memory = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
+    images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
+    test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
+    recorded = []
+    for step, chosen in enumerate(batches(len(images), steps, seed), start=1):
+        batch = jnp.asarray(change(step, images[chosen])), jnp.asarray(labels[chosen])
+        model, state, memory, record = train_step(model, state, memory, *batch)
+        accuracy = accuracy_of(model, state, *test) if step in evaluated else np.nan
+        recorded.append({**record, **observe(model, state), "test_accuracy": accuracy})
+    return stack(jax.device_get(recorded))
+
+
+def run_all(
+    settings: Sequence[Setting], seeds: Sequence[int], run: Callable[[Setting, int], Curves]
+) -> dict[Setting, Curves]:
+    """Returns the curves [seeds, steps] of each setting, and shows a progress bar."""
+    runs, every = {}, [*itertools.product(settings, seeds)]
+    for setting, seed in (progress := tqdm(every, unit="run", disable=None)):
+        progress.set_description(", ".join(map(str, setting)))
+        runs.setdefault(setting, []).append(run(setting, seed))
+    return {setting: stack(of_seeds) for setting, of_seeds in runs.items()}
+
+
+def stack(records: Sequence[dict[str, Any]]) -> Curves:
+    """Stacks the values of several dictionaries along a new first axis."""
+    return {name: np.array([r[name] for r in records], np.float64) for name in records[0]}
 
 
 RELU = eqx.nn.Lambda(jax.nn.relu)
