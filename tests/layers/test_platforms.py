@@ -45,7 +45,7 @@ def test_lowered_for_every_platform(name, dtype):
         moving, static = eqx.partition(layer, eqx.is_inexact_array)
         mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None
 
-        def every(x, moving=moving, static=static, call=call, mask=mask):
+        def every(x, moving=moving, static=static, call=call, mask=mask) -> Any:
             def forward(moving, x):
                 return call(eqx.combine(moving, static), x, mask)[0]
 
