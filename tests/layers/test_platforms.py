@@ -34,6 +34,15 @@ def without_weights(layer):
     )
 
 
+def in_every_direction(call, static, mask, moving, x):
+    def forward(moving, x):
+        return call(eqx.combine(moving, static), x, mask)[0]
+
+    loss = lambda *point: jnp.sum(forward(*point) ** 2, dtype=float)  # noqa: E731
+    gradients = [jax.grad(loss, argnums)(moving, x) for argnums in ((0, 1), 1)]
+    return forward(moving, x), gradients, jax.jvp(forward, (moving, x), (moving, x))
+
+
 @each_norm
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, dtype):
@@ -44,16 +53,8 @@ def test_lowered_for_every_platform(name, dtype):
         layer = layer if weights else without_weights(layer)
         moving, static = eqx.partition(layer, eqx.is_inexact_array)
         mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None
-
-        def every(x, moving=moving, static=static, call=call, mask=mask) -> Any:
-            def forward(moving, x):
-                return call(eqx.combine(moving, static), x, mask)[0]
-
-            loss = lambda *point: jnp.sum(forward(*point) ** 2, dtype=float)  # noqa: E731
-            gradients = [jax.grad(loss, argnums)(moving, x) for argnums in ((0, 1), 1)]
-            return forward(moving, x), gradients, jax.jvp(forward, (moving, x), (moving, x))
-
-        jax.jit(every).trace(x).lower(lowering_platforms=("cuda", "tpu"))
+        directions = functools.partial(in_every_direction, call, static, mask)
+        jax.jit(directions).trace(moving, x).lower(lowering_platforms=("cuda", "tpu"))
 
 
 def y_and_dx(layer):

@@ -107,7 +107,6 @@ class Wider(Batch):
         {"unbiased": True},
         {"approach": Wider(0.99)},
     ],
-    ids=str,
 )
 def test_what_a_layer_is_made_with_tells_them_apart(options):
     def outputs(**options):
