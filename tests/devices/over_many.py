@@ -37,10 +37,6 @@ def test_what_is_sent_does_not_grow_with_the_devices():
     sent = collectives(compiled)
     assert dict(sent) == (few if devices <= 8 else more)
     assert len(sent) <= 2
-    # All devices are merged by the same operations; but XLA:CPU makes an operand of each in an
-    # all-to-all.
-    assert str(compiled.as_text()).count(" = ") < 800 + 12 * devices
-
     y, _ = compiled(state, x)
     exact = np.asarray(x, np.float64)
     centred = exact - exact.mean((0, 2), keepdims=True)

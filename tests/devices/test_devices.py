@@ -9,7 +9,6 @@ from tests.processes import on_devices
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("ways", 8),
         ("uses", 8),
         ("many", 16),
         *(pytest.param("many", n, marks=pytest.mark.long) for n in (2, 4, 8, 64)),

@@ -51,7 +51,7 @@ def arguments(case: Case) -> tuple[jax.Array, ...]:
     return jnp.asarray(5 + 2 * x, case.dtype), jnp.asarray(dy, case.dtype), jnp.asarray(mask)
 
 
-def forward(model: Any, state: Any, x: Any, mask: Any) -> Any:
+def forward(model: Any, state: Any, x: Any, mask: Any = None) -> Any:
     return jax.vmap(
         lambda x, mask, state: model(x, state, mask=mask),
         axis_name="batch",
@@ -60,18 +60,22 @@ def forward(model: Any, state: Any, x: Any, mask: Any) -> Any:
     )(x, mask, state)
 
 
-def own(gradient: Any) -> Any:
+def local(gradient: Any) -> Any:
     return gradient
 
 
-def step_of(forward: Any, total: Any = own) -> Callable[..., Any]:
+def summed(gradient: Any) -> Any:
+    return jax.lax.psum(gradient, "devices")
+
+
+def step_of(forward: Any, total: Any = local) -> Callable[..., Any]:
     """Returns `step(model, state, x, dy, mask)`, which gives outputs, memory and gradients."""
 
-    def step(model: Any, state: Any, x: Any, dy: Any, mask: Any) -> Any:
-        learnt, rest = eqx.partition(model, eqx.is_inexact_array)
+    def step(model: Any, state: Any, x: Any, dy: Any, mask: Any = None) -> Any:
+        learnt, static = eqx.partition(model, eqx.is_inexact_array)
 
         def f(learnt: Any, x: Any) -> Any:
-            return forward(eqx.combine(learnt, rest), state, x, mask)
+            return forward(eqx.combine(learnt, static), state, x, mask)
 
         y, pull_back, state = jax.vjp(f, learnt, x, has_aux=True)
         dmodel, dx = pull_back(dy)
@@ -87,79 +91,78 @@ class Way(NamedTuple):
     forward: Callable[..., Any]
     step: Callable[..., Any]
     names: Any = ("batch", "devices")
-    # Arrays of examples as the programs take them, and as one device gives them.
+    # Arrays of examples as the programs take them, and outputs as those of one device.
     split: Callable[[Any], Any] = lambda arrays: arrays
-    joined: Callable[[Any], Any] = lambda results: results
+    joined: Callable[[Any], Any] = lambda outputs: outputs
     copied: Callable[[Any], Any] = lambda arrays: arrays  # to all devices
     mesh: Any = None  # one that is set while the programs are made and called
 
 
-def over_mesh(f: Any, outputs: Any, devices: int, check_vma: bool) -> Callable[..., Any]:
-    """Returns `f(model, state, *arrays)`, which each device calls with its examples."""
-    mesh = jax.make_mesh((devices,), ("devices",), axis_types=(AxisType.Auto,))
+def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def of_arrays(f: Any, mapped: Callable[[Any, int], Any]) -> Callable[..., Any]:
+    """Returns `f(model, state, *arrays)`, of which `mapped(f, len(arrays))` gets the arrays."""
 
     def call(model: Any, state: Any, *arrays: Any) -> Any:
-        parameters, rest = eqx.partition(model, eqx.is_array)
-        mapped = jax.shard_map(
-            lambda parameters, *others: f(eqx.combine(parameters, rest), *others),
-            mesh=mesh,
-            in_specs=(WHOLE, WHOLE, *(SPLIT for _ in arrays)),
-            out_specs=outputs,
-            check_vma=check_vma,
-        )
-        return mapped(parameters, state, *arrays)
+        parameters, static = eqx.partition(model, eqx.is_array)
+
+        def g(parameters: Any, *others: Any) -> Any:
+            return f(eqx.combine(parameters, static), *others)
+
+        return mapped(g, len(arrays))(parameters, state, *arrays)
 
     return call
 
 
-def outside(check_vma: bool, devices: int = DEVICES) -> Way:
-    """Returns the derivatives of a `shard_map`."""
-    f = over_mesh(forward, (SPLIT, WHOLE), devices, check_vma)
-    return Way(f, step_of(f))
+def over_mesh(
+    f: Any, outputs: Any, mesh: Any, split: P = SPLIT, check_vma: bool = True
+) -> Callable[..., Any]:
+    """Returns `f(model, state, *arrays)`, which each device calls with its examples."""
+
+    def mapped(f: Any, arrays: int) -> Any:
+        inputs = (WHOLE, WHOLE, *(split,) * arrays)
+        options: Any = {"in_specs": inputs, "out_specs": outputs, "check_vma": check_vma}
+        return jax.shard_map(f, mesh=mesh, **options)
+
+    return of_arrays(f, mapped)
 
 
-def inside(check_vma: bool) -> Way:
-    """Returns a `shard_map` of derivatives. If it does not check what varies over the mesh, the
-    gradients of what does not are to be summed by hand."""
-    total = own if check_vma else functools.partial(jax.lax.psum, axis_name="devices")
-    f = over_mesh(forward, (SPLIT, WHOLE), DEVICES, check_vma)
-    outputs = (SPLIT, WHOLE, WHOLE, SPLIT)
-    return Way(f, over_mesh(step_of(forward, total), outputs, DEVICES, check_vma))
+def shard_map(check_vma: bool, inside: bool = False, devices: int = DEVICES) -> Way:
+    """Returns the derivatives of a `shard_map`, or a `shard_map` of derivatives. If this does
+    not check what varies over the mesh, gradients of what does not are to be summed by hand."""
+    options: Any = {"mesh": mesh_of(devices=devices), "check_vma": check_vma}
+    f = over_mesh(forward, (SPLIT, WHOLE), **options)
+    if not inside:
+        return Way(f, step_of(f))
+    step = step_of(forward, local if check_vma else summed)
+    return Way(f, over_mesh(step, (SPLIT, WHOLE, WHOLE, SPLIT), **options))
 
 
 def pmap() -> Way:
-    total = functools.partial(jax.lax.psum, axis_name="devices")
-
-    def mapped(f: Any) -> Callable[..., Any]:
-        def call(model: Any, state: Any, *arrays: Any) -> Any:
-            parameters, rest = eqx.partition(model, eqx.is_array)
-
-            def of_arrays(parameters: Any, *others: Any) -> Any:
-                return f(eqx.combine(parameters, rest), *others)
-
-            axes = (None, None, *(0 for _ in arrays))
-            return jax.pmap(of_arrays, "devices", in_axes=axes)(parameters, state, *arrays)
-
-        return call
+    def mapped(f: Any, arrays: int) -> Any:
+        return jax.pmap(f, "devices", in_axes=(None, None, *(0,) * arrays))
 
     def split(array: Any) -> Any:
         return array.reshape(DEVICES, -1, *array.shape[1:])
 
-    def joined(results: Any) -> Any:
-        y, state, dmodel, dx = results
+    def joined(outputs: Any) -> Any:
+        y, state, dmodel, dx = outputs
         state, dmodel = jax.tree.map(lambda leaf: leaf[0], (state, dmodel))
         return y.reshape(N, C, L), state, dmodel, dx.reshape(N, C, L)
 
-    return Way(mapped(forward), mapped(step_of(forward, total)), split=split, joined=joined)
+    f, step = (of_arrays(f, mapped) for f in (forward, step_of(forward, summed)))
+    return Way(f, step, split=split, joined=joined)
 
 
 def automatic(kind: AxisType) -> Way:
     """Returns what `jit` makes of arrays that lie on several devices."""
-    mesh = jax.make_mesh((DEVICES,), ("devices",), axis_types=(kind,))
+    mesh = mesh_of(kind, devices=DEVICES)
 
     def placed(spec: P, tree: Any) -> Any:
-        arrays, rest = eqx.partition(tree, eqx.is_array)
-        return eqx.combine(jax.device_put(arrays, NamedSharding(mesh, spec)), rest)
+        arrays, static = eqx.partition(tree, eqx.is_array)
+        return eqx.combine(jax.device_put(arrays, NamedSharding(mesh, spec)), static)
 
     whole, split = (functools.partial(placed, spec) for spec in (WHOLE, SPLIT))
     return Way(forward, step_of(forward), "batch", split=split, copied=whole, mesh=mesh)
@@ -167,7 +170,7 @@ def automatic(kind: AxisType) -> Way:
 
 def filter_shard() -> Way:
     """Returns Equinox's own way, of its example of data parallelism."""
-    mesh = jax.make_mesh((DEVICES,), ("devices",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(devices=DEVICES)
     whole, split = NamedSharding(mesh, WHOLE), NamedSharding(mesh, SPLIT)
 
     def step(model: Any, state: Any, *arrays: Any) -> Any:
@@ -181,18 +184,32 @@ def filter_shard() -> Way:
 
 
 WAYS: dict[str, Callable[[], Way]] = {
-    "shard_map": functools.partial(outside, check_vma=True),
-    "shard_map, inside": functools.partial(inside, check_vma=True),
-    "shard_map, unchecked": functools.partial(outside, check_vma=False),
-    "shard_map, unchecked, inside": functools.partial(inside, check_vma=False),
-    "one device": functools.partial(outside, check_vma=True, devices=1),
+    "shard_map": lambda: shard_map(check_vma=True),
+    "shard_map, inside": lambda: shard_map(check_vma=True, inside=True),
+    "shard_map, unchecked": lambda: shard_map(check_vma=False),
+    "shard_map, unchecked, inside": lambda: shard_map(check_vma=False, inside=True),
+    "one device": lambda: shard_map(check_vma=True, devices=1),
     "pmap": pmap,
-    "jit": functools.partial(automatic, AxisType.Auto),
-    "explicit axes": functools.partial(automatic, AxisType.Explicit),
+    "jit": lambda: automatic(AxisType.Auto),
+    "explicit axes": lambda: automatic(AxisType.Explicit),
     "filter_shard": filter_shard,
 }
 
-# --- What is found.
+
+def taken(case: Case, way: Way) -> Any:
+    """Returns the outputs of a step in this way, what its program sends, and what that of the
+    forward pass sends."""
+    options = {"approach": case.approach, "activation": case.activation}
+    model = way.copied(make(C, way.names, **options))
+    x, dy, mask = map(way.split, arguments(case))
+    mask = mask if case.masked else None
+    with jax.set_mesh(way.mesh) if way.mesh else contextlib.nullcontext():
+        outputs, sent = run(way.step, *model, x, dy, mask)
+        _, sent_forward = run(way.forward, *model, x, mask)
+    return way.joined(outputs), sent, sent_forward
+
+
+# --- What a program sends, and what comes out of it.
 
 
 class Collective(NamedTuple):
@@ -200,44 +217,29 @@ class Collective(NamedTuple):
     elements: int
 
 
+def run(f: Any, *arguments: Any) -> tuple[Any, list[Collective]]:
+    """Returns the outputs of a function, and what its compiled program sends."""
+    compiled = eqx.filter_jit(f).lower(*arguments).compile()
+    return compiled(*arguments), collectives(compiled.compiled)
+
+
 def collectives(compiled: Any) -> list[Collective]:
     """Returns what an optimised program sends, and how many elements each device gets."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    found = []
+    collectives = []
     for result, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", compiled.as_text()):
         shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", result)
         sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
-        found.append(Collective(name, sum(sizes)))
-    return found
+        collectives.append(Collective(name, sum(sizes)))
+    return collectives
 
 
-def error(ours: Any, right: Any) -> float:
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
+def error(outputs: Any, expected: Any) -> float:
+    """Returns the largest error of any leaf, relative to its largest value or to 1."""
+    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True)
     differences = (
         (np.abs(np.subtract(a, b, dtype=np.float64)).max(), np.abs(np.float64(b)).max())
         for a, b in pairs
         if jnp.issubdtype(b.dtype, jnp.inexact)
     )
     return max(float(difference / max(size, 1)) for difference, size in differences)
-
-
-def taken(
-    case: Case, way: Way, *, counts_forward: bool = False, **arguments_of_layer: Any
-) -> tuple[Any, dict[str, list[Collective]]]:
-    """Returns the results of a step, and what its program sends; and that of forward alone."""
-    activated = {"approach": case.approach, "activation": case.activation}
-    layer, state = make(C, way.names, **activated, **arguments_of_layer)
-    x, dy, mask = map(way.split, arguments(case))
-    mask = mask if case.masked else None
-    layer, state = way.copied((layer, state))
-    programs: dict[str, Any] = {"forward": (way.forward, (x, mask))} if counts_forward else {}
-    programs["step"] = (way.step, (x, dy, mask))
-    sent = {}
-    results: Any = None
-    with jax.set_mesh(way.mesh) if way.mesh else contextlib.nullcontext():
-        for name, (f, arrays) in programs.items():
-            jitted: Any = eqx.filter_jit(f)
-            compiled = jitted.lower(layer, state, *arrays).compile()
-            sent[name] = collectives(compiled.compiled)
-            results = compiled(layer, state, *arrays)
-    return way.joined(results), sent
