@@ -167,7 +167,8 @@ def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]
     numbers = numbered(seen), numbered([of_run[step] for of_run in seen])
     lines: Any = zip(runs, outcomes, parts, *numbers, strict=True)
     results = [Result(setting, name, *outcome, *rest) for name, outcome, *rest in lines]
-    return results, [row.label.replace("`", "") for row in rows[0] if row.step == step]
+    names = [row.place.partition(": ")[2] for row in rows[0] if row.step == step]
+    return results, [name.replace("`", "") for name in names]
 
 
 def numbered(runs: list[Any]) -> list[tuple[int, ...]]:
