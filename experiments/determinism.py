@@ -265,7 +265,8 @@ def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
 
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
-    parser.add_argument("--run", metavar="JSON", help=processes.HELP)
+    about = "used internally: run one process, with these fields of Run"
+    parser.add_argument("--run", metavar="JSON", help=about)
     options = parser.parse_args()
     if options.run:
         print(json.dumps(train(Run(**json.loads(options.run)))))
