@@ -1,1 +1,13 @@
-"""Holds the experiments: one script each, run as `python -m experiments.NAME`."""
+"""Compares the layers with other libraries, one script each; README.md has the results."""
+
+import importlib.util
+import sys
+
+# One line rather than a traceback.
+for _package in ("matplotlib", "optax", "tqdm"):
+    if importlib.util.find_spec(_package) is None:
+        print(
+            f"experiments: {_package} is not installed; pip install -e '.[experiments]' has it",
+            file=sys.stderr,
+        )
+        sys.exit(2)

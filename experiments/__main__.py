@@ -68,15 +68,11 @@ def document() -> str:
         parts += [f"\n## {name}", f"\n{result['asked']} **Answer:** {result['answer']}."]
         parts += [f"\n![{path.stem}](figures/{path.name})" for path in figures(name)]
         if name == "compiled" and "beside" in result:
-            parts += [
-                "\nUnits of x: moved by eqx-norm / Equinox (temporary memory):\n",
-                beside(),
-            ]
+            parts += ["\nUnits of x, eqx-norm / Equinox (temporary memory):\n", beside()]
         parts += ["\n" + "\n".join(lines) for lines in result["shown"]]
         goals += [(name, *goal) for goal in result["goals"]]
-    if goals:
-        header = ("experiment", "aimed at", "measured", "what limits it")
-        parts += [GOALS, table(header, goals)]
+    header = ("experiment", "aimed at", "measured", "what limits it")
+    parts += [GOALS, table(header, goals)]
     return "\n".join(parts) + "\n"
 
 

@@ -30,7 +30,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm
@@ -81,8 +81,8 @@ UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in
 MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
 
 
-def mesh_of(target: str) -> Mesh:
-    """Returns a mesh of one device."""
+def device_of(target: str) -> Any:
+    """Returns the description of a device."""
     # Otherwise libtpu asks the network which TPU is here, and serves only one process.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
@@ -91,24 +91,19 @@ def mesh_of(target: str) -> Mesh:
     if target == GPU:
         how = {"target_config": described, "topology": "1x1x1"}
     found = topologies.get_topology_desc(platform="cuda" if target == GPU else TPU, **how)
-    return Mesh(found.devices[:1], ("devices",), axis_types=(AxisType.Auto,))
+    return found.devices[0]
 
 
-def like(tree: Any, mesh: Mesh) -> Any:
-    """Replaces arrays by their shapes and dtypes, on the device of a mesh."""
-    placed = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, jax.P()))
-    return jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), tree)
-
-
-def build(mesh: Mesh, f: Any, *given: Any) -> tuple[Any, float]:
-    """Returns a compiled program, and the processor time to lower and compile it."""
+def build(device: Any, f: Any, *arguments: Any) -> tuple[Any, float]:
+    """Returns a program compiled for arrays like these, and the processor time that it took to
+    lower and compile it."""
+    placed = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    given = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), arguments)
     # Without autotuning of convolutions, which needs a GPU.
-    on_tpu = mesh.devices.flat[0].platform == TPU
-    options: Any = None if on_tpu else {"xla_gpu_autotune_level": "0"}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced, start = jax.jit(f).trace(*given), time.process_time()
-        program = traced.lower().compile(compiler_options=options)
-        return program, time.process_time() - start
+    options: Any = None if device.platform == TPU else {"xla_gpu_autotune_level": "0"}
+    traced, start = jax.jit(f).trace(*given), time.process_time()
+    program = traced.lower().compile(compiler_options=options)
+    return program, time.process_time() - start
 
 
 def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
@@ -123,7 +118,7 @@ def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
     return peers.batch_norm(layer, channels, momentum=0.99, eps=EPS, activation=relu)
 
 
-def count(mesh: Mesh, case: tuple[Any, ...]) -> Row:
+def count(device: Any, case: tuple[Any, ...]) -> Row:
     """Compiles a norm and its activation; returns what they move, in units of x's bytes."""
     row: Row = dict(zip(CASE, case, strict=True))
     program, shape, direction, layer, dtype = case
@@ -149,7 +144,7 @@ def count(mesh: Mesh, case: tuple[Any, ...]) -> Row:
     if layer == MASKED:
         given.append(jax.ShapeDtypeStruct(shape[:1] + shape[2:], bool))
     try:
-        built, _ = build(mesh, f, *like(given, mesh))
+        built, _ = build(device, f, *given)
         text, size = built.as_text(), x.size * x.dtype.itemsize
         moved, needs = traffic.moved(text), built.memory_analysis().temp_size_in_bytes
     except Exception as error:  # a program that does not compile is a result, too
@@ -167,7 +162,7 @@ def with_norm(layer: str, dtype: str, **how: Any) -> Any:
     return functools.partial(eqx.nn.BatchNorm, mode="batch", dtype=jnp.dtype(dtype), **how)
 
 
-def train(mesh: Mesh, dtype: str, layer: str, recomputes: bool) -> Row:
+def train(device: Any, dtype: str, layer: str, recomputes: bool) -> Row:
     """Compiles a step of ResNet-50 on 32 images; returns the memory of JAX and XLA, in MB."""
     make = eqx.nn.make_with_state(training.resnet_50)
     made, state = make(with_norm(layer, dtype, axis_name="batch"), jnp.dtype(dtype))
@@ -187,15 +182,13 @@ def train(mesh: Mesh, dtype: str, layer: str, recomputes: bool) -> Row:
     x = jax.ShapeDtypeStruct((32, 3, 224, 224), jnp.dtype(dtype))
     given = weights, state, x, jax.ShapeDtypeStruct((32,), jnp.int32)
     kept = jax.eval_shape(lambda w, *r: jax.vjp(lambda w: f(w, *r), w, has_aux=True)[1], *given)
-    program, seconds = build(mesh, step, *like(given, mesh))
+    program, seconds = build(device, step, *given)
     row = {"layer": layer, "dtype": dtype, "recomputes": recomputes}
     row["kept"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) / 1e6
     row["temporaries"] = program.memory_analysis().temp_size_in_bytes / 1e6
     row["moved"] = sum(traffic.moved(program.as_text()).values()) / 1e6
     return {**row, "seconds": seconds}  # of the processor, to lower and compile
 
-
-# --------------------------------------------------------------------------------- verdicts
 
 # 0.2 are for partial sums. For the statistics the kernel reads x once, XLA twice; but the
 # kernel needs columns, so an image is written first. 30.3 (25.1 without a norm) is a count.
@@ -349,11 +342,11 @@ def main() -> int:
         os.environ["MOSAIC_GPU_DUMP_TO"] = code
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        one = mesh_of(target)
+        device = device_of(target)
         with ThreadPoolExecutor(2) as pool:
-            made = pool.map(functools.partial(count, one), every)
+            made = pool.map(functools.partial(count, device), every)
             programs = [*tqdm(made, total=len(every), disable=None)]
-        steps = [train(one, dtype, *net) for dtype, net in tqdm(nets, disable=None)]
+        steps = [train(device, dtype, *net) for dtype, net in tqdm(nets, disable=None)]
         verdicts, goals = is_no_worse(programs)
         verdicts = [*moves_little(target, programs), *verdicts, scatters_nothing(programs)]
         if any(Path(code).glob("*.ptxas")):

@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,9 +76,6 @@ def runs_of(quick: bool) -> dict[str, dict[str, Run]]:
     return {name: runs[name] for name in ((NO_SEED, RECIPE, FAULT) if quick else runs)}
 
 
-# -------------------------------------------------------------- one run, in its own process
-
-
 def make(network: str, wrap: Any = lambda model: model) -> tuple[Any, eqx.nn.State, Any]:
     """Returns a model, its state and the optimiser state."""
     made = eqx.filter_jit(eqx.nn.make_with_state(training.NETWORKS[network]))
@@ -131,9 +129,6 @@ def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -
     return (eqx.apply_updates(model, updates), state, memory), loss
 
 
-# ----------------------------------------------------------------------- all runs, compared
-
-
 class Result(NamedTuple):
     setting: str
     run: str
@@ -177,8 +172,6 @@ def numbered(runs: list[Any]) -> list[tuple[int, ...]]:
     return list(zip(*numbers, strict=True))
 
 
-# ------------------------------------------------------------------------- what probes cost
-
 OUTPUTS, APPENDED = "outputs", "outputs, into a ledger"
 
 
@@ -187,20 +180,18 @@ class Cost(NamedTuple):
     transport: str  # how the fingerprints leave a step
     probes: int
     bytes: int  # that leave the device in a step, for all probes
-    callbacks: int  # in the program
-    unchanged: bool  # whether the step gives the same bits as without probes
     median: float  # of the time with / without probes, round by round; and percentiles
     low: float
     high: float
 
 
-def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 0.9 to 1.2
-    """Measures a training step in which each layer's output and cotangent are monitored."""
+def probe(network: str, rounds: int) -> Iterator[Cost]:  # a round's ratio is 0.9 to 1.2
+    """Times a training step in which each layer's output and cotangent are monitored."""
     data, first, steps = mnist.load().train, slice(training.BATCH_SIZE), itertools.count()
     batch = jnp.asarray(mnist.scaled(data.images[first])), jnp.asarray(data.labels[first], int)
     plain, probed = (*make(network), *batch), (*make(network, monitor_module), *batch)
+    step: Any = eqx.filter_jit(determinism.recorded(training.train_step))
     with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder, "ledger")) as ledger:
-        step: Any = eqx.filter_jit(determinism.recorded(training.train_step))
 
         def append() -> Any:
             output, record = step(*probed)
@@ -208,22 +199,14 @@ def probe(network: str, rounds: int = 100) -> list[Cost]:  # a round's ratio is 
             return output, record
 
         calls = {OUTPUTS: lambda: step(*probed), APPENDED: append}
-        calls[""] = lambda: (training.train_step(*plain), None)
+        calls[""] = lambda: training.train_step(*plain)
         programs = {name: timer.Program(call) for name, call in calls.items()}
         times = timer.interleave(programs, rounds, title=f"probes, {network} network")
-        arrays = {name: eqx.filter(call()[0], eqx.is_array) for name, call in calls.items()}
-    bits = {name: processes.bits_of(of) for name, of in arrays.items()}
-    record, costs = step(*probed)[1], []
+    _, record = step(*probed)
     counts = len(record.fingerprints), sum(x.nbytes for x in jax.tree.leaves(record))
-    callbacks = step.lower(*probed).as_text().count("_callback(")
     for name in (OUTPUTS, APPENDED):
-        unchanged = bits[name] == bits[""]
         ratios = map(float, np.percentile(times[name] / times[""], (50, 10, 90)))
-        costs.append(Cost(network, name, *counts, callbacks, unchanged, *ratios))
-    return costs
-
-
-# --------------------------------------------------------------------------------- verdicts
+        yield Cost(network, name, *counts, *ratios)
 
 
 def sets_of_bits(runs: list[Result]) -> int:
@@ -252,14 +235,6 @@ def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
         FAULT: ("6. a flipped bit of linear2.weight is found, in the right step", found),
     }[setting]
     return claim, "; ".join(filter(None, (gave(runs), parting(runs)))), holds
-
-
-def judge_probes(costs: list[Cost]) -> report.Verdict:
-    claim = "7. a probe adds 8 bytes to a step's outputs, no callback, and changes no bit"
-    rows = [row for row in costs if row.transport == OUTPUTS]
-    counts = [f"{r.probes} probes, {r.bytes} bytes, {r.callbacks} callbacks" for r in rows]
-    holds = [(r.bytes, r.callbacks, r.unchanged) == (8 * r.probes, 0, True) for r in rows]
-    return claim, "; ".join(counts), all(holds)
 
 
 def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
@@ -291,7 +266,8 @@ def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
 
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
-    parser.add_argument("--run", metavar="JSON", help=processes.HELP)
+    about = "used internally: run one process, with these fields of Run"
+    parser.add_argument("--run", metavar="JSON", help=about)
     options = parser.parse_args()
     if options.run:
         print(json.dumps(train(Run(**json.loads(options.run)))))
@@ -303,15 +279,16 @@ def main() -> int:
         os.environ["XLA_FLAGS"] = fast
     for setting, runs in runs_of(options.quick).items():
         results[setting], probes = compare(setting, runs)
-    costs = probe("small", rounds=1) if options.quick else probe("small") + probe("large")
+    rounds = {"small": 1} if options.quick else {"small": 100, "large": 100}
+    costs = [cost for network in rounds for cost in probe(network, rounds[network])]
     report.save_figure(options.out, "determinism", draw(results, probes))
     rows = itertools.chain(*results.values())
     report.save_csv(options.out, "determinism", Result._fields, rows)
     report.save_csv(options.out, "determinism_overhead", Cost._fields, costs)
     found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
     ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
-    times = [(*cost[:5], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
-    cost_table = report.table((*Cost._fields[:5], "time with / without probes"), times)
+    times = [(*cost[:4], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
+    cost_table = report.table((*Cost._fields[:4], "time with / without probes"), times)
     verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
     aim = "a step with all probes: at most 1.05 times as long (small; large network)"
     return report.publish(
@@ -321,7 +298,7 @@ def main() -> int:
         "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
         answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
         tables=[report.table(("MNIST", "result", "first difference"), found), cost_table],
-        verdicts=[*verdicts, judge_probes(costs)],
+        verdicts=verdicts,
         goals=[(aim, "; ".join(ratios[::2]), "each fingerprint reads its value once more")],
         steps=len(results[RECIPE][0].by_step),
     )

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from jax import NamedSharding, P
 from tqdm import tqdm
@@ -41,9 +40,9 @@ from .common.report import Verdict
 
 ONE, SEVERAL, RESTORED = "one process", "several", "restored"
 SEED = 0
-# Not Adam: the gradient of a bias before a norm consists of rounding errors, which depend on
-# the order of sums, and which Adam scales up to whole steps.
-OPTIMISER = optax.sgd(0.1)
+# Of SGD: Adam would scale rounding errors, of which the gradient of a bias before a norm
+# consists, up to whole steps.
+LEARNING_RATE = 0.1
 DEVICES = "devices"  # the axis of the mesh
 # Seconds until JAX misses a dead process, and ends the others (default: 100). It must exceed
 # the longest pause between two heartbeats of a live process.
@@ -64,9 +63,6 @@ class Run(NamedTuple):
     processes: int | None = None  # None: JAX finds out
     process: int | None = None
     coordinator: str | None = None
-
-
-# ------------------------------------------------------------------------------ one process
 
 
 def carry_out(run: Run) -> None:
@@ -95,22 +91,21 @@ def train(run: Run) -> None:
     make = eqx.filter_jit(eqx.nn.make_with_state(training.Small))
     make_norm = partial(BatchNorm, axis_name=(training.AXIS, DEVICES), approach="batch")
     model, state = make(make_norm, jax.random.key(SEED))
-    memory = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
-    arrays, rest = eqx.partition((model, state, memory), eqx.is_array)
+    arrays, rest = eqx.partition((model, state), eqx.is_array)
     arrays = jax.device_put(arrays, whole)
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(DEVICES), P(DEVICES)), out_specs=P())
     def step(arrays: Any, images: jax.Array, labels: jax.Array) -> Any:
-        model, state, memory = eqx.combine(arrays, rest)
+        model, state = eqx.combine(arrays, rest)
 
         def loss_of(model: Any) -> Any:
             loss, (_, _, after) = training.loss_of(model, state, images, labels)
             return jax.lax.pmean(loss, DEVICES), after
 
         (loss, state), gradient = eqx.filter_value_and_grad(loss_of, has_aux=True)(model)
-        updates, memory = OPTIMISER.update(gradient, memory)
-        trained = eqx.apply_updates(model, updates), state, memory
+        updates = jax.tree.map(lambda g: -LEARNING_RATE * g, gradient)
+        trained = eqx.apply_updates(model, updates), state
         return eqx.filter(trained, eqx.is_array), loss
 
     checkpoint, first, found, batch = Path(run.folder, "checkpoint").absolute(), 0, {}, []
@@ -152,9 +147,6 @@ def named(arrays: Any) -> dict[str, Any]:
     """Returns the arrays by their paths, which any version of these classes can read."""
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
-# ---------------------------------------------------------------------------- all processes
 
 
 class Process(NamedTuple):
@@ -202,8 +194,6 @@ def run_all(devices: int, steps: int, folder: str) -> list[Process]:
             found.append(Process(*columns, **printed))
     return found
 
-
-# --------------------------------------------------------------------------------- verdicts
 
 MARGIN = 5  # seconds beyond HEARTBEAT, to check for the process and report the error
 BOUND = 1e-5  # sums in another order differ by 2.5e-7

@@ -52,7 +52,7 @@ LINES = {
 SIZES = (2, 4, 8, 16, 32, 64)
 LARGEST = training.BATCH_SIZE  # 64, which ghost groups divide
 GROUPS = "group"  # the axis over which ghost groups, or test batches, are mapped
-MEASURED = ("accuracy_inference", "accuracy_training", "disagreement", "loss", "first_losses")
+MEASURED = ("accuracy_inference", "accuracy_training", "disagreement", "first_losses")
 ROUNDED = 1e-3  # rounding: relative, of a loss; and the share of test images between two digits
 FIRST = 3  # steps in which a rounding error does not grow yet
 # For 64 images; for fewer a root of it, so that all sizes average over equally many. 0.99
@@ -68,8 +68,6 @@ class Settings:
 
 
 QUICK = Settings(((BATCH, 64), (GHOST, 64), (GROUP, 4), (RENORM, 4)), (0,), 1600)
-
-# --------------------------------------------------------------------------------- training
 
 
 def norm_of(norm: str, batch: int, images: int) -> training.MakeNorm:
@@ -153,14 +151,10 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
             arrays, loss = step(arrays, images[chosen], labels[chosen])
             losses.append(loss)
         losses = np.array(jax.device_get(losses), np.float64)
-        means = losses[-len(losses) // 10 :].mean(), losses[:FIRST].mean()
         shares = jax.device_get(measured(arrays, *ghost_batches(unseen, size)))
-        found.append([*shares, *means])
+        found.append([*shares, losses[:FIRST].mean()])
         progress.update()
     return dict(zip(MEASURED, np.array(found, np.float64).T, strict=True))
-
-
-# -------------------------------------- figure, tables, statements of the papers, verdicts
 
 
 def draw(runs: Runs) -> Figure:

@@ -127,9 +127,6 @@ class Row(NamedTuple):
     high: float = math.nan
 
 
-# -------------------------------------------------------------------------------- programs
-
-
 def drawn(case: Case) -> Batch:
     """Draws x, of mean 0.3, and dy; a weight near 1 and a bias near 0, in float32."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -149,9 +146,6 @@ def make(name: str, case: Case, program: str, batch: Batch) -> Program:
     function, arguments = peers.function(name, batch, kind, train=train)
     jitted = jax.jit(function)
     return Program(lambda: jitted(*arguments))
-
-
-# ----------------------------------------------------------------------------- measurement
 
 
 def compare(case: Case, entered: tuple[str, ...]) -> Iterator[Row]:
@@ -224,8 +218,6 @@ def run_network(network: str, settings: Settings) -> Iterator[Row]:
         program = f"{network}, {use}"
         yield from (timed(ms, *where, program, HOT, MS, name) for name, ms in taken.items())
 
-
-# -------------------------------------------------------------------------------- verdicts
 
 WAYS = {
     "separate ReLU": (BATCH_NORM, BOTH, SEPARATE),
@@ -343,9 +335,6 @@ def goals(rows: list[Row]) -> list[Goal]:
         said = "; ".join(f"{name}: {ratio:.2f}" for ratio, name in mine)
         found.append((f"networks: at most 1.0 of Equinox's {quantity}", said, limit))
     return [goal for goal in found if goal[1]]
-
-
-# ------------------------------------------------------------------------ tables and figure
 
 
 def a_dozen(rows: list[Row]) -> dict[str, list[Row]]:

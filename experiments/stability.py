@@ -76,9 +76,6 @@ def train(settings: Settings, setting: Setting, seed: int) -> Curves:
     return training.run(made, seed, settings.steps, [settings.steps])
 
 
-# ---------------------------------------------------------------------------------- figures
-
-
 def label(setting: Setting) -> str:
     return "no norm" if setting == NO_NORM else f"{setting[0]} {setting[1]:g}"
 
@@ -90,10 +87,7 @@ def draw_gradients(runs: Runs, i: int, seed: int) -> Figure:
     axes = figure.subplots(2, len(drawn), sharex=True, sharey="row", squeeze=False)
     parameters = [name for name in runs[EMA] if name.startswith("gradient.")]
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
-    colors = [report.BLACK, report.BLUE, report.VERMILION, report.GREEN, report.ORANGE]
-    if len(modules) > len(colors):  # a scale then, from input to output
-        colors = list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, len(modules))))
-    color = dict(zip(modules, colors, strict=False))
+    color = dict(zip(modules, matplotlib.colormaps["tab10"](range(10)), strict=False))
     for setting, (top, bottom) in zip(drawn, axes.T, strict=True):
         curves = runs[setting]
         steps = 1 + np.arange(len(curves["loss"][i]))
@@ -134,8 +128,6 @@ def draw_momenta(runs: Runs) -> Figure:
     report.legend_below(figure)
     return figure
 
-
-# --------------------------------------------------------------------------------- verdicts
 
 FIRST_STEPS = 10  # the gradients spike "2-3 iterations in"; seeds vary
 SPIKE = 2.0  # a spike is twice as large as any gradient of `batch` in these steps

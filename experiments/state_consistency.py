@@ -40,8 +40,6 @@ SHAPE = (1, 2, 3)  # the thread's: batch, channels, space
 ONE_VALUE = ((1, 6), (1, 6, 1))  # per channel
 BAD = ("nan", "inf", "-inf", "3e38")
 
-# ---------------------------------------------------------------------------------- the layers
-
 # To train on a batch, which gives output and gradients; to evaluate one; to read the memory:
 # means, variances, and then their weight or another statistic.
 Calls = tuple[Callable[[Any], Any], Callable[[Any], NDArray], Callable[[], list[NDArray]]]
@@ -116,9 +114,6 @@ def in_torch(name: str, channels: int, way: str, backward: bool) -> Calls:
     return train, evaluate, lambda: [buffer.numpy().copy() for buffer in layer.buffers()]
 
 
-# ---------------------------------------------------------------------------------- the script
-
-
 class Played(NamedTuple):
     """Holds what a layer gave."""
 
@@ -171,9 +166,6 @@ def update(name: str, memories: list[list[NDArray]], x: NDArray) -> tuple[str, N
     taken = (after[1] - MOMENTUM * before[1]) / (1 - MOMENTUM)
     errors = abs(taken / np.array([values.var(1), values.var(1, ddof=1)]) - 1).max(1)
     return f"{np.log(left / was) / np.log(MOMENTUM):.0f}", errors
-
-
-# --------------------------------------------------------------------------- table and verdicts
 
 
 def joined(said: Iterable[str]) -> str:

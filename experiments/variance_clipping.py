@@ -69,8 +69,6 @@ CORRUPTIONS: dict[str, Callable[[NDArray], NDArray]] = {
 WHOLE = (("batch", "ema", "smooth_start"), (CLEAN, *CORRUPTIONS), (0, 1, 2, 3, 4))
 QUICK = (("batch", "ema"), (CLEAN, SCALED, CONTRAST, ONE_IMAGE, LOUD), (0,))
 
-# ---------------------------------------------------------------------- data, model, training
-
 
 class Perceptron(eqx.Module):
     """Is linear, norm, ReLU, linear: the norm's input is a linear function of the image.
@@ -158,8 +156,6 @@ def draw(runs: dict[Setting, Curves]) -> Figure:
     report.legend_below(figure, title=title)
     return figure
 
-
-# --------------------------------------------------------------------- failures and verdicts
 
 LEGEND = f"""\
 A1: the largest gradient is more than 10 times the clean run's.

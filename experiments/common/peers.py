@@ -90,9 +90,6 @@ def present(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name, there in installed.items() if there)
 
 
-# --------------------------------------------------------------------------- layers in JAX
-
-
 def batch_norm(
     name: str,
     channels: int,
@@ -259,9 +256,6 @@ def forward_and_backward(
     return both
 
 
-# --------------------------------------------------------------------------------- PyTorch
-
-
 @functools.cache
 def torch() -> Any:
     """Returns the package, set to use as many threads as XLA."""
@@ -281,9 +275,6 @@ def array(values: Any) -> NDArray[Any]:
     """Returns a tensor as a NumPy array: float64 unchanged, other dtypes as float32."""
     values = values.detach().cpu()
     return (values if values.dtype == torch().float64 else values.float()).numpy()
-
-
-# ---------------------------------------------------------------------- functions to time
 
 
 def function(
@@ -355,9 +346,6 @@ def program_of_torch(batch: Batch, kind: str | None, *, train: bool) -> Program:
     return Program(call, lambda result: result, torch().ones(EVICTING).neg_)
 
 
-# ---------------------------------------------------------- answers to compare with `exact`
-
-
 def answer(kind: str | None, name: str, batch: Batch) -> Answer:
     """Returns, in float64, a layer's answer in a training step: of this kind, without the
     variance, or of a batch norm for `None`."""
@@ -398,9 +386,6 @@ def _in_torch(kind: str | None, batch: Batch) -> Answer:
     arrays = batch.x, batch.weight, batch.bias
     leaves = [None if values is None else tensor(values).requires_grad_() for values in arrays]
     x, weight, bias = leaves
-    if weight is None and bias is not None:
-        # In bfloat16, torch 2.13 has no backward pass for a float32 bias without a weight.
-        weight = torch().ones_like(bias)
     options, variance = {}, None
     if kind is None:
         channels = batch.x.shape[1]

@@ -10,8 +10,6 @@ import numpy as np
 from eqx_norm.determinism import fingerprint
 from tests.processes import python
 
-HELP = "used internally: run one process, with these fields of Run"
-
 
 def bits_of(tree: Any) -> str:
     """Returns the fingerprint of all arrays of a tree, as 16 digits."""

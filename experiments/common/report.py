@@ -43,9 +43,6 @@ def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
     return made
 
 
-# ----------------------------------------------------------------------- tables and results
-
-
 def table(header: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
     """Returns a Markdown table with aligned columns, for the terminal and for documents."""
     cells = [[text(cell) for cell in line] for line in (header, *lines)]
@@ -97,10 +94,8 @@ def publish(
     settings. Returns the exit status: 1 if a claim does not hold.
     """
     words = {True: "holds", False: "DOES NOT HOLD"}
-    shown = [*tables]
-    if verdicts:
-        lines = [(claim, measured, words[holds]) for claim, measured, holds in verdicts]
-        shown.append(table(("claim", "measured", "verdict"), lines))
+    lines = [(claim, measured, words[holds]) for claim, measured, holds in verdicts]
+    shown = [*tables, table(("claim", "measured", "verdict"), lines)]
     print("", *shown, sep="\n\n")
     if goals:
         print("", table(("aimed at", "measured", "what limits it"), goals), sep="\n")
@@ -152,8 +147,6 @@ def cores() -> int:
     linux = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
 
-
-# ----------------------------------------------------------------------------------- figures
 
 # Okabe and Ito's colours, distinguishable with any colour vision; line styles for print.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 WARM_UPS = 2
 LEAST = 0.005  # seconds: a timing covers as many calls as take this long
-MOST_CALLS = 2000
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -113,7 +112,7 @@ def _time(program: Program, calls: int, wait_for_each: bool) -> float:
 def _calls(program: Program) -> int:
     program.wait(program.call())  # compiles
     quickest = min(_time(program, 1, True) for _ in range(3))
-    return min(max(1, math.ceil(LEAST / quickest)), MOST_CALLS)
+    return max(1, math.ceil(LEAST / quickest))
 
 
 class Compiled(NamedTuple):

@@ -116,10 +116,13 @@ BAD = {"kept": 41}, {"scatters": 1}, {"ptx": "8 bytes spill"}, {"ptx": "red.add"
 @pytest.mark.parametrize("bad", [{}, *BAD])
 def test_the_other_verdicts(bad, tmp_path):
     (tmp_path / "eqx_norm_statistics_0.ptx").write_text(bad.get("ptx", "ld"))
-    row = {"layer": compiled.OURS}
     usual = {"recomputes": False, "kept": 100, "temporaries": 100, "moved": 100}
     other = {"recomputes": True, "kept": 40, "temporaries": 75, "moved": 115, **bad}
-    steps = [{**row, **step, "dtype": d} for d in compiled.DTYPES for step in (usual, other)]
-    scatters = compiled.scatters_nothing([{"scatters": 0, **bad}])
-    verdicts = compiled.kernels_are_clean(tmp_path), scatters, compiled.recomputing_saves(steps)
+    rows = [{"layer": compiled.OURS, **row} for row in (usual, other)]
+    steps = [{**row, "dtype": dtype} for dtype in compiled.DTYPES for row in rows]
+    verdicts = (
+        compiled.kernels_are_clean(tmp_path),
+        compiled.scatters_nothing([{"scatters": 0, **bad}]),
+        compiled.recomputing_saves(steps),
+    )
     assert [holds for *_, holds in verdicts].count(False) == len(bad)

@@ -1,30 +1,46 @@
-"""Tests how results are written, and that the committed ones are current."""
+"""Tests what is printed and written, the exit status, and that documents are current."""
 
+import importlib
 import json
+import sys
 
+import pytest
+
+import experiments
 from experiments import __main__ as every
 from experiments.common import report
 
 
-def test_what_is_published(tmp_path, capsys):
-    verdicts = [("1. small", "3", True), ("2. large", "4", False)]
+@pytest.mark.parametrize("name", ["matplotlib", "optax", "tqdm"])
+def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as ended:
+        importlib.reload(experiments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"experiments: {name} is not installed")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
+def test_what_is_published(holds, status, tmp_path, capsys):
+    verdicts = [("1. small", "3", True), ("2. large", "4", holds)]
     goals = [("5 times as fast", "4", "the way there")]
     texts = {"asked": "How?", "answer": "so", "tables": [report.table(("a", "b"), [(1, 22)])]}
-    fail = report.publish(tmp_path, "made", verdicts=verdicts, goals=goals, **texts)
+    assert report.publish(tmp_path, "made", verdicts=verdicts, goals=goals, **texts) == status
     said = capsys.readouterr().out
-    assert fail == said.count("DOES NOT HOLD") == 1
+    assert said.count("DOES NOT HOLD") == status
     assert "| a | b  |\n| - | -- |\n| 1 | 22 |" in said
     written = json.loads((tmp_path / "results" / "made.json").read_text())
     assert written["verdicts"] == [list(verdict) for verdict in verdicts]
-    assert {"processor", "instruction set", "python", "jax"} <= set(written["environment"])
+    assert {"processor", "cores", "python", "jax"} <= set(written["environment"])
 
 
 def test_csv_cells(tmp_path):
     line = ["x", (2, 3), 1 / 3, float("nan"), None, True, 4]
     report.save_csv(tmp_path, "made", list("abcdefg"), [line], digits=3)
-    assert (
-        tmp_path / "results" / "made.csv"
-    ).read_text() == "a,b,c,d,e,f,g\nx,2x3,0.333,,,True,4\n"
+    written = (tmp_path / "results" / "made.csv").read_text()
+    assert written == "a,b,c,d,e,f,g\nx,2x3,0.333,,,True,4\n"
 
 
 def test_every_committed_claim_holds():

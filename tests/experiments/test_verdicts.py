@@ -1,0 +1,70 @@
+"""Tests that a claim fails where its rows do not hold it.
+
+That claims hold is tested in test_quick.py, but for those of `speed` on times.
+"""
+
+import numpy as np
+import pytest
+
+from experiments import accuracy, determinism, distributed, speed, state_consistency
+from experiments.accuracy import Row
+from experiments.common import peers
+from tests.exact import Errors
+
+RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0), (0,))
+OTHER = RUN._replace(run="before step 1", fingerprint="bb", parts="step 1: `loss` forward")
+PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
+LINE = dict.fromkeys(("layer", *(claim[0] for claim in state_consistency.CLAIMS.values())), "")
+ENDED = distributed.Process(distributed.ONE, 1, 2, 0, 0, np.nan, 0.0, 1.0, "a", "b", "c")
+KILLED = ENDED._replace(run=distributed.SEVERAL, code=-9, seconds=0)
+LATE = KILLED._replace(code=1, seconds=15.1, memory="z", first_memory="z", error=np.nan)
+RESTORED = ENDED._replace(run=distributed.RESTORED, error=1.1e-5)
+
+
+def measured(unit, value, peer=peers.OURS_SEPARATE, shape="64x64"):
+    return speed.Row(speed.BATCH_NORM, shape, "float32", speed.BOTH, "", unit, peer, value)
+
+
+@pytest.mark.parametrize(
+    "verdicts",
+    [
+        [
+            accuracy.within(
+                [Row(claim[3][0], "case", 0, peers.OURS, Errors(*[1e-5] * 5))], *claim
+            )
+            for claim in accuracy.CLAIMS
+        ],
+        [accuracy.pair_is_right([PAIR._replace(error=2e-6)])],
+        [accuracy.pair_is_right([PAIR._replace(dx=1e-9)])],
+        [determinism.judge_runs(determinism.NO_SEED, [RUN, RUN])],
+        [determinism.judge_runs(determinism.RECIPE, [RUN, OTHER])],
+        [determinism.judge_runs(determinism.FAULT, [RUN, OTHER])],
+        distributed.judge([ENDED, KILLED, LATE, RESTORED]),
+        [
+            *state_consistency.judge(
+                [{**LINE, "layer": name} for name in state_consistency.OURS]
+            )
+        ],
+        speed.judge([measured(speed.DEVIATION, 1e-3)], speed.QUICK),
+    ],
+)
+def test_a_claim_that_does_not_hold(verdicts):
+    assert verdicts
+    assert not any(holds for _, _, holds in verdicts)
+
+
+@pytest.mark.parametrize(("ours", "holds"), [(2.9, True), (3.1, False)])
+def test_times(ours, holds):
+    rows = [measured(speed.DEVIATION, 1e-6)]
+    for name in (peers.OURS, peers.OURS_SEPARATE):
+        rows += [measured(unit, ours, name) for unit in (speed.MS, speed.TEMPORARIES)]
+    rows += [measured(unit, 3.0, peers.EQUINOX) for unit in (speed.MS, speed.TEMPORARIES)]
+    verdicts = {claim[0]: held for claim, _, held in speed.judge(rows, speed.Settings())}
+    assert verdicts == {"1": True, "2": holds, "3": holds}
+
+
+@pytest.mark.parametrize(("high", "count"), [(1.4, 1), (1.6, 0)])
+def test_only_ranges_that_are_apart_are_beyond_the_spread(high, count):
+    ours = measured(speed.MS, 2.0, peers.OURS)._replace(low=1.5)
+    theirs = measured(speed.MS, 1.0, peers.EQUINOX)._replace(high=high)
+    assert speed.beyond_the_spread([ours, theirs], peers.EQUINOX, 1.0) == count
