@@ -93,9 +93,9 @@ def test_as_equinox(kind, arguments, shape, activation):
 def test_rms_norm_of_complex_numbers():
     """Equinox's divides by the root of a complex number."""
     x = jax.lax.complex(normal(0, (5, 6), 1.0), normal(1, (5, 6), -2.0, 3.0))
-    scale = np.sqrt((np.abs(x) ** 2).mean(1, keepdims=True) + 1e-5)
+    scale = np.sqrt((np.abs(np.asarray(x)) ** 2).mean(1, keepdims=True) + 1e-5)
     y = jax.vmap(RMSNorm(6, dtype=jnp.complex64))(x)
-    np.testing.assert_allclose(y, x / scale, rtol=1e-5)
+    np.testing.assert_allclose(y, np.asarray(x) / scale, rtol=1e-5)
 
 
 def test_instance_norm_has_the_defaults_of_pytorch():
