@@ -219,7 +219,8 @@ class Collective(NamedTuple):
 
 def run(f: Any, *arguments: Any) -> tuple[Any, list[Collective]]:
     """Returns the outputs of a function, and what its compiled program sends."""
-    compiled = eqx.filter_jit(f).lower(*arguments).compile()
+    jitted: Any = eqx.filter_jit(f)
+    compiled = jitted.lower(*arguments).compile()
     return compiled(*arguments), collectives(compiled.compiled)
 
 

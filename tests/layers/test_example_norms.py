@@ -4,6 +4,8 @@ Accuracy, platforms, export, dtypes and errors: in the files of those names, wit
 What is kept for the backward pass: tests/operation/test_residuals.py.
 """
 
+from typing import Any
+
 import chex
 import equinox as eqx
 import jax
@@ -37,8 +39,8 @@ TOLERANCES = {jnp.bfloat16: 2e-2, jnp.complex64: 1e-4}
 
 
 class Activated(eqx.Module):
-    layer: eqx.Module
-    activation: object = eqx.field(static=True)
+    layer: Any
+    activation: Any = eqx.field(static=True)
 
     def __call__(self, x):
         return self.activation(self.layer(x))
@@ -90,9 +92,9 @@ def test_as_equinox(kind, arguments, shape, activation):
 def test_rms_norm_of_complex_numbers():
     """Equinox's divides by the root of a complex number."""
     x = jax.lax.complex(normal(0, (5, 6), 1.0), normal(1, (5, 6), -2.0, 3.0))
-    scale = np.sqrt((np.abs(x) ** 2).mean(1, keepdims=True) + 1e-5)
+    scale = np.sqrt((np.abs(np.asarray(x)) ** 2).mean(1, keepdims=True) + 1e-5)
     y = jax.vmap(RMSNorm(6, dtype=jnp.complex64))(x)
-    np.testing.assert_allclose(y, x / scale, rtol=1e-5)
+    np.testing.assert_allclose(y, np.asarray(x) / scale, rtol=1e-5)
 
 
 def test_instance_norm_has_the_defaults_of_pytorch():
