@@ -1,7 +1,6 @@
 """Lists the cases in which BatchNorm equals its peers, and writes and reads golden files."""
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -40,10 +39,6 @@ class Case:
     @property
     def channels(self) -> int:
         return self.shape[1]
-
-    @property
-    def values_per_channel(self) -> int:
-        return math.prod(self.shape) // self.channels
 
 
 CASES = (

@@ -34,27 +34,30 @@ def without_weights(layer):
     )
 
 
-def in_every_direction(call, static, mask, moving, x):
-    def forward(moving, x):
-        return call(eqx.combine(moving, static), x, mask)[0]
+def every_direction(call, mask, static, weights, x):
+    """Returns y, the gradients in weights and x and in x alone, and forward mode."""
 
-    loss = lambda *point: jnp.sum(forward(*point) ** 2, dtype=float)  # noqa: E731
-    gradients = [jax.grad(loss, argnums)(moving, x) for argnums in ((0, 1), 1)]
-    return forward(moving, x), gradients, jax.jvp(forward, (moving, x), (moving, x))
+    def forward(weights, x):
+        return call(eqx.combine(weights, static), x, mask)[0]
+
+    def loss(*point):
+        return jnp.sum(forward(*point) ** 2, dtype=float)
+
+    gradients = [jax.grad(loss, argnums)(weights, x) for argnums in ((0, 1), 1)]
+    return forward(weights, x), gradients, jax.jvp(forward, (weights, x), (weights, x))
 
 
 @each_norm
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, dtype):
-    """In one function: y, the gradients in weights and x and in x alone, and forward mode."""
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
-    for masked, weights, activation in PAIRS:
+    for masked, has_weights, activation in PAIRS:
         layer, call = made(name, SHAPE, activation=activation)
-        layer = layer if weights else without_weights(layer)
-        moving, static = eqx.partition(layer, eqx.is_inexact_array)
+        layer = layer if has_weights else without_weights(layer)
+        weights, static = eqx.partition(layer, eqx.is_inexact_array)
         mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None
-        directions = functools.partial(in_every_direction, call, static, mask)
-        jax.jit(directions).trace(moving, x).lower(lowering_platforms=("cuda", "tpu"))
+        f = functools.partial(every_direction, call, mask, static, weights)
+        jax.jit(f).trace(x).lower(lowering_platforms=("cuda", "tpu"))
 
 
 def y_and_dx(layer):
