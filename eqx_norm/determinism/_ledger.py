@@ -107,7 +107,9 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 "Take one out of a vmap or scan by jax.tree.map(lambda a: a[i], record)."
             )
         if step in self._steps:
-            raise ValueError(f"{self.path} has a step {step} already: number them on.")
+            raise ValueError(
+                f"{self.path} has a step {step} already: number steps consecutively."
+            )
         rows, kept, seen = [], {}, Counter()
         for i, probe in enumerate(record.plan):
             seen[key := (probe.name, probe.kind, probe.iteration)] += 1

@@ -145,7 +145,10 @@ def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
     weight = _host(layer.weight) * scale.reshape(-1, 1, *ones)
-    weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
+    with np.errstate(over="ignore"):  # checked below
+        weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
+    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+        raise ValueError(f"the folded layer is not finite in {weight.dtype}; use float32.")
     return copied(layer, use_bias=True, weight=jnp.asarray(weight), bias=jnp.asarray(bias))
 
 

@@ -90,8 +90,8 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
     if isinstance(approach, str):
         momentum = {} if layer.momentum is None else {"momentum": layer.momentum}
         settings = momentum | settings
-    elif "momentum" in settings:
-        approach = _with_momentum(approach, settings.pop("momentum"))  # pyright: ignore
+    elif "momentum" in settings and isinstance(approach, AbstractStrategy):
+        approach = _with_momentum(approach, settings.pop("momentum"))
     settings["approach"] = approach
     fresh = BatchNorm(layer.input_size, **settings)
     return copied(layer, **{name: getattr(fresh, name) for name in (*settings, "momentum")})

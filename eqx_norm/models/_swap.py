@@ -92,13 +92,11 @@ def swap(
     """
     if approach is not None:
         overrides["approach"] = approach
-    layers = chosen(
-        layers_of(model, _THEIRS),
-        where,
-        "swap",
-        "norm of eqx.nn. (Norms of other packages "
-        "cannot be swapped: use eqx_norm.BatchNorm where the model makes them.)",
+    what = (
+        "norm of eqx.nn. (Norms of other packages cannot be swapped: use eqx_norm.BatchNorm "
+        "where the model makes them.)"
     )
+    layers = chosen(layers_of(model, _THEIRS), where, "swap", what)
     check(overrides, layers)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, _OURS)}
     model, state = replaced(model, state, _THEIRS, dict.fromkeys(theirs, _ours), _carry)
@@ -178,6 +176,11 @@ def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
 
 def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
     """Returns the memory, and the counts of accepted and rejected batches."""
+    if not {*_FIELDS[old.mode]} <= {*remembered}:
+        raise ValueError(
+            "eqx.nn.Shared shares an index of this layer, which swap cannot follow. Share the "
+            "whole layer, or its weights."
+        )
     count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
 
     def one(count: Array, mean: Array, variance: Array) -> Entries:

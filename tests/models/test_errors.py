@@ -54,6 +54,21 @@ MODULE: Any = SimpleNamespace()
 LOADED: dict[str, Any] = {"running_mean": np.ones(C), "running_var": np.ones(C)}
 
 
+def tied(nn, key):
+    """Returns two norms that share an entry of the state."""
+    norm = nn.BatchNorm(C, "batch", mode="batch")
+    norms = [norm, eqx.tree_at(lambda norm: norm.weight, norm, norm.weight + 1)]
+    return eqx.nn.Shared(norms, *(lambda m, i=i: m[i].batch_state_index for i in (1, 0)))
+
+
+TIED = made(tied, THEIRS)
+# Overflows where it is divided by a small standard deviation.
+HUGE = jax.tree.map(lambda a: jnp.full_like(a, 6e4, jnp.float16), conv())
+SMALL: Any = from_torch(
+    NORM, NORM_STATE, {**LOADED, "running_var": np.full(C, 1e-4)}, strict=False
+)
+
+
 def is_row(path, layer):
     return "row" in path
 
@@ -77,6 +92,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: swap(*SWAPPED, eps=0.0), r"^\[0\]: eps=0.0: "),
     (lambda: swap(*SWAPPED, where=PATH), r"^where='\[0\]' is not callable"),
     (lambda: swap(SWAPPED[0], STATE), r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),
+    (lambda: swap(*TIED), "eqx.nn.Shared shares an index of this layer"),
     (lambda: unswap(MODEL, STATE, mode="adam"), "^mode='adam': .*mode='batch'"),
     (lambda: unswap(*swap(*SWAPPED, "adam")), r"^\[0\]: approach=Adam\("),
     (lambda: unswap(*swap(*SWAPPED, activation=jnp.tanh)), r"\[0\]: activation=.*reconfigure"),
@@ -114,6 +130,7 @@ ERRORS: list[tuple[Any, str]] = [
         lambda: folded([eqx.nn.SpectralNorm(conv(), "weight", key=KEY), NORM], "[0].layer"),
         r"nn\.SpectralNorm",
     ),
+    (lambda: fold(HUGE, *SMALL[:2]), "not finite in float16; use float32"),
     (lambda: fold(conv(), *ACTIVE), "activation=.* cannot be folded"),
     # recalibrate
     (lambda: recalibrated([]), "^batches is empty"),
