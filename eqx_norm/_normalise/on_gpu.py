@@ -1,6 +1,6 @@
 """Sums two arrays on a GPU in one reduction of one array.
 
-XLA:GPU (jax 0.12.0.1) fuses the computation of an array into the reductions that read it if its
+XLA:GPU fuses the computation of an array into the reductions that read it if its
 cost model says so. The model counts the arithmetic once for each operand of the reduction, with
 467 operations for a tanh and 79 for an exponential. So XLA would write the derivative of an
 activation, of which `reference.sums` needs two sums, to memory first, in float32. Two float32

@@ -7,7 +7,7 @@ them. So it serves where they are not needed: for y that nobody differentiates, 
 gradient of x alone (weights frozen, or none), which computes the sums again.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
-several kernels (jax 0.12.0.1; `make gpu-compile-check` counts them). A CPU and a TPU gain
+several kernels (`make gpu-compile-check` counts them). A CPU and a TPU gain
 nothing: XLA has no such kernel there.
 """
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise import elementwise
-from eqx_norm._normalise.primitives import AFFINE, MOMENTS, STATISTICS, SUMS, Static, bind
+from eqx_norm._normalise.passes import Static, bind
+from eqx_norm._normalise.primitives import AFFINE, MOMENTS, STATISTICS, SUMS
 from eqx_norm.strategies import Adam, Batch, Ema, Renorm, Running, SmoothStart, VarianceClip
 from tests.helpers import APPROACHES, make
 

@@ -76,9 +76,9 @@ def _blocks(shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     rows = next((n for n in reversed(mapped) if n > 1), 1)
     outer = math.prod(mapped) // rows
     tiles = _VALUES // _SUBLANES // _LANES // pl.cdiv(size, _LANES)  # of 16 rows
-    each = min(rows, tiles * _SUBLANES)  # an axis that is not cut may have any size
-    many = min(outer, tiles // pl.cdiv(each, _SUBLANES))
-    return (outer, rows, size), (many, each, size)
+    inner = min(rows, tiles * _SUBLANES)  # an axis that is not cut may have any size
+    many = min(outer, tiles // pl.cdiv(inner, _SUBLANES))
+    return (outer, rows, size), (many, inner, size)
 
 
 def _call(
@@ -93,7 +93,7 @@ def _call(
     # Results vary over the axes of a mesh as the operands do.
     varies: Any = {"manual_axis_type": jax.typeof(x).manual_axis_type}
     like = functools.partial(jax.ShapeDtypeStruct, **varies)
-    y, *found = pl.pallas_call(
+    y, *totals = pl.pallas_call(
         body,
         [like(whole, x.dtype), *[like(one_row, jnp.float32)] * sums],
         grid=tuple(map(pl.cdiv, whole[:2], block)),
@@ -103,16 +103,16 @@ def _call(
         compiler_params=pltpu.CompilerParams(("arbitrary" if sums else "parallel",) * 2),
         name="eqx_norm_rows",
     )(*(a.reshape(whole) for a in arrays), *(v.reshape(one_row) for v in vectors))
-    return [y.reshape(x.shape), *found]
+    return [y.reshape(x.shape), *totals]
 
 
 def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
     """Adds the rows of a block to a sum, which is a total and its rounding error."""
     # A block at the end holds anything beyond it.
-    for axis, (size, own) in enumerate(zip(*blocks, strict=True)):
-        if size % own:
+    for axis, (size, length) in enumerate(zip(*blocks, strict=True)):
+        if size % length:
             place = lax.broadcasted_iota(jnp.int32, values.shape, axis)
-            values = jnp.where(pl.program_id(axis) * own + place < size, values, 0)
+            values = jnp.where(pl.program_id(axis) * length + place < size, values, 0)
     part = _total(_total(values, 0, 1), 1, 8)
     is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
     before, left = (jnp.where(is_first, 0, ref[...]) for ref in (total, rest))

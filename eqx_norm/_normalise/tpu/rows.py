@@ -13,6 +13,7 @@ sums over these.
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,8 @@ from jax.interpreters import ad
 from jaxtyping import Array
 
 from eqx_norm._normalise.gpu.choice import PARTITIONED, refusal
-from eqx_norm._normalise.primitives import Compute, Static, bind, fitted, new_primitive
+from eqx_norm._normalise.passes import Static, Target, bind, new_primitive
+from eqx_norm._normalise.primitives import fitted
 from eqx_norm._normalise.values import Values
 
 # Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx twice, and six
@@ -44,8 +46,8 @@ def normalised_row(
     weight = jnp.ones(()) if weight is None else weight
     bias = jnp.zeros(()) if bias is None else bias
     vectors = [jnp.broadcast_to(v.astype(jnp.float32), x.shape) for v in (weight, bias)]
-    how: Any = {"static": Static(x.ndim, 1, "pallas"), "norm": Norm(eps, centred)}
-    return bind(ROWS, x, *vectors, **how)[0]
+    static = Static(x.ndim, 1, "pallas")
+    return bind(ROWS, x, *vectors, static=static, norm=Norm(eps, centred))[0]
 
 
 # --- By the passes. A row has `ndim` axes: two, once a primitive has flattened it.
@@ -60,36 +62,51 @@ def _rows(*arrays: Array, norm: Norm, ndim: int = 2, implementation: str = "auto
     return [jnp.vectorize(row, signature=f"({axes}),({axes}),({axes})->({axes})")(*arrays)]
 
 
-def _tangent(*arrays: Array, **how: Any) -> Any:
+def _tangent(*arrays: Array, **options: Any) -> Any:
     # An operand and its tangent may differ along different axes.
     along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
-    return jax.jvp(functools.partial(_rows, **how), at, along)[1]
+    return jax.jvp(functools.partial(_rows, **options), at, along)[1]
 
 
-def _gradients(dy: Array, x: Array, *vectors: Array, shape: Any = None, **how: Any) -> Any:
+def _gradients(dy: Array, x: Array, *vectors: Array, shape: Any = None, **options: Any) -> Any:
     at = [v if shape is None else jnp.broadcast_to(v, shape) for v in vectors]
-    dx, *sums = jax.vjp(functools.partial(_rows, **how), x, *at)[1]([dy])
+    dx, *sums = jax.vjp(functools.partial(_rows, **options), x, *at)[1]([dy])
     return [dx] if shape is None else [dx, *sums]
 
 
 # --- By the kernels.
 
 
-def _chosen(
-    kernel: str, passes: Compute, platforms: Any, partitioned: bool, *arrays: Any, **given: Any
-) -> Compute:
-    """Returns the kernel of this name, or the passes; raises `ValueError` if neither serves."""
-    x, weight, bias = arrays[-3:]
-    if tuple(platforms) != (_PLATFORM,):
-        return functools.partial(passes, implementation="pallas")
-    if partitioned or x.shape[-1] > LONGEST:
+def _lowered(
+    kernel: str,
+    passes: Callable[..., Any],
+    target: Target,
+    *arrays: Array,
+    static: Static,
+    norm: Norm,
+    shape: Any = None,
+) -> Any:
+    """Returns the results of the kernel of this name, or of the passes; raises `ValueError` if
+    neither serves."""
+    sums = {} if shape is None else {"shape": static.flat(shape)}
+    arranged, _ = static.arranged(arrays, arrays[0].shape, flat=True)
+    x, weight, bias = arranged[-3:]
+    if tuple(target.platforms) != (_PLATFORM,):
+        return passes(*arranged, norm=norm, implementation="pallas", **sums)
+    if target.is_partitioned or x.shape[-1] > LONGEST:
         too_long = f"a row of more than {LONGEST} values may not fit into VMEM"
-        raise refusal(x, PARTITIONED if partitioned else too_long)
+        raise refusal(x, PARTITIONED if target.is_partitioned else too_long)
     # A kernel takes one weight and one bias for all rows.
-    shapes = weight.shape, bias.shape, given.get("shape", ())
+    shapes = weight.shape, bias.shape, *sums.values()
     if x.size == 0 or any(n > 1 for shape in shapes for n in shape[:-1]):
-        return passes
-    return getattr(importlib.import_module(".kernel", __package__), kernel)
+        return passes(*arranged, norm=norm, **sums)
+    kernels = importlib.import_module(".kernel", __package__)
+    return getattr(kernels, kernel)(*arranged, norm=norm, **sums)
+
+
+def _lowered_tangent(target: Target, *arrays: Array, static: Static, norm: Norm) -> Any:
+    del target
+    return _tangent(*arrays, norm=norm, ndim=static.ndim)
 
 
 def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
@@ -98,37 +115,41 @@ def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
     return [first.update(weak_type=False), *sums]
 
 
-_of_rows = functools.partial(_chosen, "rows", _rows)
-_of_gradients = functools.partial(_chosen, "gradients", _gradients)
-ROWS = new_primitive("rows", _rows, _types, [0], kernel=_of_rows)
-TANGENT = new_primitive("d_rows", _tangent, _types, [0, 3], kernel=lambda *_, **given: _tangent)
-GRADIENTS = new_primitive("d_rows_t", _gradients, _types, [0, 1], kernel=_of_gradients)
+ROWS = new_primitive("rows", functools.partial(_lowered, "rows", _rows), _types, [0])
+TANGENT = new_primitive("d_rows", _lowered_tangent, _types, [0, 3])
+GRADIENTS = new_primitive(
+    "d_rows_t", functools.partial(_lowered, "gradients", _gradients), _types, [0, 1]
+)
 
 
 # --- Their derivatives.
 
 
-def _rows_jvp(primals: Any, tangents: Any, **given: Any) -> Any:
+def _rows_jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
     along = map(ad.instantiate_zeros, tangents)
-    return ROWS.bind(*primals, **given), bind(TANGENT, *along, *primals, **given)
+    return ROWS.bind(*primals, **parameters), bind(TANGENT, *along, *primals, **parameters)
 
 
-def _tangent_transpose(cotangents: Any, *operands: Any, **given: Any) -> Any:
+def _tangent_transpose(cotangents: Any, *operands: Any, **parameters: Any) -> Any:
     linear, primals = operands[:3], operands[3:]
     if isinstance(cotangents[0], ad.Zero):
         return [None] * len(operands)
     wanted = [o.aval if ad.is_undefined_primal(o) else None for o in linear]
     if any(wanted[1:]):
         shapes = [v.shape for v in (*wanted[1:], *primals[1:]) if v is not None]
-        given["shape"] = jnp.broadcast_shapes(*shapes)
-    found = bind(GRADIENTS, *cotangents, *primals, **given)
+        parameters["shape"] = jnp.broadcast_shapes(*shapes)
+    gradients = bind(GRADIENTS, *cotangents, *primals, **parameters)
     # Without sums only dx is found.
-    fit = [None if v is None else fitted(ct, v) for ct, v in zip(found, wanted, strict=False)]
+    fit = [
+        None if v is None else fitted(ct, v) for ct, v in zip(gradients, wanted, strict=False)
+    ]
     return [*fit, *[None] * (len(operands) - len(fit))]
 
 
-def _jvp(passes: Compute, primals: Any, tangents: Any, *, static: Static, **given: Any) -> Any:
-    function = functools.partial(passes, ndim=static.ndim, **given)
+def _jvp(
+    passes: Callable[..., Any], primals: Any, tangents: Any, *, static: Static, **options: Any
+) -> Any:
+    function = functools.partial(passes, ndim=static.ndim, **options)
     return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from eqx_norm import LayerNorm
 from eqx_norm._normalise.gpu import choice, kernel, tiling
+from eqx_norm._normalise.passes import Target
 from tests.helpers import make, over_batch
 
 CORES = {"NVIDIA A100-SXM4-80GB": 108, "NVIDIA H200": 132, "NVIDIA B200": 148}
@@ -105,7 +106,8 @@ def test_operands_that_jit_has_sharded_are_not_gathered(check_vma):
 
 def chosen(shape=(64, 32, 1), dtype="float32", mask=None, platform="cuda") -> Any:
     kept = (1, *shape[1:-1], 1)
-    return choice.of_statistics((platform,), False, of(shape, dtype), mask, shape=kept)
+    target = Target("gpu", (platform,), is_partitioned=False, is_known=True)
+    return choice.statistics(target, of(shape, dtype), mask, shape=kept)
 
 
 REFUSED = [

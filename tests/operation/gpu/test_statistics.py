@@ -125,7 +125,7 @@ def test_which_axes_are_summed(shape):
         normal(0, (2, 3, 5, 7)),
         functools.partial(kernel.statistics, interpret=True),
     )
-    *got, _ = jit(lambda x: choice.statistics(interpreted, x, shape=shape))(x)
+    *got, _ = jit(lambda x: choice.by_columns(interpreted, x, shape=shape))(x)
     *expected, _ = jit(lambda x: reference.statistics(x, shape=shape))(x)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
