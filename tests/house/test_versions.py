@@ -55,7 +55,7 @@ def test_the_installed_jax_was_tested():
 @pytest.mark.parametrize("version", ["0.1", "99.0.0.dev20990101"])
 def test_an_untested_jax_names_the_files_to_look_at(version):
     assert f"jax {version} is installed, and eqx-norm is tested with jax<" in advice(version)
-    assert "eqx_norm/_normalise/primitives.py: jax.extend.core.Primitive," in advice(version)
+    assert "eqx_norm/_normalise/passes.py: jax.extend.core.Primitive," in advice(version)
 
 
 def test_the_range_is_what_the_constraints_pin():
