@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._fingerprint import hexadecimal
-from ._probe import Record
+from ._program import Record
 
 _FORMAT = "eqx_norm.determinism ledger, version 3"
 # The other fields of the header.

@@ -12,28 +12,11 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Shaped, UInt32
 
 from ._fingerprint import is_array
-from ._program import PROBE, Context, Plan, stage
+from ._program import PROBE, Context, Record, evaluate
 
 Tree = TypeVar("Tree")
-
-
-class Record(eqx.Module):
-    """Holds what the probes of one step saw, for `Ledger.append`.
-
-    It is a pytree, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
-    `jax.tree.map(lambda a: a[i], records)` takes out one member or step.
-
-    **Fields:** `fingerprints`: uint32, two for each row; `values`: the kept values of each row,
-    if any; `plan`: the name, kind, shape and dtype of each row.
-    """
-
-    fingerprints: UInt32[Array | np.ndarray, "*mapped rows 2"]
-    values: tuple[Shaped[Array | np.ndarray, "..."], ...]
-    plan: Plan = eqx.field(static=True)
 
 
 def recorded(
@@ -70,12 +53,11 @@ def recorded(
         # Wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
         jaxpr, outputs, rest = traced(*args, **kwargs)
-        staged = stage(jaxpr, Context(keep_values))
         # One program for all, because an evaluated `jit` inside is not compiled separately.
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
-        results = jax.jit(staged.run)(*arrays)
-        output = jax.tree.unflatten(jax.tree.structure(outputs), results.outputs)
-        record = Record(jnp.asarray(results.rows), results.values, staged.plan)
+        run = functools.partial(evaluate, jaxpr, Context(keep_values))
+        leaves, record = jax.jit(run)(*arrays)
+        output = jax.tree.unflatten(jax.tree.structure(outputs), leaves)
         return eqx.combine(output, rest), record
 
     return with_record
