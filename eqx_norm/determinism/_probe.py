@@ -102,15 +102,17 @@ def monitor(tree: Tree, name: str) -> Tree:
     def marked(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        inside = ".".join([name, *([_inside(path)] if path else [])])
         x = jnp.asarray(leaf)
-        return PROBE.bind(x, name=inside, kind="forward", order=tuple(range(x.ndim)))
+        order = tuple(range(x.ndim))
+        return PROBE.bind(x, name=_below(name, path), kind="forward", order=order)
 
     return jax.tree_util.tree_map_with_path(marked, tree)
 
 
-def _inside(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def _below(name: str, path: jax.tree_util.KeyPath) -> str:
+    """Returns a name with a path in the tree, of which either may be empty."""
+    below = jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(filter(None, [name, below]))
 
 
 # --- All layers of a model.
@@ -164,8 +166,7 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
         return isinstance(node, eqx.Module) and node is not model
 
     def inner(path: jax.tree_util.KeyPath, node: Any) -> Any:
-        below = f"{name}.{_inside(path)}" if name else _inside(path)
-        return _monitor_layers(node, below) if is_inner(node) else node
+        return _monitor_layers(node, _below(name, path)) if is_inner(node) else node
 
     if not isinstance(model, _WHOLE):
         model = jax.tree_util.tree_map_with_path(inner, model, is_leaf=is_inner)
@@ -198,8 +199,7 @@ def _monitor_output(output: Any, name: str) -> Any:
     def is_state(node: Any) -> bool:
         return isinstance(node, eqx.nn.State)
 
-    if type(output) is tuple and sum(map(is_state, output)) == len(output) - 1 > 0:
-        # An output and its state, as a `StatefulLayer` returns them: no `.0` in the name.
-        return tuple(part if is_state(part) else monitor(part, name) for part in output)
+    if type(output) is tuple and len(output) == 2 and is_state(output[1]):
+        return monitor(output[0], name), output[1]  # without `.0` in the name
     states, rest = eqx.partition(output, is_state, is_leaf=is_state)
     return eqx.combine(states, monitor(rest, name), is_leaf=is_state)

@@ -91,12 +91,12 @@ def test_a_ledger_that_is_cut_anywhere_is_never_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("{", "[1]{"), ("version 3", "version 2"), (',"again":1', "")]
+    ("old", "new"), [("{", "[1]{"), ("version 4", "version 3"), (',"again":1', "")]
 )
 def test_other_files_are_refused(tmp_path, old, new):
     ledger = run(tmp_path / "a", WEIGHT)
     ledger.write_text(ledger.read_text().replace(old, new, 1))
-    with pytest.raises(LedgerError, match="is not an .* ledger, version 3, or is damaged"):
+    with pytest.raises(LedgerError, match="is not an .* ledger, version 4, or is damaged"):
         read(ledger)
 
 
