@@ -1,8 +1,6 @@
 """Defines `monitor` and `monitor_module`, which mark values, and `recorded`, which reads them.
 
-Without `recorded` the marks vanish in compilation. `recorded` evaluates the traced program,
-with all derivatives and maps. So rows have the order of the program, forward before backward;
-no transformation misses or repeats a probe; and no callback is needed.
+Without `recorded` the marks vanish in compilation.
 """
 
 import functools
@@ -53,10 +51,10 @@ def recorded(
         # Wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
         jaxpr, outputs, rest = traced(*args, **kwargs)
-        # One program for all, because an evaluated `jit` inside is not compiled separately.
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
-        run = functools.partial(evaluate, jaxpr, Context(keep_values))
-        leaves, record = jax.jit(run)(*arrays)
+        # Compiled as one program, as the step would be, also if `recorded` is not inside `jit`.
+        run = jax.jit(functools.partial(evaluate, jaxpr, Context(keep_values)))
+        leaves, record = run(*arrays)
         output = jax.tree.unflatten(jax.tree.structure(outputs), leaves)
         return eqx.combine(output, rest), record
 
