@@ -1,7 +1,6 @@
 """Names the first step and value at which two runs of one program differ.
 
-Each run has written a ledger: the docstrings of eqx_norm.determinism.recorded and monitor_module
-have examples.
+Each run has written a ledger, as the docstring of eqx_norm.determinism.recorded shows.
 
 exit status: 0 the same; 1 different, or a file is incomplete; 2 they cannot be compared
 """
