@@ -96,10 +96,10 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
 
 
 def _notes(first: Contents, second: Contents) -> list[str]:
-    cut = [ledger.path for ledger in (first, second) if ledger.is_truncated]
+    truncated = [ledger.path for ledger in (first, second) if ledger.is_truncated]
     headers = ((k, a, second.header.get(k)) for k, a in first.header.items())
     return [
-        *(f"{path} is incomplete: its run was killed, or is writing" for path in cut),
+        *(f"{path} is incomplete: its run was killed, or is writing" for path in truncated),
         *(f"they ran with different {k}: {a} and {b}" for k, a, b in headers if a != b),
     ]
 

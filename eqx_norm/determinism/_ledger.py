@@ -74,10 +74,10 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        for taken in (self.path, _folder(self.path)):
-            if taken.exists():
+        for file in (self.path, _folder(self.path)):
+            if file.exists():
                 raise FileExistsError(
-                    f"Ledger({str(path)!r}): {taken} exists. Choose another name, or delete "
+                    f"Ledger({str(path)!r}): {file} exists. Choose another name, or delete "
                     "the file and its folder of values."
                 )
         device = jax.devices()[0]

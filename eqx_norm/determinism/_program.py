@@ -249,8 +249,8 @@ def _cond(equation: JaxprEqn, context: Context, index: Any, *operands: Any) -> E
         outputs, records[i] = branches[i](*operands)
         return outputs, _joined(records)
 
-    taken = [functools.partial(take, i) for i in range(len(branches))]
-    return lax.switch(index, taken, *operands)
+    functions = [functools.partial(take, i) for i in range(len(branches))]
+    return lax.switch(index, functions, *operands)
 
 
 def _shard_map(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluated:

@@ -72,8 +72,8 @@ def test_a_step_is_written_once_and_at_once_and_nothing_is_written_over(tmp_path
         with pytest.raises(ValueError, match="Take one out of a vmap or scan"):
             ledger.append(3, jax.tree.map(lambda a: jnp.stack([a, a]), record))
     (tmp_path / "b.values").mkdir()
-    for name, taken in (("a", "a"), ("b", "b.values")):
-        with pytest.raises(FileExistsError, match=f"{taken} exists"):
+    for name, existing in (("a", "a"), ("b", "b.values")):
+        with pytest.raises(FileExistsError, match=f"{existing} exists"):
             Ledger(tmp_path / name)
 
 

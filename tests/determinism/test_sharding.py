@@ -50,6 +50,11 @@ with jax.set_mesh(mesh):
         assert (record.values[0] == X).all()
         assert (record.fingerprints[0] == fingerprint(X)).all()
 
+# The shardings of a `jit` inside are kept, too.
+split = NamedSharding(Mesh(devices, "d"), P(None, "d"))
+y, _ = recorded(jax.jit(lambda x: monitor(x, "x"), out_shardings=split))(X)
+assert y.sharding.is_equivalent_to(split, 3)
+
 # Sharded arrays stay where they are: only the sums of rows are communicated.
 for spec in (P("d"), P(None, None, None, "d")):
     x = jax.device_put(jnp.ones((8, 3, 2, 128)), NamedSharding(Mesh(devices, "d"), spec))

@@ -35,7 +35,7 @@ from .ways import (
     over_mesh,
     run,
     step_of,
-    taken,
+    take_step,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "devices.md"
@@ -66,12 +66,12 @@ def put(tree: Any, mesh: Any, axis_name: str | None, channels: int = C) -> Any:
 
 @functools.cache
 def on_one_device(case):
-    return taken(CASES[case], Way(forward, step_of(forward), "batch"))[0]
+    return take_step(CASES[case], Way(forward, step_of(forward), "batch"))[0]
 
 
 @pytest.mark.parametrize(("case", "way"), sorted(set(PAIRS)))
 def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
-    outputs, sent, sent_forward = taken(CASES[case], WAYS[way]())
+    outputs, sent, sent_forward = take_step(CASES[case], WAYS[way]())
     quantities = zip(
         ("y", "memory", "parameters", "dx"), outputs, on_one_device(case), strict=True
     )

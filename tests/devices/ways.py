@@ -182,7 +182,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 }
 
 
-def taken(case: Case, way: Way) -> Any:
+def take_step(case: Case, way: Way) -> Any:
     """Returns the outputs of a step in this way, what its program sends, and what that of the
     forward pass sends."""
     options = {"approach": case.approach, "activation": case.activation}
