@@ -114,10 +114,10 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             bits = hexadecimal(pair) if pair.any() or 0 in probe.shape else None
             rows.append(Row(step, *key, times[key], bits, probe.shape, probe.dtype))
         if record.values:
-            folder, pairs = _folder(self.path), zip(rows, record.values, strict=True)
-            kept: Any = {row.place: np.asarray(x) for row, x in pairs if row.fingerprint}
-            folder.mkdir(exist_ok=True)
-            np.savez(folder / f"{step}.npz", **kept)
+            pairs = zip(rows, record.values, strict=True)
+            values: Any = {row.place: value for row, value in pairs}
+            _folder(self.path).mkdir(exist_ok=True)
+            np.savez(_folder(self.path) / f"{step}.npz", **values)
         self._write([row._asdict() for row in rows])
         self._steps.add(step)
 
