@@ -194,6 +194,8 @@ def test_where_it_cannot_be_recorded_is_an_error():
         recorded(loop)(X)
     with pytest.raises(ValueError, match="inside a derivative .* cotangent of 'w'"):
         jax.grad(recorded(lambda w: jnp.sum(monitor(w, "w"))), has_aux=True)(W)
+    with pytest.raises(ValueError, match=r"monitor\(..., name=''\): pass a name"):
+        monitor(X, "")
 
 
 LINEAR = eqx.nn.Linear(3, 3, key=jax.random.key(0))

@@ -198,26 +198,21 @@ def take_step(case: Case, way: Way) -> Any:
 # --- What a program sends, and what comes out of it.
 
 
-class Collective(NamedTuple):
-    name: str
-    elements: int
-
-
-def run(f: Any, *arguments: Any, **options: Any) -> tuple[Any, list[Collective]]:
+def run(f: Any, *arguments: Any, **options: Any) -> tuple[Any, list[tuple[str, int]]]:
     """Returns the outputs of a function, and what its compiled program sends."""
     jitted: Any = eqx.filter_jit(f, **options)
     compiled = jitted.lower(*arguments).compile()
     return compiled(*arguments), collectives(compiled.compiled)
 
 
-def collectives(compiled: Any) -> list[Collective]:
-    """Returns what an optimised program sends, and how many elements each device gets."""
+def collectives(compiled: Any) -> list[tuple[str, int]]:
+    """Returns the collectives of a program, and how many elements each device gets by them."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     collectives = []
     for result, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", compiled.as_text()):
         shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", result)
         sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
-        collectives.append(Collective(name, sum(sizes)))
+        collectives.append((name, sum(sizes)))
     return collectives
 
 
