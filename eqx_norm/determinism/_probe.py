@@ -198,6 +198,6 @@ def _monitor_output(output: Any, name: str) -> Any:
         return isinstance(node, eqx.nn.State)
 
     if type(output) is tuple and len(output) == 2 and is_state(output[1]):
-        return monitor(output[0], name), output[1]  # without `.0` in the name
+        return _monitor_output(output[0], name), output[1]  # without `.0` in the name
     states, rest = eqx.partition(output, is_state, is_leaf=is_state)
     return eqx.combine(states, monitor(rest, name), is_leaf=is_state)

@@ -227,10 +227,10 @@ def _scan(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluated:
 
     options = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, (ys, record) = lax.scan(body, looped[:carries], looped[carries:], **options)
-    run = slice(None, None, -1 if params["reverse"] else 1)  # in order
-    iterations = range(params["length"])[run]
+    execution = slice(None, None, -1 if params["reverse"] else 1)
+    iterations = range(params["length"])[execution]
     return [*carry, *ys], Record(
-        record.fingerprints[run].reshape(-1, 2),
+        record.fingerprints[execution].reshape(-1, 2),
         tuple(stack[i] for i in iterations for stack in record.values),
         tuple(p._replace(iteration=(i, *p.iteration)) for i in iterations for p in record.plan),
     )
@@ -285,10 +285,16 @@ def _shard_map(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluate
     return outputs, Record(record.fingerprints, values, record.plan)
 
 
-# By the names of primitives. (`closed_call` goes with jax 0.10; 0.12 has `eval_jaxpr`.)
+# By the names of primitives.
 _RULES = {
     PROBE.name: _probe,
-    **dict.fromkeys(("closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"), _call),
-    **{"jit": _jit, "remat2": _checkpoint, "scan": _scan},
-    **{"cond": _cond, "shard_map": _shard_map},
+    "jit": _jit,
+    "custom_jvp_call": _call,
+    "custom_vjp_call": _call,
+    "eval_jaxpr": _call,
+    "closed_call": _call,  # until jax 0.10 goes; in 0.12 it is an `eval_jaxpr`
+    "remat2": _checkpoint,
+    "scan": _scan,
+    "cond": _cond,
+    "shard_map": _shard_map,
 }
