@@ -14,10 +14,10 @@ from ._fingerprint import fingerprint as fingerprint
 from ._ledger import Ledger as Ledger
 from ._ledger import LedgerError as LedgerError
 from ._ledger import read as read
-from ._probe import Record as Record
 from ._probe import monitor as monitor
 from ._probe import monitor_module as monitor_module
 from ._probe import recorded as recorded
+from ._program import Record as Record
 from ._recipe import Recipe as Recipe
 from ._recipe import Setting as Setting
 from ._recipe import deterministic as deterministic

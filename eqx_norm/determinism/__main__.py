@@ -1,4 +1,9 @@
-"""Defines the command `python -m eqx_norm.determinism compare A B`."""
+"""Names the first step and value at which two runs of one program differ.
+
+Each run has written a ledger, as the docstring of eqx_norm.determinism.recorded shows.
+
+exit status: 0 the same; 1 different, or a file is incomplete; 2 they cannot be compared
+"""
 
 import argparse
 import sys
@@ -6,18 +11,11 @@ import sys
 from ._compare import compare
 from ._ledger import LedgerError
 
-DESCRIPTION = """\
-Names the first step and value at which two runs of one program differ. Each run has written a
-ledger: the docstrings of eqx_norm.determinism.recorded and monitor_module have examples.
-
-exit status: 0 the same; 1 different, or a file is incomplete; 2 they cannot be compared
-"""
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m eqx_norm.determinism",
-        description=DESCRIPTION,
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=["compare"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ._ledger import RAN_BY, Contents, LedgerError, Row, read
+from ._ledger import Contents, LedgerError, Row, read
 
 
 class Verdict(NamedTuple):
@@ -53,42 +53,41 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
             "monitor(value, name) or monitor_module(model) inside the function that you pass "
             "to recorded, and ledger.append(step, record) after each step."
         )
-    pairs = zip(first.rows, second.rows, strict=False)  # compared without the values' names
-    equal = itertools.takewhile(lambda pair: pair[0][:-1] == pair[1][:-1], pairs)
-    agreed = sum(1 for _ in equal)
-    row, other = (next(iter(ledger.rows[agreed:]), None) for ledger in (first, second))
-    is_cut = first.is_truncated or second.is_truncated
-    if not (row or other):
+    pairs = list(itertools.zip_longest(first.rows, second.rows))
+    agreed = next((i for i, (row, other) in enumerate(pairs) if row != other), len(pairs))
+    is_truncated = first.is_truncated or second.is_truncated
+    if agreed == len(pairs):
         steps = len({row.step for row in first.rows})
         text = f"the same: {agreed} rows of {steps} steps agree, to the bit"
-        if is_cut:
+        if is_truncated:
             text = f"not known to be {text}, and what came next is not known"
-        return Verdict(not is_cut, agreed, "\n  ".join([text, *_notes(first, second)]))
-    at: tuple[Any, ...] = ()
-    if row and other:
-        if row[:5] != other[:5]:  # step, probe, kind, iteration, again
-            raise LedgerError(
-                f"{first.path} and {second.path} are from different programs: the first has "
-                f"{row.place}, the other has {other.place}. Compare runs with the same probes "
-                "and the same steps."
-            )
-        at = row.step, row.probe, row.kind
-        lines = [row.place, *_details(first, row, second, other)]
+        return Verdict(not is_truncated, agreed, "\n  ".join([text, *_notes(first, second)]))
+    row, other = pairs[agreed]
+    place: tuple[Any, ...] = ()
+    if row is None:
+        lines = [f"{first.path} ends before {other.place}, where {second.path} continues"]
+    elif other is None:
+        lines = [f"{second.path} ends before {row.place}, where {first.path} continues"]
+    elif row.place != other.place:
+        raise LedgerError(
+            f"{first.path} and {second.path} are from different programs: the first has "
+            f"{row.place}, the other has {other.place}. Compare runs with the same probes and "
+            "the same steps."
+        )
     else:
-        shorter, longer = (second, first) if row else (first, second)
-        place = longer.rows[agreed].place
-        lines = [f"{shorter.path} ends before {place}, where {longer.path} continues"]
+        place = row.step, row.probe, row.kind
+        lines = [row.place, *_details(first, row, second, other)]
     last = f"{agreed} rows agree; the last is {first.rows[agreed - 1].place}" if agreed else ""
     lines += [f"before it, {last}" if agreed else "nothing comes before it"]
-    return Verdict(False, agreed, "\n  ".join([*lines, *_notes(first, second)]), *at)
+    return Verdict(False, agreed, "\n  ".join([*lines, *_notes(first, second)]), *place)
 
 
 def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[str]:
     if (row.shape, row.dtype) != (other.shape, other.dtype):
         return [f"shape and dtype: {row.shape} {row.dtype} and {other.shape} {other.dtype}"]
     if row.fingerprint is None or other.fingerprint is None:
-        taken = first if other.fingerprint is None else second
-        return [f"only {taken.path} passed it: the other took another branch"]
+        passed = first if other.fingerprint is None else second
+        return [f"only {passed.path} passed it: the other took another branch"]
     values, others = first.values(row), second.values(other)
     lines = [f"fingerprints {row.fingerprint} and {other.fingerprint}"]
     if values is None or others is None:
@@ -97,11 +96,11 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
 
 
 def _notes(first: Contents, second: Contents) -> list[str]:
-    cut = [str(ledger.path) for ledger in (first, second) if ledger.is_truncated]
-    pairs = {what: (first.header[what], second.header[what]) for what in RAN_BY}
+    truncated = [ledger.path for ledger in (first, second) if ledger.is_truncated]
+    headers = ((k, a, second.header.get(k)) for k, a in first.header.items())
     return [
-        *(f"{path} is incomplete: its run was killed, or is writing" for path in cut),
-        *(f"they ran with different {k}: {a} and {b}" for k, (a, b) in pairs.items() if a != b),
+        *(f"{path} is incomplete: its run was killed, or is writing" for path in truncated),
+        *(f"they ran with different {k}: {a} and {b}" for k, a, b in headers if a != b),
     ]
 
 

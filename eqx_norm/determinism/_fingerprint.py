@@ -77,7 +77,7 @@ def of_array(
     order: tuple[int, ...] | None = None,
     part: UInt32[Array, ""] | None = None,
 ) -> UInt32[Array, "2"]:
-    """Returns the fingerprint of `x.transpose(order)`.
+    """Returns the fingerprint of `x.transpose(order)`, without the time that transposing takes.
 
     With `part`, `x` is that part of an array which is split along its first axis. The sum of
     the parts' fingerprints is the fingerprint of the array.

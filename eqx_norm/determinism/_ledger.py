@@ -18,11 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._fingerprint import hexadecimal
-from ._probe import Record
+from ._program import Record
 
-_FORMAT = "eqx_norm.determinism ledger, version 3"
-# The other fields of the header.
-RAN_BY = ("jax", "platform", "device")
+_FORMAT = "eqx_norm.determinism ledger, version 4"
 
 
 class Row(NamedTuple):
@@ -36,11 +34,10 @@ class Row(NamedTuple):
     fingerprint: str | None  # `None` in a branch that was not taken
     shape: tuple[int, ...]
     dtype: str
-    values: str | None  # their name in the step's file
 
     @property
     def place(self) -> str:
-        """Returns the step, probe and kind in words."""
+        """Returns in words which row it is: no two of a ledger have the same."""
         loops = f", iteration {'.'.join(map(str, self.iteration))}" if self.iteration else ""
         again = f", time {self.again}" if self.again > 1 else ""
         return f"step {self.step}: `{self.probe}` {self.kind}{loops}{again}"
@@ -77,17 +74,17 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        for taken in (self.path, _folder(self.path)):
-            if taken.exists():
+        for file in (self.path, _folder(self.path)):
+            if file.exists():
                 raise FileExistsError(
-                    f"Ledger({str(path)!r}): {taken} exists. Choose another name, or delete "
+                    f"Ledger({str(path)!r}): {file} exists. Choose another name, or delete "
                     "the file and its folder of values."
                 )
         device = jax.devices()[0]
         self._file = open(self.path, "x", encoding="ascii")  # noqa: SIM115 (`close` closes it)
         self._steps: set[int] = set()
-        ran_by = jax.__version__, device.platform, device.device_kind
-        self._write([{"format": _FORMAT, **dict(zip(RAN_BY, ran_by, strict=True))}])
+        ran_by = {"platform": device.platform, "device": device.device_kind}
+        self._write([{"format": _FORMAT, "jax": jax.__version__, **ran_by}])
 
     def append(self, step: SupportsIndex, record: Record) -> None:
         """Writes the rows of one step, and flushes them to the operating system.
@@ -110,21 +107,18 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             raise ValueError(
                 f"{self.path} has a step {step} already: number steps consecutively."
             )
-        rows, kept, seen = [], {}, Counter()
-        for i, probe in enumerate(record.plan):
-            seen[key := (probe.name, probe.kind, probe.iteration)] += 1
+        rows, times = [], Counter()
+        for probe, pair in zip(record.plan, prints, strict=True):
+            times[key := (probe.name, probe.kind, probe.iteration)] += 1
             # Both sums are 0 in a branch that was not taken, and for an empty array.
-            bits = hexadecimal(prints[i]) if prints[i].any() or 0 in probe.shape else None
-            values = str(i) if record.values and bits else None
-            if values:
-                kept[values] = np.asarray(record.values[i])
-            row = Row(step, *key, seen[key], bits, probe.shape, probe.dtype, values)
-            rows.append(row._asdict())
-        if kept:
-            folder = _folder(self.path)
-            folder.mkdir(exist_ok=True)
-            np.savez(folder / f"{step}.npz", **kept)
-        self._write(rows)
+            bits = hexadecimal(pair) if pair.any() or 0 in probe.shape else None
+            rows.append(Row(step, *key, times[key], bits, probe.shape, probe.dtype))
+        if record.values:
+            pairs = zip(rows, record.values, strict=True)
+            values: Any = {row.place: value for row, value in pairs}
+            _folder(self.path).mkdir(exist_ok=True)
+            np.savez(_folder(self.path) / f"{step}.npz", **values)
+        self._write([row._asdict() for row in rows])
         self._steps.add(step)
 
     def close(self) -> None:
@@ -141,11 +135,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
 
 class Contents(NamedTuple):
-    """Holds the contents of a ledger.
-
-    **Fields:** `path`; `header`, which names JAX's version and the device; `rows`, in the order
-    in which they were appended; `is_truncated`, whether the last line is incomplete.
-    """
+    """Holds what `read` returns."""
 
     path: Path
     header: dict[str, Any]
@@ -156,10 +146,10 @@ class Contents(NamedTuple):
         """Returns the kept values of a row (for keys, their data), or `None` if it has none, or
         if the folder is not beside the ledger."""
         path = _folder(self.path) / f"{row.step}.npz"
-        if row.values is None or not path.exists():
+        if row.fingerprint is None or not path.exists():
             return None
         with np.load(path) as file:
-            values = file[row.values]
+            values = file[row.place]
         # NumPy loads bfloat16 and other small floats as bytes without their dtype.
         return values.view(jnp.dtype(row.dtype)) if values.dtype.kind == "V" else values
 
@@ -169,7 +159,9 @@ def read(path: str | os.PathLike[str]) -> Contents:
 
     **Arguments:** `path`: the file.
 
-    **Returns:** its `path`, `header`, `rows` and `is_truncated`, with a method `values(row)`.
+    **Returns:** its `path`; `header`, which names JAX's version and the device; `rows`, in the
+    order in which they were appended; `is_truncated`, whether the last line is incomplete; and
+    a method `values(row)`.
 
     **Raises:** `LedgerError` for a file that cannot be read or is not a ledger of this version.
     """

@@ -1,8 +1,6 @@
 """Defines `monitor` and `monitor_module`, which mark values, and `recorded`, which reads them.
 
-Without `recorded` the marks vanish in compilation. `recorded` evaluates the traced program,
-with all derivatives and maps. So rows have the order of the program, forward before backward;
-no transformation misses or repeats a probe; and no callback is needed.
+Without `recorded` the marks vanish in compilation.
 """
 
 import functools
@@ -12,28 +10,11 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Shaped, UInt32
 
 from ._fingerprint import is_array
-from ._program import PROBE, Context, Plan, stage
+from ._program import PROBE, Context, Record, evaluate
 
 Tree = TypeVar("Tree")
-
-
-class Record(eqx.Module):
-    """Holds what the probes of one step saw, for `Ledger.append`.
-
-    It is a pytree, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
-    `jax.tree.map(lambda a: a[i], records)` takes out one member or step.
-
-    **Fields:** `fingerprints`: uint32, two for each row; `values`: the kept values of each row,
-    if any; `plan`: the name, kind, shape and dtype of each row.
-    """
-
-    fingerprints: UInt32[Array | np.ndarray, "*mapped rows 2"]
-    values: tuple[Shaped[Array | np.ndarray, "..."], ...]
-    plan: Plan = eqx.field(static=True)
 
 
 def recorded(
@@ -70,12 +51,11 @@ def recorded(
         # Wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
         jaxpr, outputs, rest = traced(*args, **kwargs)
-        staged = stage(jaxpr, Context(keep_values))
-        # One program for all, because an evaluated `jit` inside is not compiled separately.
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
-        results = jax.jit(staged.run)(*arrays)
-        output = jax.tree.unflatten(jax.tree.structure(outputs), results.outputs)
-        record = Record(jnp.asarray(results.rows), results.values, staged.plan)
+        # Compiled as one program, as the step would be, also if `recorded` is not inside `jit`.
+        run = jax.jit(functools.partial(evaluate, jaxpr, Context(keep_values)))
+        leaves, record = run(*arrays)
+        output = jax.tree.unflatten(jax.tree.structure(outputs), leaves)
         return eqx.combine(output, rest), record
 
     return with_record
@@ -120,15 +100,17 @@ def monitor(tree: Tree, name: str) -> Tree:
     def marked(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        inside = ".".join([name, *([_inside(path)] if path else [])])
         x = jnp.asarray(leaf)
-        return PROBE.bind(x, name=inside, kind="forward", order=tuple(range(x.ndim)))
+        order = tuple(range(x.ndim))
+        return PROBE.bind(x, name=_below(name, path), kind="forward", order=order)
 
     return jax.tree_util.tree_map_with_path(marked, tree)
 
 
-def _inside(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def _below(name: str, path: jax.tree_util.KeyPath) -> str:
+    """Returns a name with a path in the tree, of which either may be empty."""
+    below = jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(filter(None, [name, below]))
 
 
 # --- All layers of a model.
@@ -182,8 +164,7 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
         return isinstance(node, eqx.Module) and node is not model
 
     def inner(path: jax.tree_util.KeyPath, node: Any) -> Any:
-        below = f"{name}.{_inside(path)}" if name else _inside(path)
-        return _monitor_layers(node, below) if is_inner(node) else node
+        return _monitor_layers(node, _below(name, path)) if is_inner(node) else node
 
     if not isinstance(model, _WHOLE):
         model = jax.tree_util.tree_map_with_path(inner, model, is_leaf=is_inner)
@@ -216,8 +197,7 @@ def _monitor_output(output: Any, name: str) -> Any:
     def is_state(node: Any) -> bool:
         return isinstance(node, eqx.nn.State)
 
-    if type(output) is tuple and sum(map(is_state, output)) == len(output) - 1 > 0:
-        # An output and its state, as a `StatefulLayer` returns them: no `.0` in the name.
-        return tuple(part if is_state(part) else monitor(part, name) for part in output)
+    if type(output) is tuple and len(output) == 2 and is_state(output[1]):
+        return _monitor_output(output[0], name), output[1]  # without `.0` in the name
     states, rest = eqx.partition(output, is_state, is_leaf=is_state)
     return eqx.combine(states, monitor(rest, name), is_leaf=is_state)

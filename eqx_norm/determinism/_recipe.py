@@ -68,12 +68,9 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
         ("NCCL_NVLS_ENABLE", "0", "no sums in NVLink switches"),
     ]
     if cpu_threads is not None:
-        pieces = "the same pieces of work on any number of cores"
-        early.append((THREADS, str(cpu_threads), pieces))
+        early += [(THREADS, str(cpu_threads), "the same pieces of work on any number of cores")]
     # All are checked before the first is set.
-    settings = [
-        Setting(name, value, _status(call, name, value), of) for name, value, of in early
-    ]
+    settings = [Setting(n, v, _status(call, n, v), purpose) for n, v, purpose in early]
     for name, value, status, _ in settings:
         if status == SET and name == FLAG:
             flags = os.environ.get("XLA_FLAGS", "")

@@ -49,60 +49,49 @@ def step(model, state, x, y, key):
     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.01 * g, gradient)), state
 
 
-def run(path, fault):
+def put_in(fault, i, model, x, y, key):
+    """Returns the arguments of step i with a fault in one of them."""
+    match fault:
+        case "a flipped bit" if i == 3:
+            bits = model[3].weight.view(jnp.uint32)
+            weight = bits.at[3, 5].set(bits[3, 5] ^ 1).view(jnp.float32)
+            model = eqx.tree_at(lambda m: m[3].weight, model, weight)
+        case "another order":
+            model = eqx.tree_at(lambda m: m[4].fn.args[0], model, jnp.arange(8)[::-1])
+        case "a shuffled loader":
+            x, y = X[-1 - i], Y[-1 - i]
+        case "no seed":
+            key = jax.random.key(np.random.SeedSequence().generate_state(1)[0])
+        case "another label" if i == 4:
+            y = y.at[0].add(1)
+    return model, x, y, key
+
+
+def run(path, fault=None):
     model, state = eqx.nn.make_with_state(network)(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), STEPS)
     with Ledger(path) as ledger:
         for i in range(STEPS):
-            model, *batch = fault(i, model, X[i], Y[i], keys[i])
+            model, *batch = put_in(fault, i, model, X[i], Y[i], keys[i])
             (model, state), record = step(model, state, *batch)
             ledger.append(i, record)
     return path
 
 
-def none(i, model, *batch):
-    return model, *batch
-
-
-def a_flipped_bit(i, model, *batch):
-    """Flips the last bit of one weight."""
-    if i == 3:
-        bits = model[3].weight.view(jnp.uint32)
-        weight = bits.at[3, 5].set(bits[3, 5] ^ 1).view(jnp.float32)
-        model = eqx.tree_at(lambda m: m[3].weight, model, weight)
-    return model, *batch
-
-
-def another_order(i, model, *batch):
-    return eqx.tree_at(lambda m: m[4].fn.args[0], model, jnp.arange(8)[::-1]), *batch
-
-
-def a_shuffled_loader(i, model, x, y, key):
-    return model, X[-1 - i], Y[-1 - i], key
-
-
-def no_seed(i, model, x, y, key):
-    return model, x, y, jax.random.key(np.random.SeedSequence().generate_state(1)[0])
-
-
-def another_label(i, model, x, y, key):
-    return model, x, y.at[0].add(1) if i == 4 else y, key
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("reference") / "a.jsonl", none)
+    return run(tmp_path_factory.mktemp("reference") / "a.jsonl")
 
 
 @pytest.mark.parametrize(
     ("fault", "verdict"),
     [
-        (none, "the same: "),
-        (a_flipped_bit, "step 3: `weights.layers.3.weight` forward"),
-        (another_order, "step 0: `layers.4` forward"),
-        (a_shuffled_loader, "step 0: `x` forward"),
-        (no_seed, "step 0: `layers.2` forward"),
-        (another_label, "step 4: `loss` forward"),
+        (None, "the same: "),
+        ("a flipped bit", "step 3: `weights.layers.3.weight` forward"),
+        ("another order", "step 0: `layers.4` forward"),
+        ("a shuffled loader", "step 0: `x` forward"),
+        ("no seed", "step 0: `layers.2` forward"),
+        ("another label", "step 4: `loss` forward"),
     ],
 )
 def test_a_fault_is_found_where_it_is(reference, tmp_path, fault, verdict):

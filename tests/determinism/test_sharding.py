@@ -22,9 +22,11 @@ def loss(x, w, total=lambda s: s):
     examples = jax.vmap(one, in_axes=1)(jnp.swapaxes(x, 0, 1))
     return total(jnp.sum(monitor(examples, "examples")))
 
-def rows(loss, *arrays):
+def rows(loss, *arrays, **options):
     step = jax.value_and_grad(loss, argnums=1)
-    _, record = jax.jit(recorded(step))(*arrays)
+    _, record = jax.jit(recorded(step, **options))(*arrays)
+    for row, value in zip(record.fingerprints, record.values):
+        assert (row == fingerprint(value)).all()
     return np.asarray(record.fingerprints).tolist()
 
 one = rows(loss, X, W)
@@ -38,7 +40,7 @@ for shape, axes in (((2,), ("a",)), ((8,), ("a",)), ((2, 4), ("a", "b"))):
     def parts(x, w):
         return loss(x, w, lambda s: jax.lax.psum(s, axes))
     mapped = jax.shard_map(parts, mesh=mesh, in_specs=(P(axes), P()), out_specs=P())
-    assert rows(mapped, X, W) == one, mesh
+    assert rows(mapped, X, W, keep_values="b" in axes) == one, mesh
 
 # Also on a mesh of explicit axes: values of the parts are concatenated, shardings are kept.
 mesh = Mesh(devices, ("d",), axis_types=(AxisType.Explicit,))
@@ -49,6 +51,11 @@ with jax.set_mesh(mesh):
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("d")), 3)
         assert (record.values[0] == X).all()
         assert (record.fingerprints[0] == fingerprint(X)).all()
+
+# The shardings of a `jit` inside are kept, too.
+split = NamedSharding(Mesh(devices, "d"), P(None, "d"))
+y, _ = recorded(jax.jit(lambda x: monitor(x, "x"), out_shardings=split))(X)
+assert y.sharding.is_equivalent_to(split, 3)
 
 # Sharded arrays stay where they are: only the sums of rows are communicated.
 for spec in (P("d"), P(None, None, None, "d")):

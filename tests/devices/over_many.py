@@ -40,6 +40,6 @@ def test_what_is_sent_does_not_grow_with_the_devices():
     y, _ = compiled(state, x)
     exact = np.asarray(x, np.float64)
     centred = exact - exact.mean((0, 2), keepdims=True)
-    right = centred / np.sqrt(exact.var((0, 2), keepdims=True) + layer.eps)
-    assert np.abs(y - right).max() < 2e-6
+    expected = centred / np.sqrt(exact.var((0, 2), keepdims=True) + layer.eps)
+    assert np.abs(y - expected).max() < 2e-6
     assert (np.asarray(y)[:, 0] == 0).all()

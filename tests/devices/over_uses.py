@@ -29,14 +29,13 @@ from .ways import (
     L,
     Way,
     arguments,
-    collectives,
     error,
     forward,
     mesh_of,
     over_mesh,
     run,
     step_of,
-    taken,
+    take_step,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "devices.md"
@@ -55,14 +54,24 @@ def one_model(name, **options):
     return layer, None, lambda layer, _, x, mask=None: call(layer, x)
 
 
+def put(tree: Any, mesh: Any, axis_name: str | None, channels: int = C) -> Any:
+    """Places the arrays of a tree on a mesh, split along their channels."""
+
+    def placed(leaf: Any) -> Any:
+        spec = P(*(axis_name if size == channels else None for size in leaf.shape))
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(lambda leaf: placed(leaf) if eqx.is_array(leaf) else leaf, tree)
+
+
 @functools.cache
 def on_one_device(case):
-    return taken(CASES[case], Way(forward, step_of(forward), "batch"))[0]
+    return take_step(CASES[case], Way(forward, step_of(forward), "batch"))[0]
 
 
 @pytest.mark.parametrize(("case", "way"), sorted(set(PAIRS)))
 def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
-    outputs, sent, sent_forward = taken(CASES[case], WAYS[way]())
+    outputs, sent, sent_forward = take_step(CASES[case], WAYS[way]())
     quantities = zip(
         ("y", "memory", "parameters", "dx"), outputs, on_one_device(case), strict=True
     )
@@ -113,11 +122,8 @@ def test_statistics_are_shared_by_the_devices_that_are_named(axis_name, axes, gr
     y, states = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(states, x)
     one, state = make(C, "batch", approach=CASE.approach)
     expected = [jax.jit(forward)(one, state, part) for part in jnp.split(x, count)]
-    assert error(y, jnp.concatenate([y for y, _ in expected])) < 1e-6
-    memories = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *[state for _, state in expected]
-    )
-    assert error(states, memories) < 1e-6
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
+    assert error((y.reshape(stacked[0].shape), states), stacked) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -191,13 +197,13 @@ def test_a_scan_over_micro_batches_inside_shard_map():
 @pytest.mark.parametrize(
     ("name", "along", "parameters"),
     [
-        ("BatchNorm", P("a", "c"), P("c")),
-        ("BatchNorm", P("a", "c"), WHOLE),
-        ("BatchNorm", P(None, "c"), P("c")),
-        ("BatchNorm", P(("a", "c")), WHOLE),
-        ("LayerNorm", P("a", "c"), P("c")),
-        ("GroupNorm", P("a", "c"), P("c")),
-        ("RMSNorm", P(("a", "c")), WHOLE),
+        ("BatchNorm", P("a", "c"), "c"),
+        ("BatchNorm", P("a", "c"), None),
+        ("BatchNorm", P(None, "c"), "c"),
+        ("BatchNorm", P(("a", "c")), None),
+        ("LayerNorm", P("a", "c"), "c"),
+        ("GroupNorm", P("a", "c"), "c"),
+        ("RMSNorm", P(("a", "c")), None),
     ],
     ids=str,
 )
@@ -206,14 +212,9 @@ def test_explicit_axes_along_channels_too(name, along, parameters):
     layer, state, f = one_model(name, activation=eqx.nn.PReLU(0.3))
     expected, _ = run(step_of(f), layer, state, x, dy)
     mesh = mesh_of(AxisType.Explicit, a=4, c=2)
-
-    def put(leaf: Any, spec: P = parameters) -> Any:
-        spec = spec if jnp.shape(leaf)[-1:] in ((C,), (L,)) else WHOLE
-        return jax.device_put(leaf, NamedSharding(mesh, spec)) if eqx.is_array(leaf) else leaf
-
     with jax.set_mesh(mesh):
-        layer, state = jax.tree.map(put, layer), jax.tree.map(lambda a: put(a, WHOLE), state)
-        x, dy = put(x, along), put(dy, along)
+        layer, state = put(layer, mesh, parameters), put(state, mesh, None)
+        x, dy = jax.device_put((x, dy), NamedSharding(mesh, along))
         outputs, _ = run(step_of(f), layer, state, x, dy)
     assert jax.typeof(outputs[-1]).sharding.spec == jax.typeof(x).sharding.spec
     assert error(jax.device_get(outputs), expected) < 2e-6
@@ -221,32 +222,17 @@ def test_explicit_axes_along_channels_too(name, along, parameters):
 
 def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
     """Tests parameters and memory split along their channels, too (FSDP)."""
-    x, dy, _ = arguments(CASE)
-    x, dy = (jnp.tile(array, (1, 4, 1))[:, : 2 * DEVICES] for array in (x, dy))
-    mesh = mesh_of(devices=DEVICES)
-    layer, state = make(2 * DEVICES, "batch", approach=CASE.approach)
-    learnt, static = eqx.partition(layer, eqx.is_inexact_array)
-
-    def loss(learnt: Any, state: Any, x: Any, dy: Any) -> Any:
-        y, state = forward(eqx.combine(learnt, static), state, x)
-        return (y * dy).sum(), state
-
-    step = jax.jit(jax.grad(loss, has_aux=True), donate_argnums=1)
-
-    def placed(leaf: Any, is_split: bool) -> Any:
-        return jax.device_put(leaf, NamedSharding(mesh, SPLIT if is_split else WHOLE))
-
-    def along_channels(leaf: Any) -> Any:
-        return placed(leaf, leaf.shape == (2 * DEVICES,))
-
-    split = jax.tree.map(along_channels, (learnt, jax.tree.map(jnp.copy, state)))
-    arrays = (*split, placed(x, True), placed(dy, True))
-    sent = collectives(step.lower(*arrays).compile())
-    expected = step(learnt, state, x, dy)
-    assert error(step(*arrays), expected) < 1e-6
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arrays[1]))
+    channels, mesh = 2 * DEVICES, mesh_of(devices=DEVICES)
+    x, dy = (jnp.tile(array, (1, 4, 1))[:, :channels] for array in arguments(CASE)[:2])
+    layer, state = make(channels, "batch", approach=CASE.approach)
+    expected, _ = run(step_of(forward), layer, state, x, dy)
+    layer, state = put((layer, state), mesh, "devices", channels)
+    x, dy = jax.device_put((x, dy), NamedSharding(mesh, SPLIT))
+    outputs, sent = run(step_of(forward), layer, state, x, dy, donate="all-except-first")
+    assert error(outputs, expected) < 1e-6
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     # Parameters are gathered and sums of gradients spread; x stays where it is.
-    assert all(elements <= 3 * 2 * DEVICES for _, elements in sent), sent
+    assert all(elements <= 3 * channels for _, elements in sent), sent
 
 
 @pytest.mark.parametrize("way", ["shard_map", "jit"])

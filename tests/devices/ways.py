@@ -60,15 +60,7 @@ def forward(model: Any, state: Any, x: Any, mask: Any = None) -> Any:
     )(x, mask, state)
 
 
-def local(gradient: Any) -> Any:
-    return gradient
-
-
-def summed(gradient: Any) -> Any:
-    return jax.lax.psum(gradient, "devices")
-
-
-def step_of(forward: Any, total: Any = local) -> Callable[..., Any]:
+def step_of(forward: Any, summed_over: Any = ()) -> Callable[..., Any]:
     """Returns `step(model, state, x, dy, mask)`, which gives outputs, memory and gradients."""
 
     def step(model: Any, state: Any, x: Any, dy: Any, mask: Any = None) -> Any:
@@ -79,7 +71,7 @@ def step_of(forward: Any, total: Any = local) -> Callable[..., Any]:
 
         y, pull_back, state = jax.vjp(f, learnt, x, has_aux=True)
         dmodel, dx = pull_back(dy)
-        return y, state, total(dmodel), dx
+        return y, state, jax.lax.psum(dmodel, summed_over), dx
 
     return step
 
@@ -102,16 +94,16 @@ def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-def of_arrays(f: Any, mapped: Callable[[Any, int], Any]) -> Callable[..., Any]:
-    """Returns `f(model, state, *arrays)`, of which `mapped(f, len(arrays))` gets the arrays."""
+def of_arrays(f: Any, mapped: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `f(model, state, *arrays)`, whose model has only arrays for `mapped`."""
 
     def call(model: Any, state: Any, *arrays: Any) -> Any:
         parameters, static = eqx.partition(model, eqx.is_array)
 
-        def g(parameters: Any, *others: Any) -> Any:
-            return f(eqx.combine(parameters, static), *others)
+        def g(parameters: Any, state: Any, arrays: Any) -> Any:
+            return f(eqx.combine(parameters, static), state, *arrays)
 
-        return mapped(g, len(arrays))(parameters, state, *arrays)
+        return mapped(g)(parameters, state, arrays)
 
     return call
 
@@ -120,13 +112,10 @@ def over_mesh(
     f: Any, outputs: Any, mesh: Any, split: P = SPLIT, check_vma: bool = True
 ) -> Callable[..., Any]:
     """Returns `f(model, state, *arrays)`, which each device calls with its examples."""
-
-    def mapped(f: Any, arrays: int) -> Any:
-        inputs = (WHOLE, WHOLE, *(split,) * arrays)
-        options: Any = {"in_specs": inputs, "out_specs": outputs, "check_vma": check_vma}
-        return jax.shard_map(f, mesh=mesh, **options)
-
-    return of_arrays(f, mapped)
+    specs: Any = {"in_specs": (WHOLE, WHOLE, split), "out_specs": outputs}
+    return of_arrays(
+        f, functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **specs)
+    )
 
 
 def shard_map(check_vma: bool, inside: bool = False, devices: int = DEVICES) -> Way:
@@ -136,13 +125,12 @@ def shard_map(check_vma: bool, inside: bool = False, devices: int = DEVICES) -> 
     f = over_mesh(forward, (SPLIT, WHOLE), **options)
     if not inside:
         return Way(f, step_of(f))
-    step = step_of(forward, local if check_vma else summed)
+    step = step_of(forward, () if check_vma else "devices")
     return Way(f, over_mesh(step, (SPLIT, WHOLE, WHOLE, SPLIT), **options))
 
 
 def pmap() -> Way:
-    def mapped(f: Any, arrays: int) -> Any:
-        return jax.pmap(f, "devices", in_axes=(None, None, *(0,) * arrays))
+    mapped = functools.partial(jax.pmap, axis_name="devices", in_axes=(None, None, 0))
 
     def split(array: Any) -> Any:
         return array.reshape(DEVICES, -1, *array.shape[1:])
@@ -152,8 +140,8 @@ def pmap() -> Way:
         state, dmodel = jax.tree.map(lambda leaf: leaf[0], (state, dmodel))
         return y.reshape(N, C, L), state, dmodel, dx.reshape(N, C, L)
 
-    f, step = (of_arrays(f, mapped) for f in (forward, step_of(forward, summed)))
-    return Way(f, step, split=split, joined=joined)
+    step = of_arrays(step_of(forward, "devices"), mapped)
+    return Way(of_arrays(forward, mapped), step, split=split, joined=joined)
 
 
 def automatic(kind: AxisType) -> Way:
@@ -175,10 +163,8 @@ def filter_shard() -> Way:
 
     def step(model: Any, state: Any, *arrays: Any) -> Any:
         model, state = eqx.filter_shard((model, state), whole)
-        arrays = eqx.filter_shard(arrays, split)
-        y, state, dmodel, dx = step_of(forward)(model, state, *arrays)
-        state, dmodel = eqx.filter_shard((state, dmodel), whole)
-        return y, state, dmodel, dx
+        y, *others, dx = step_of(forward)(model, state, *eqx.filter_shard(arrays, split))
+        return y, *eqx.filter_shard(others, whole), dx
 
     return Way(forward, step, "batch", split=functools.partial(jax.device_put, device=split))
 
@@ -196,7 +182,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 }
 
 
-def taken(case: Case, way: Way) -> Any:
+def take_step(case: Case, way: Way) -> Any:
     """Returns the outputs of a step in this way, what its program sends, and what that of the
     forward pass sends."""
     options = {"approach": case.approach, "activation": case.activation}
@@ -212,26 +198,21 @@ def taken(case: Case, way: Way) -> Any:
 # --- What a program sends, and what comes out of it.
 
 
-class Collective(NamedTuple):
-    name: str
-    elements: int
-
-
-def run(f: Any, *arguments: Any) -> tuple[Any, list[Collective]]:
+def run(f: Any, *arguments: Any, **options: Any) -> tuple[Any, list[tuple[str, int]]]:
     """Returns the outputs of a function, and what its compiled program sends."""
-    jitted: Any = eqx.filter_jit(f)
+    jitted: Any = eqx.filter_jit(f, **options)
     compiled = jitted.lower(*arguments).compile()
     return compiled(*arguments), collectives(compiled.compiled)
 
 
-def collectives(compiled: Any) -> list[Collective]:
-    """Returns what an optimised program sends, and how many elements each device gets."""
+def collectives(compiled: Any) -> list[tuple[str, int]]:
+    """Returns the collectives of a program, and how many elements each device gets by them."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     collectives = []
     for result, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", compiled.as_text()):
         shapes = re.findall(r"[a-z]+\d+\[([\d,]*)\]", result)
         sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
-        collectives.append(Collective(name, sum(sizes)))
+        collectives.append((name, sum(sizes)))
     return collectives
 
 

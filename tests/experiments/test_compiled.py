@@ -76,7 +76,7 @@ def test_units(target, claim):
     row = dict(zip(compiled.CASE, (next(iter(values), ()) for values in case), strict=False))
     for units, holds in ((most, True), (most + 0.01, False), (math.inf, False)):
         verdicts = compiled.moves_little(target, [{**row, "units": units}])
-        assert (claim, holds) in [(said, held) for said, _, held in verdicts]
+        assert (claim, holds) in [(name, verdict) for name, _, verdict in verdicts]
 
 
 ROW = {"program": "LayerNorm", "shape": (8, 4), "direction": compiled.BOTH, "dtype": "float32"}
@@ -97,7 +97,7 @@ def test_no_more_than_equinox(field):
         (program, shape), reason = next(iter(compiled.LIMITS.items()))
         limited = [{**row, "program": program, "shape": shape} for row in (ours, PAIR[1])]
         _, goals = compiled.is_no_worse(limited)
-        assert [said[2] for said in goals] == [reason] * (not held)
+        assert [goal[2] for goal in goals] == [reason] * (not held)
 
 
 def test_one_table_of_all_devices(monkeypatch):

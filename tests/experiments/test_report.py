@@ -17,9 +17,9 @@ def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         importlib.reload(experiments)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"experiments: {name} is not installed")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"experiments: {name} is not installed")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
@@ -28,9 +28,9 @@ def test_what_is_published(holds, status, tmp_path, capsys):
     goals = [("5 times as fast", "4", "the way there")]
     texts = {"asked": "How?", "answer": "so", "tables": [report.table(("a", "b"), [(1, 22)])]}
     assert report.publish(tmp_path, "made", verdicts=verdicts, goals=goals, **texts) == status
-    said = capsys.readouterr().out
-    assert said.count("DOES NOT HOLD") == status
-    assert "| a | b  |\n| - | -- |\n| 1 | 22 |" in said
+    printed = capsys.readouterr().out
+    assert printed.count("DOES NOT HOLD") == status
+    assert "| a | b  |\n| - | -- |\n| 1 | 22 |" in printed
     written = json.loads((tmp_path / "results" / "made.json").read_text())
     assert written["verdicts"] == [list(verdict) for verdict in verdicts]
     assert {"processor", "cores", "python", "jax"} <= set(written["environment"])

@@ -12,6 +12,7 @@ EPS = 1e-5
 # So small that weight and bias, which walk at random for 100 steps, stay of order 1.
 LEARNING_RATE = 0.01
 RECORDED = (1, 2, 3, 10, 50, 100)
+FOLDER = Path(__file__).parent
 
 Arrays = dict[str, np.ndarray]
 # (weight and bias by name, or {}; a batch; the gradient of its output; the probe) to what
@@ -76,7 +77,7 @@ def record(case: Case, step: Step) -> Arrays:
         affine["weight"] = uniform(0.5, 1.5, (case.channels,))
         affine["bias"] = uniform(-1, 1, (case.channels,))
     probe = batch()
-    recorded: dict[str, list[np.ndarray]] = {}
+    recorded = []
     for k in range(1, max(RECORDED) + 1):
         x, dy = batch(), random.standard_normal(case.shape).astype(np.float32)
         # Copies, because some of these may be views of what the next step overwrites.
@@ -85,29 +86,21 @@ def record(case: Case, step: Step) -> Arrays:
             name: value - LEARNING_RATE * outputs[f"d{name}"] for name, value in affine.items()
         }
         if k in RECORDED:
-            for name, array in outputs.items():
-                recorded.setdefault(name, []).append(array)
-    return {name: np.stack(arrays) for name, arrays in recorded.items()}
+            recorded.append(outputs)
+    return {name: np.stack([step[name] for step in recorded]) for name in recorded[0]}
 
 
 def write(peer: str, run: Callable[[Case], Arrays], version: str) -> None:
-    content: dict[str, Any] = {
-        f"{case}/{name}": array
-        for case in CASES
-        if case.peer == peer
-        for name, array in run(case).items()
-    }
-    content["version"] = np.array(version)
+    content: dict[str, Any] = {}
+    for case in CASES:
+        if case.peer == peer:
+            content |= {f"{case}/{name}": array for name, array in run(case).items()}
     # Not compressed: the values are random, and zlib's bytes depend on its version.
-    np.savez(_path(peer), **content)
+    np.savez(FOLDER / f"{peer}.npz", **content, version=np.array(version))
 
 
 def golden(case: Case) -> Arrays:
     """Returns what `run(case)` gave when the golden file was written."""
     prefix = f"{case}/"
-    with np.load(_path(case.peer)) as file:
+    with np.load(FOLDER / f"{case.peer}.npz") as file:
         return {n.removeprefix(prefix): file[n] for n in file if n.startswith(prefix)}
-
-
-def _path(peer: str) -> Path:
-    return Path(__file__).with_name(f"{peer}.npz")
