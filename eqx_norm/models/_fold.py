@@ -13,7 +13,7 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
 from ._freeze import is_frozen
-from ._layers import Kind, copied, layers_of, listed, remembered_by, replaced
+from ._layers import Kind, copied, entries, layers_of, listed, state_of, with_nodes
 
 Model = TypeVar("Model")
 Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
@@ -82,7 +82,7 @@ def fold_pairs(
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
     """
-    folded = dict[str, Any]()
+    folded, markers = dict[str, Any](), set[Any]()
     for linear, norm in pairs.items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
@@ -91,8 +91,9 @@ def fold_pairs(
             raise ValueError(f"pairs={{{linear!r}: {norm!r}}}: {error}") from error
         # pyright takes the parent's abstract `__call__` for a field.
         folded[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
-    make = {path: lambda _, layer=layer: layer for path, layer in folded.items()}
-    return replaced(model, state, (*_LINEAR, eqx.nn.BatchNorm), make, lambda *_: {})
+        markers.add(after.memory_index.marker)
+    model = with_nodes(model, folded)
+    return model, state_of(model, entries(state), markers)
 
 
 class FoldedBatchNorm(eqx.nn.StatefulLayer):
@@ -131,9 +132,8 @@ def _at(path: str, model: Any, kind: Kind) -> Any:
 def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
-    memory = remembered_by(norm, state)[0]["memory_index"].statistics
-    _memory.check(memory, norm.approach, norm.input_size)
-    moments = _contract.infer(norm.approach, memory, norm.input_size)
+    memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
+    moments = _contract.infer(norm.approach, memory.statistics, norm.input_size)
     mean, rest, variance = map(_host, (moments.mean, moments.mean_pair.rest, moments.variance))
     scale = 1 / np.sqrt(variance + norm.eps)
     if norm.weight is not None:

@@ -8,7 +8,7 @@ import jax
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm.strategies import Frozen
 
-from ._layers import Where, chosen, copied, layers_of, mapped
+from ._layers import Where, chosen, copied, layers_of, with_nodes
 
 Model = TypeVar("Model")
 
@@ -43,12 +43,12 @@ def freeze(model: Model, where: Where | None = None) -> Model:
     The feature request for PyTorch: https://github.com/pytorch/pytorch/issues/66073.
     """
     layers = chosen(layers_of(model, BatchNorm), where, "freeze", "eqx_norm.BatchNorm")
-
-    def frozen(path: str, layer: BatchNorm) -> BatchNorm:
-        is_learning = path in layers and layer.approach.learns
-        return copied(layer, approach=Frozen(layer.approach)) if is_learning else layer
-
-    return mapped(model, BatchNorm, frozen)
+    frozen = {
+        path: copied(layer, approach=Frozen(layer.approach))
+        for path, layer in layers.items()
+        if layer.approach.learns
+    }
+    return with_nodes(model, frozen)
 
 
 def unfreeze(model: Model, where: Where | None = None) -> Model:
@@ -64,11 +64,8 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
     """
     frozen = {p: layer for p, layer in layers_of(model, BatchNorm).items() if is_frozen(layer)}
     layers = chosen(frozen, where, "unfreeze", "frozen BatchNorm")
-
-    def learning(path: str, layer: Any) -> BatchNorm:
-        return copied(layer, approach=layer.approach.strategy) if path in layers else layer
-
-    return mapped(model, BatchNorm, learning)
+    learning = {p: copied(n, approach=n.approach.strategy) for p, n in layers.items()}
+    return with_nodes(model, learning)
 
 
 def trainable(model: Any) -> Any:

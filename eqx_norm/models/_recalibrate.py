@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
-from eqx_norm.strategies import Cumulative, Seen
+from eqx_norm.strategies import Cumulative
 
-from ._carry import carry, dtype_of, is_new, with_statistics
+from ._carry import carry, dtype_of, with_statistics
 from ._layers import (
-    Entries,
-    OverMembers,
     chosen,
     copied,
     entries,
+    entries_of,
     layers_of,
-    remembered_by,
+    over_members,
     replaced,
     state_of,
 )
@@ -86,48 +86,47 @@ def recalibrate(
         changed = {"inference": False, "unbiased": False, "memory_axis_name": axes}
         return copied(norm, approach=Cumulative(), **changed)
 
-    pooler, after = replaced(model, state, BatchNorm, dict.fromkeys(norms, pooling), _empty)
+    pooler, after = replaced(model, state, norms, pooling, _empty)
     call, count = _over(norms) if forward is None else forward, 0
     for batch in batches:
         after = _step(call, pooler, after, _first(batch) if forward is None else batch)
         count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
-    notes, seen, unseen = list[str](), {}, {}
+    notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0
     for path, norm in norms.items():
-        old, new = (remembered_by(norm, s)[0]["memory_index"] for s in (state, after))
+        (old,), (new,) = (entries_of(norm, s) for s in (state, after))
         if skipped := np.max(new.rejected - old.rejected):
             notes.append(f"{path or 'the model'} skipped {skipped} that were not finite")
         if np.all(new.statistics.count_pair.value > 0):
-            seen[path] = lambda _, norm=norm: norm
+            (memory,) = carry(pooling(norm), norm, new)
         else:
-            counts = jnp.stack([old.accepted, new.rejected], -1)
-            unseen[norm.memory_index.marker] = Remembered(old.statistics, counts)
+            memory = Remembered(old.statistics, jnp.stack([old.accepted, new.rejected], -1))
+            unseen += 1
             notes.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
+        learnt[norm.memory_index.marker] = memory
     note = f"Of {count} batches: {'; '.join(notes)}."
-    if not seen:
+    if unseen == len(norms):
         raise ValueError(
             f"No batch norm got a finite batch. {note} Check the data, and that forward calls "
             "the model."
         )
     if notes:
         warnings.warn(note, stacklevel=2)
-    values = entries(replaced(pooler, after, BatchNorm, seen, carry)[1])
-    learnt = {n.memory_index.marker: values[n.memory_index.marker] for n in norms.values()}
-    return state_of(model, entries(state) | learnt | unseen)
+    return state_of(model, entries(state) | learnt)
 
 
-def _empty(old: BatchNorm, new: BatchNorm, remembered: Entries, over: OverMembers) -> Entries:
+def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
     """Returns an empty memory; raises for strategies without `load` before any data is read."""
 
-    def one(statistics: Any) -> Seen:
-        is_new(old, statistics)  # for its errors
-        empty = Cumulative().init(old.input_size, dtype_of(statistics))
-        old.approach.load(empty.moments)
+    def one(statistics: Any) -> Any:
+        _memory.check(statistics, old.approach, old.input_size)
+        empty = new.approach.init(old.input_size, dtype_of(statistics))
+        old.approach.load(new.approach.infer(empty))
         return empty
 
-    memory = remembered["memory_index"]
-    return {"memory_index": with_statistics(old, memory, over(one)(memory.statistics))}
+    statistics = over_members(one, memory.accepted)(memory.statistics)
+    return (with_statistics(old, memory, statistics),)
 
 
 # Compiled once for all calls with the same forward.

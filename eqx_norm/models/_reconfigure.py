@@ -1,7 +1,6 @@
 """Defines `reconfigure`, which changes settings of existing layers and keeps statistics."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -59,14 +58,7 @@ def reconfigure(
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
     layers = chosen(layers_of(model, _OURS), where, "reconfigure", what)
-    check(settings, layers)
-    make = dict.fromkeys(layers, lambda layer: _changed(layer, settings))
-    return replaced(model, state, _OURS, make, carry)
-
-
-def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a setting that none of the layers can change."""
-    has_batches = any(isinstance(layer, eqx.nn.BatchNorm) for layer in layers.values())
+    has_batches = any(isinstance(layer, BatchNorm) for layer in layers.values())
     known = sorted(_OF_EXAMPLES + (_OF_BATCHES if has_batches else ()))
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(
@@ -74,6 +66,7 @@ def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
             f"{', '.join(known)}. Use eqx.tree_at for weights, and eqx.nn.inference_mode for "
             "training and inference mode."
         )
+    return replaced(model, state, layers, lambda layer: _changed(layer, settings), carry)
 
 
 def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:

@@ -21,8 +21,8 @@ from eqx_norm._rms_norm import RMSNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
 from ._carry import batches_of, is_new
-from ._layers import Entries, OverMembers, Where, chosen, copied, layers_of, replaced
-from ._reconfigure import check, reconfigure
+from ._layers import Where, chosen, copied, layers_of, over_members, replaced
+from ._reconfigure import reconfigure
 
 Model = TypeVar("Model")
 
@@ -35,11 +35,6 @@ _TO_OURS: dict[Any, Any] = {
 _TO_THEIRS: dict[Any, Any] = {ours: theirs for theirs, ours in _TO_OURS.items()}
 _TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
 _THEIRS, _OURS = (eqx.nn.BatchNorm, *_TO_OURS), (BatchNorm, *_TO_THEIRS)
-# The fields of Equinox's layer for its count, or whether it is new, and for its statistics.
-_FIELDS = {
-    "ema": ("ema_first_time_index", "ema_state_index"),
-    "batch": ("batch_counter", "batch_state_index"),
-}
 
 
 def swap(
@@ -97,9 +92,8 @@ def swap(
         "where the model makes them.)"
     )
     layers = chosen(layers_of(model, _THEIRS), where, "swap", what)
-    check(overrides, layers)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, _OURS)}
-    model, state = replaced(model, state, _THEIRS, dict.fromkeys(theirs, _ours), _carry)
+    model, state = replaced(model, state, theirs, _ours, _carry)
     if not (overrides and theirs):
         return model, state
     return reconfigure(model, state, lambda path, _: path in theirs, **overrides)
@@ -141,8 +135,7 @@ def unswap(
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
     layers = chosen(layers_of(model, _OURS), where, "unswap", "layer of eqx_norm")
-    make = dict.fromkeys(layers, lambda layer: _theirs(layer, mode))
-    return replaced(model, state, _OURS, make, _carry_back)
+    return replaced(model, state, layers, lambda layer: _theirs(layer, mode), _carry_back)
 
 
 def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
@@ -174,16 +167,16 @@ def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
     return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
-def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
-    """Returns the memory, and the counts of accepted and rejected batches."""
-    if not {*_FIELDS[old.mode]} <= {*remembered}:
+def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Remembered]:
+    """Returns the memory, given the count, or whether the layer is new, and the statistics."""
+    if len(entries) != 2:
         raise ValueError(
             "eqx.nn.Shared shares an index of this layer, which swap cannot follow. Share the "
             "whole layer, or its weights."
         )
-    count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
+    count, (mean, variance) = entries
 
-    def one(count: Array, mean: Array, variance: Array) -> Entries:
+    def one(count: Array, mean: Array, variance: Array) -> Remembered:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
         many = Running.loaded(empty.mean, empty.variance).batches
@@ -197,9 +190,9 @@ def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entrie
         variance = variance.real.astype(empty.batches.dtype)
         learnt = Running.loaded(mean.astype(dtype), variance, batches)
         memory = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), empty, learnt)
-        return {"memory_index": Remembered(memory, jnp.stack([steps, 0 * steps]))}
+        return Remembered(memory, jnp.stack([steps, 0 * steps]))
 
-    return over(one)(count, mean, variance)
+    return (over_members(one, count)(count, mean, variance),)
 
 
 def _debiased(
@@ -249,10 +242,12 @@ def _mode(layer: BatchNorm) -> str:
     )
 
 
-def _carry_back(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
-    """Returns Equinox's two entries: the count, or whether it is new, and the statistics."""
+def _carry_back(
+    old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
+) -> tuple[Array, tuple[Array, Array]]:
+    """Returns the count, or whether the layer is new, and the statistics."""
 
-    def one(statistics: Any, accepted: Array) -> Entries:
+    def one(statistics: Any, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
         count = fresh = is_new(old, statistics)
         moments = old.approach.infer(statistics)
         mean, variance = moments.mean, moments.variance
@@ -261,11 +256,10 @@ def _carry_back(old: Any, new: Any, remembered: Entries, over: OverMembers) -> E
         else:
             count = jnp.where(fresh, 0, jnp.maximum(accepted, _many(new)))
             count = count.astype(jnp.result_type(int))
-        entries = count, (mean, variance.astype(mean.dtype))
-        return dict(zip(_FIELDS[new.mode], entries, strict=True))
+        return count, (mean, variance.astype(mean.dtype))
 
-    memory = remembered["memory_index"]
-    return over(one)(memory.statistics, batches_of(old, memory))
+    batches = batches_of(old, memory)
+    return over_members(one, batches)(memory.statistics, batches)
 
 
 def _many(layer: eqx.nn.BatchNorm) -> int:

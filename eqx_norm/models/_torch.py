@@ -12,7 +12,7 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import entries, layers_of, listed, located, name, state_of
+from ._layers import entries, layers_of, listed, located, path_of as name, state_of
 from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, place, slots_of
 from ._torch_match import Names, TorchReport, key, match, prefixes_of
 

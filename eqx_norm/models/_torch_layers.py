@@ -12,7 +12,7 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import located, name, remembered_by
+from ._layers import located, path_of as name, entries_of
 
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
@@ -80,7 +80,7 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
         )
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
-    memory = remembered_by(norm, state)[0]["memory_index"]
+    (memory,) = entries_of(norm, state)
     batches = batches_of(norm, memory)
     if batches.ndim:
         raise ValueError(_ENSEMBLE)
