@@ -73,24 +73,23 @@ def replaced(
     """Returns the model with `make(layer)` in place of these layers, and a state that fits it.
 
     `carry(old, new, *entries)` returns the entries of a new layer, given those of the old one,
-    in the order of the layers' fields. It is called once for layers that share a state.
+    in the order of the layers' fields.
 
     **Raises:** `ValueError` for a state of another model. Every error names the layer.
     """
-    values, nodes = entries(state), dict[str, Any]()
-    known: dict[tuple[Any, ...], dict[str, Any]] = {}  # the new markers, by the old ones
+    values, nodes, dropped = entries(state), dict[str, Any](), set[Any]()
     for path, old in layers.items():
         with located(path, old):
             new = make(old)
-            held, indices = entries_of(old, state), _indices(old)
-            markers = tuple(index.marker for index in indices.values())
-            if markers not in known:
-                known[markers] = _markers(indices, _indices(new))
-                carried = carry(old, new, *held) if indices else ()
-                values |= zip(known[markers].values(), carried, strict=True)
-        nodes[path] = copied(new, **{f: _index(m) for f, m in known[markers].items()})
+            if markers := _markers(old):
+                carried = carry(old, new, *entries_of(old, state))
+                fields = {field: _marker(markers, field) for field in _markers(new)}
+                values |= zip(fields.values(), carried, strict=True)
+                dropped |= {*markers.values()}
+                new = copied(new, **{field: _index(marker) for field, marker in fields.items()})
+            nodes[path] = new
     model = with_nodes(model, nodes)
-    return model, state_of(model, values, {marker for markers in known for marker in markers})
+    return model, state_of(model, values, dropped)
 
 
 def entries_of(layer: Any, state: eqx.nn.State) -> list[Any]:
@@ -98,13 +97,13 @@ def entries_of(layer: Any, state: eqx.nn.State) -> list[Any]:
 
     **Raises:** `ValueError` for a state of another model.
     """
-    values, indices = entries(state), _indices(layer).values()
-    if lost := [index.marker for index in indices if index.marker not in values]:
+    values, markers = entries(state), _markers(layer).values()
+    if lost := [marker for marker in markers if marker not in values]:
         raise ValueError(
             f"The state has no entry for this layer ({lost[0]!r}): it belongs to another "
             "model. Pass the state that was made, or returned, with this model."
         )
-    return [values[index.marker] for index in indices]
+    return [values[marker] for marker in markers]
 
 
 def over_members(function: Function, number: Any) -> Function:
@@ -159,23 +158,23 @@ def _fields(layer: Any) -> dict[str, Any]:
     return {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
 
 
-def _indices(layer: Any) -> dict[str, Any]:
-    """Returns the indices into the state by the names of their fields."""
-    return {
-        f: index for f, index in _fields(layer).items() if isinstance(index, eqx.nn.StateIndex)
-    }
+def _markers(layer: Any) -> dict[str, Any]:
+    """Returns the markers of a layer's indices into the state by the names of their fields."""
+    indices = _fields(layer).items()
+    return {f: index.marker for f, index in indices if isinstance(index, eqx.nn.StateIndex)}
 
 
-def _markers(indices: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    """Returns the markers of new indices: the old marker if a field of that name had one.
+def _marker(markers: Mapping[str, Any], field: str) -> Any:
+    """Returns the marker of a new layer's index, given those of the old layer.
 
     A marker that is a string ends in the name of its field, `Model.norm.batch_counter`. A new
-    one differs only in that end, so it is the one that `make_with_state` would give.
+    one differs only in that end, so it is the one that `make_with_state` would give. Layers
+    with equal markers share a state, and their new markers are equal, too.
     """
-    old = {field: index.marker for field, index in indices.items()}
-    stems = [m.removesuffix(field) for field, m in old.items() if isinstance(m, str)]
-    new = {field: stems[0] + field if stems else object() for field in fields}
-    return new | {field: old[field] for field in new if field in old}
+    first, marker = next(iter(markers.items()))
+    if isinstance(marker, str):
+        return marker.removesuffix(first) + field
+    return marker if field == first else (marker, field)
 
 
 def _index(marker: Any) -> eqx.nn.StateIndex[Any]:

@@ -12,8 +12,8 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import entries, layers_of, listed, located, path_of as name, state_of
-from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, place, slots_of
+from ._layers import entries, layers_of, listed, located, state_of, with_nodes
+from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, slots_of
 from ._torch_match import Names, TorchReport, key, match, prefixes_of
 
 Model = TypeVar("Model")
@@ -72,29 +72,27 @@ def from_torch(
     loaded = dict[str, jax.Array]()
     for path, prefix in report.matched.items():
         for field, slot in slots[path].items():
-            if (array := arrays.get(k := key(prefix, field))) is None:
-                continue
-            if array.shape == slot.shape:
-                array = slot.from_torch(array)
-                loaded[slot.path] = _cast(k, array, slot.array.dtype, problems)
-            else:
-                problems.append(f"{k} has the shape {array.shape}, not {slot.shape} as here")
-    learnt = dict[Any, Any]()
+            if (k := key(prefix, field)) in arrays:
+                try:
+                    loaded[slot.path] = _loaded(arrays[k], slot, field)
+                except ValueError as error:
+                    problems.append(f"{k} {error}")
+    learnt = dict[Any, Remembered]()
     for path, norm in {} if problems else layers_of(model, BatchNorm).items():
-        if place(path, MEAN) in loaded and place(path, VARIANCE) in loaded:
+        statistics = (loaded.get(slots[path][field].path) for field in (MEAN, VARIANCE, COUNT))
+        mean, variance, count = statistics
+        if mean is not None and variance is not None:
             with located(path, norm):
-                moments = Moments.of(loaded[place(path, MEAN)], loaded[place(path, VARIANCE)])
-                statistics = norm.approach.load(moments)
-            counts = jnp.zeros(2, jnp.int32).at[0].set(loaded.get(place(path, COUNT), 0))
-            learnt[norm.memory_index.marker] = Remembered(statistics, counts)
-    said = [listed(problems, "\n    ")] if problems else []
+                memory = norm.approach.load(Moments.of(mean, variance))
+            counts = jnp.zeros(2, jnp.int32).at[0].set(0 if count is None else count)
+            learnt[norm.memory_index.marker] = Remembered(memory, counts)
+    lines = [listed(problems, "\n    ")] if problems else []
     if strict and report.leftovers:
-        said += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
-    if said:
-        raise ValueError("\n    ".join(["Nothing was loaded:", *said]))
-    model = jax.tree_util.tree_map_with_path(lambda p, leaf: loaded.get(name(p), leaf), model)
+        lines += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
+    if lines:
+        raise ValueError("\n    ".join(["Nothing was loaded:", *lines]))
     after: Any = None if state is None else state_of(model, entries(state) | learnt)
-    return model, after, report
+    return with_nodes(model, loaded), after, report
 
 
 def to_torch(
@@ -123,9 +121,10 @@ def to_torch(
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
     slots, state_dict = slots_of(model, state), dict[str, np.ndarray]()
-    for path, prefix in prefixes_of(slots, names).items():
-        layer = {} if prefix is None else slots[path]
-        arrays = {key(prefix or "", field): _portable(slot) for field, slot in layer.items()}
+    prefixes, _, skipped = prefixes_of(slots, names)
+    for path in (path for path in slots if path not in skipped):
+        layer = slots[path].items()
+        arrays = {key(prefixes[path], field): _portable(slot) for field, slot in layer}
         if both := sorted(arrays.keys() & state_dict.keys()):
             raise ValueError(
                 f"{path!r} and another layer have the same name: both would write {both}. Give "
@@ -164,19 +163,21 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _cast(k: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.Array:
-    """Returns the array in another dtype; adds invalid statistics to `problems`."""
-    field = k.rpartition(".")[2]
+def _loaded(array: np.ndarray, slot: Slot, field: str) -> jax.Array:
+    """Returns PyTorch's array as the model holds it; raises `ValueError` if it does not fit."""
+    if array.shape != slot.shape:
+        raise ValueError(f"has the shape {array.shape}, not {slot.shape} as here")
     if field == COUNT:
         return jnp.int32(min(int(array), np.iinfo(np.int32).max))
+    dtype = slot.array.dtype
     with np.errstate(over="ignore"):
         # A copy, because PyTorch updates its arrays in place.
-        new = jnp.asarray(array.astype(dtype, order="C"))
+        new = jnp.asarray(slot.from_torch(array).astype(dtype, order="C"))
     may_be_infinite = field not in (MEAN, VARIANCE) and not np.isfinite(array).all()
     if not (may_be_infinite or jnp.isfinite(new).all()):
-        problems.append(f"{k} is not finite in {dtype}")
+        raise ValueError(f"is not finite in {dtype}")
     if field == VARIANCE and (new < 0).any():
-        problems.append(f"{k} is negative")
+        raise ValueError("is negative")
     return new
 
 

@@ -1,7 +1,5 @@
 """Lists the arrays of a model with their names and layouts in PyTorch."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +10,7 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import located, path_of as name, entries_of
+from ._layers import entries_of, located, path_of
 
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
@@ -24,17 +22,38 @@ _ENSEMBLE = "it belongs to an ensemble: convert the members one by one, then sta
 
 
 class Slot(NamedTuple):
-    """Holds an array, its place, and conversions from PyTorch's layout and to it."""
+    """Holds an array, and converts its layout from PyTorch's and to it.
+
+    **Fields:** `path`: of the array in the model, or a name of a statistic, which is in the
+    state; `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
+    convolution, for its weight.
+    """
 
     path: str
     array: Any
-    from_torch: Callable[[np.ndarray], np.ndarray] = np.asarray
-    to_torch: Callable[[np.ndarray], np.ndarray] = np.asarray
+    is_flat: bool = False
+    groups: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the array's shape in PyTorch."""
         return self.to_torch(np.empty(self.array.shape, bool)).shape
+
+    def from_torch(self, array: np.ndarray) -> np.ndarray:
+        return self._turned(array).reshape(self.array.shape)
+
+    def to_torch(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1) if self.is_flat else self._turned(array)
+
+    def _turned(self, weight: np.ndarray) -> np.ndarray:
+        """Converts the weight of a transposed convolution, either way: Equinox stores that of
+        the convolution it computes, PyTorch of the one whose transpose it computes."""
+        if self.groups is None:
+            return weight
+        first, second, *kernel = weight.shape
+        weight = np.flip(weight, tuple(range(2, weight.ndim)))
+        weight = weight.reshape(self.groups, first // self.groups, second, *kernel)
+        return weight.swapaxes(1, 2).reshape(second * self.groups, -1, *kernel)
 
 
 # By the path of a layer, then by PyTorch's name; an array outside of layers has the name "".
@@ -46,8 +65,7 @@ def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) ->
 
     **Raises:** `ValueError` for a batch norm that cannot be converted.
     """
-    slots = Slots()
-    owner, is_layer = name(above), isinstance(model, _KNOWN)
+    slots, owner = Slots(), path_of(above)
     with located(owner, model):
         if isinstance(model, eqx.nn.BatchNorm):
             slots[owner] = _statistics(owner, model, state)
@@ -55,22 +73,16 @@ def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) ->
     def is_inner(node: Any) -> bool:
         return node is not model and isinstance(node, _KNOWN)
 
-    for below, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
-        path, field = name((*above, *below)), name(below)
-        if is_inner(leaf):
-            slots |= slots_of(leaf, state, (*above, *below))
-        elif eqx.is_inexact_array(leaf) and is_layer and field in _FIELDS:
+    for below, node in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
+        path, field = path_of((*above, *below)), path_of(below)
+        if is_inner(node):
+            slots |= slots_of(node, state, (*above, *below))
+        elif eqx.is_inexact_array(node) and isinstance(model, _KNOWN) and field in _FIELDS:
             with located(owner, model):
-                slot = Slot(path, leaf, *_layouts(model, field, leaf.shape))
-            slots.setdefault(owner, {})[_FIELDS[field]] = slot
-        elif eqx.is_inexact_array(leaf):
-            slots[path] = {"": Slot(path, leaf)}
+                slots.setdefault(owner, {})[_FIELDS[field]] = _slot(path, model, field, node)
+        elif eqx.is_inexact_array(node):
+            slots[path] = {"": Slot(path, node)}
     return slots
-
-
-def place(norm: str, statistic: str) -> str:
-    """Returns the place of a statistic, which is in the state and has no path in the model."""
-    return f"{norm} {statistic}"
 
 
 def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
@@ -88,28 +100,17 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
     moments = norm.approach.infer(memory.statistics)
     count = np.array(batches, np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
-    return {key: Slot(place(path, key), array) for key, array in arrays.items()}
+    return {name: Slot(f"{path} {name}", array) for name, array in arrays.items()}
 
 
-def _layouts(layer: Any, field: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Returns functions that convert an array of a layer from PyTorch's layout, and to it."""
+def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
     rank = layer.num_spatial_dims + 2 if isinstance(layer, _CONVS) else 2
     if isinstance(layer, _NORMS):
         rank = len(getattr(layer, "shape", (None,)))
-    if field == "weight" and len(shape) != rank:
+    if field == "weight" and array.ndim != rank:
         raise ValueError(_ENSEMBLE)
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
-        turned = functools.partial(_turned, layer.groups)
-        return turned, turned
+        return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
-    is_flat = isinstance(layer, eqx.nn.PReLU) or (isinstance(layer, _CONVS) and field == "bias")
-    return (lambda a: a.reshape(shape)), (lambda a: a.reshape(-1) if is_flat else a)
-
-
-def _turned(groups: int, weight: np.ndarray) -> np.ndarray:
-    """Converts the weight of a transposed convolution, either way. Equinox stores the weight of
-    the convolution it computes, PyTorch of the convolution whose transpose it computes."""
-    first, second, *kernel = weight.shape
-    weight = np.flip(weight, tuple(range(2, weight.ndim)))
-    weight = weight.reshape(groups, first // groups, second, *kernel)
-    return weight.swapaxes(1, 2).reshape(second * groups, -1, *kernel)
+    is_bias = isinstance(layer, _CONVS) and field == "bias"
+    return Slot(path, array, is_flat=is_bias or isinstance(layer, eqx.nn.PReLU))

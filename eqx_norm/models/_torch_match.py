@@ -2,8 +2,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,32 +46,49 @@ class TorchReport(NamedTuple):
 
 def match(slots: Slots, arrays: Mapping[str, np.ndarray], names: Names) -> TorchReport:
     """Returns which layers and which entries of a `state_dict` belong together."""
-    parts = _parts(slots, names)
-    prefixes = {path: _prefix(path, parts) for path in slots}
-    # The prefixes that layers left out would have: their entries are not left over.
-    kept = {part: prefix for part, prefix in parts.items() if prefix is not None}
-    skipped = {p: _prefix(p, kept) or "" for p, prefix in prefixes.items() if prefix is None}
-    keys = {path: _keys(slots[path], prefix) for path, prefix in prefixes.items()}
-    unnamed = [p for p in slots if not any(_begins(_dotted(p), part) for part in parts)]
-    absent = {p: slots[p] for p in unnamed if not keys[p] & arrays.keys()}
-    for path, prefix in _by_order(absent, arrays, {*prefixes.values(), *skipped.values()}):
-        prefixes[path], keys[path] = prefix, _keys(slots[path], prefix)
-    matched = {p: prefixes[p] or "" for p in slots if keys[p] & arrays.keys()}
-    wanted = dict.fromkeys(k for path in slots for k in sorted(keys[path]))
+    prefixes, named, skipped = prefixes_of(slots, names)
+
+    def keys(path: str) -> list[str]:
+        return [key(prefixes[path], name) for name in sorted(slots[path])]
+
+    def is_there(path: str) -> bool:
+        return not arrays.keys().isdisjoint(keys(path))
+
+    absent = {p: slots[p] for p in slots if p not in named and not is_there(p)}
+    prefixes |= _by_order(absent, arrays, {*prefixes.values()})
+    wanted = dict.fromkeys(k for path in slots if path not in skipped for k in keys(path))
+    matched = {p: prefixes[p] for p in slots if p not in skipped and is_there(p)}
     missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
-    out = tuple(f"{prefix}." for prefix in skipped.values())
-    unexpected = tuple(k for k in arrays if k not in wanted and not f"{k}.".startswith(out))
-    return TorchReport(matched, tuple(skipped), missing, unexpected)
+    left_out = tuple(f"{prefixes[path]}." for path in skipped)
+    unexpected = (k for k in arrays if k not in wanted and not f"{k}.".startswith(left_out))
+    return TorchReport(matched, tuple(skipped), missing, tuple(unexpected))
 
 
-def prefixes_of(paths: Iterable[str], names: Names) -> dict[str, str | None]:
-    """Returns PyTorch's prefix for each path: from `names`, or the path with dots.
+def prefixes_of(
+    paths: Iterable[str], names: Names
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns PyTorch's prefix for each path, the paths that `names` decides on, and those of
+    them that it leaves out, whose prefix is the one that they would have otherwise.
 
     **Raises:** `ValueError` if `names` has a key with which no path begins.
     """
-    paths = list(paths)
-    parts = _parts(paths, names)
-    return {path: _prefix(path, parts) for path in paths}
+    dotted = {path: _dotted(path) for path in paths}
+    pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
+    if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
+        raise ValueError(
+            f"names has {unused}, but no layer's path begins so. The paths are "
+            f"{listed(map(repr, dotted))}."
+        )
+    rules = [(_dotted(part), prefix) for part, prefix in pairs.items()]
+    rules.sort(key=lambda rule: len(rule[0]), reverse=True)  # the longest decides
+    prefixes, named, skipped = dict[str, str](), list[str](), list[str]()
+    for path, name in dotted.items():
+        applicable = [rule for rule in rules if _begins(name, rule[0])]
+        part, prefix = next((rule for rule in applicable if rule[1] is not None), ("", ""))
+        prefixes[path] = key(_dotted(prefix or ""), name[len(part) :].removeprefix("."))
+        named += [path] if applicable else []
+        skipped += [path] if applicable and applicable[0][1] is None else []
+    return prefixes, named, skipped
 
 
 def key(prefix: str, name: str) -> str:
@@ -79,52 +96,24 @@ def key(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
 
 
-def _keys(names: Iterable[str], prefix: str | None) -> set[str]:
-    return set() if prefix is None else {key(prefix, name) for name in names}
-
-
-def _parts(paths: Iterable[str], names: Names) -> dict[str, str | None]:
-    """Returns PyTorch's prefixes by paths or their beginnings, both with dots."""
-    dotted = {path: _dotted(path) for path in paths}
-    pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
-    unused = [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]
-    if unused:
-        raise ValueError(
-            f"names has {unused}, but no layer's path begins so. The paths are "
-            f"{listed(map(repr, dotted))}."
-        )
-    return {_dotted(p): None if name is None else _dotted(name) for p, name in pairs.items()}
-
-
-def _prefix(path: str, parts: Mapping[str, str | None]) -> str | None:
-    """Returns PyTorch's prefix for a path: its longest beginning in `parts` is replaced."""
-    path = _dotted(path)
-    part = max((part for part in parts if _begins(path, part)), key=len, default=None)
-    if part is None:
-        return path
-    prefix = parts[part]
-    return None if prefix is None else key(prefix, path[len(part) :].removeprefix("."))
-
-
 def _by_order(
-    slots: Slots, arrays: Mapping[str, np.ndarray], taken: Iterable[str | None]
-) -> Iterator[tuple[str, str]]:
-    """Yields layers and prefixes by order, in each group whose arrays have the same names and
+    slots: Slots, arrays: Mapping[str, np.ndarray], taken: Container[str]
+) -> dict[str, str]:
+    """Returns prefixes of layers by order, in each group whose arrays have the same names and
     shapes, if it is equally large in the model and the `state_dict`."""
-    forms = defaultdict[str, set[tuple[str, tuple[int, ...]]]](set)
+    ours, theirs = defaultdict[str, Any](dict), defaultdict[str, Any](dict)
+    for path, layer in slots.items():
+        ours[path] = {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
     for k, array in arrays.items():
         prefix, _, name = k.rpartition(".")
-        if name != COUNT and prefix not in taken:
-            forms[prefix].add((name, array.shape))
-    paths, prefixes = defaultdict[object, list[str]](list), defaultdict[object, list[str]](list)
-    for path, layer in slots.items():
-        form = frozenset((name, slot.shape) for name, slot in layer.items() if name != COUNT)
-        paths[form].append(path)
-    for prefix, form in forms.items():
-        prefixes[frozenset(form)].append(prefix)
-    for form, layers in paths.items():
-        if len(layers) == len(prefixes[form]):
-            yield from zip(layers, prefixes[form], strict=True)
+        if prefix not in taken:
+            theirs[prefix] |= {name: array.shape, COUNT: ()}
+    prefixes = dict[str, str]()
+    for path, shapes in ours.items():
+        equal, candidates = ([p for p in d if d[p] == shapes] for d in (ours, theirs))
+        if len(equal) == len(candidates):
+            prefixes[path] = candidates[equal.index(path)]
+    return prefixes
 
 
 def _dotted(path: str) -> str:

@@ -140,7 +140,7 @@ def test_layers_that_share_a_state_still_do():
     state, model = eqx.nn.State(model), eqx.nn.delete_init_state(model)
     new, new_state = swap(model, state)
     indices = [layer.memory_index.marker for layer in (new.first, *new.second)]
-    assert indices[0] is indices[1] is not indices[2]
+    assert indices[0] == indices[1] != indices[2]
     assert new.first.weight is new.second[0].weight
     assert (len(entries(new_state)), len(entries(unswap(new, new_state)[1]))) == (2, 4)
 
