@@ -13,9 +13,8 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
 from ._freeze import is_frozen
-from ._layers import Kind, copied, entries, layers_of, listed, state_of, with_nodes
+from ._layers import Kind, Model, copied, entries, layers_of, listed, state_of, with_nodes
 
-Model = TypeVar("Model")
 Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
@@ -134,17 +133,12 @@ def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
         raise ValueError(f"{obstacle}.")
     memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
     moments = _contract.infer(norm.approach, memory.statistics, norm.input_size)
-    mean, rest, variance = map(_host, (moments.mean, moments.mean_pair.rest, moments.variance))
-    scale = 1 / np.sqrt(variance + norm.eps)
-    if norm.weight is not None:
-        scale = scale * _host(norm.weight)
-    bias = np.zeros(norm.input_size) if layer.bias is None else _host(layer.bias).reshape(-1)
-    bias = scale * (bias - mean - rest)
-    if norm.bias is not None:
-        bias = bias + _host(norm.bias)
+    mean = _vector(moments.mean) + _vector(moments.mean_pair.rest)
+    scale = _vector(norm.weight, 1.0) / np.sqrt(_vector(moments.variance) + norm.eps)
+    bias = scale * (_vector(layer.bias) - mean) + _vector(norm.bias)
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
-    weight = _host(layer.weight) * scale.reshape(-1, 1, *ones)
+    weight = np.asarray(layer.weight, np.float64) * scale.reshape(-1, 1, *ones)
     with np.errstate(over="ignore"):  # checked below
         weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
@@ -170,5 +164,6 @@ def _obstacle(layer: Any, norm: Any) -> str | None:
     return None
 
 
-def _host(array: Array) -> np.ndarray:
-    return np.asarray(array).astype(np.float64)
+def _vector(array: Array | None, default: float = 0.0) -> np.ndarray:
+    """Returns an array with one axis, in float64, or the default if there is none."""
+    return np.asarray(default if array is None else array, np.float64).reshape(-1)

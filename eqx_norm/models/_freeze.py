@@ -1,6 +1,6 @@
 """Defines `freeze`, `unfreeze` and `trainable`, for batch norms that are not to be trained."""
 
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -8,9 +8,7 @@ import jax
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm.strategies import Frozen
 
-from ._layers import Where, chosen, copied, layers_of, with_nodes
-
-Model = TypeVar("Model")
+from ._layers import Model, Where, chosen, copied, layers_of, with_nodes
 
 
 def freeze(model: Model, where: Where | None = None) -> Model:
@@ -36,8 +34,6 @@ def freeze(model: Model, where: Where | None = None) -> Model:
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to freeze it. By default all batch norms are frozen.
 
-    **Returns:** the model with frozen layers.
-
     **Raises:** `ValueError` if there is no such layer.
 
     The feature request for PyTorch: https://github.com/pytorch/pytorch/issues/66073.
@@ -57,8 +53,6 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
     The last `eqx.nn.inference_mode` decides whether they are in training or inference mode.
 
     **Arguments:** `model` and `where` as for `freeze`; by default all frozen layers.
-
-    **Returns:** the model, in which these layers have the approach they had before.
 
     **Raises:** `ValueError` if there is no such layer.
     """

@@ -80,17 +80,23 @@ def recalibrate(
     learning = {p: n for p, n in layers_of(model, BatchNorm).items() if n.approach.learns}
     norms = chosen(learning, None, "recalibrate", "eqx_norm.BatchNorm that is not frozen")
 
+    # A batch of one value has no unbiased variance; all batches together have one.
+    settings: Any = {"approach": Cumulative(), "inference": False, "unbiased": False}
+    if forward is None:
+        axis_name = next(iter(norms.values())).axis_name
+        axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
+        # Partials of equal arguments are equal, so `_step` is compiled once.
+        forward = jax.tree_util.Partial(_over_batch, axis_name)
+        batches = map(_first, batches)
+        settings["memory_axis_name"] = ()  # the batch is one group
+
     def pooling(norm: BatchNorm) -> BatchNorm:
-        # A batch of one value has no unbiased variance; all batches together have one.
-        axes = () if forward is None else norm.memory_axis_name  # (): the batch is one group
-        changed = {"inference": False, "unbiased": False, "memory_axis_name": axes}
-        return copied(norm, approach=Cumulative(), **changed)
+        return copied(norm, **settings)
 
     pooler, after = replaced(model, state, norms, pooling, _empty)
-    call, count = _over(norms) if forward is None else forward, 0
-    for batch in batches:
-        after = _step(call, pooler, after, _first(batch) if forward is None else batch)
-        count += 1
+    count = 0
+    for count, batch in enumerate(batches, 1):  # noqa: B007
+        after = _step(forward, pooler, after, batch)
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
     notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0
@@ -155,14 +161,7 @@ def _first(batch: Any) -> Array | np.ndarray:
     return x
 
 
-def _over(norms: dict[str, BatchNorm]) -> Forward:
-    """Returns the default `forward`, which is equal for equal axis names."""
-    axis_name = next(iter(norms.values())).axis_name
-    name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
-    return jax.tree_util.Partial(_over_axis, name)
-
-
-def _over_axis(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> Any:
+def _over_batch(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> Any:
     mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name=axis_name)
     try:
         return mapped(x, state)

@@ -1,7 +1,7 @@
 """Defines `reconfigure`, which changes settings of existing layers and keeps statistics."""
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 
@@ -11,9 +11,7 @@ from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy
 
 from ._carry import carry
-from ._layers import Where, chosen, copied, layers_of, replaced
-
-Model = TypeVar("Model")
+from ._layers import Model, Where, chosen, copied, layers_of, replaced
 
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_EXAMPLES = AbstractExampleNorm.settings
@@ -24,9 +22,6 @@ def reconfigure(
     model: Model, state: eqx.nn.State, where: Where | None = None, **settings: Any
 ) -> tuple[Model, eqx.nn.State]:
     """Returns the model with other settings in its layers, and a state that fits them.
-
-    (`eqx.tree_at` on a layer's `approach` would not change its `momentum` and its state;
-    `dataclasses.replace` does not work on a layer.)
 
     ```python
     model, state = reconfigure(model, state, approach="smooth_start", momentum=0.9)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -10,21 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqx_norm import _memory
-from eqx_norm._batch_norm import BatchNorm
-from eqx_norm._example import AbstractExampleNorm
-from eqx_norm._group_norm import GroupNorm
-from eqx_norm._instance_norm import InstanceNorm
-from eqx_norm._layer_norm import LayerNorm
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
-from eqx_norm._rms_norm import RMSNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
 from ._carry import batches_of, is_new
-from ._layers import Where, chosen, copied, layers_of, over_members, replaced
+from ._layers import Model, Where, chosen, copied, layers_of, over_members, replaced
 from ._reconfigure import reconfigure
-
-Model = TypeVar("Model")
 
 # The norms of one example.
 _TO_OURS: dict[Any, Any] = {
@@ -157,7 +149,7 @@ def _converted(layer: Any, kind: Any) -> Any:
     return copied(new, **{name: getattr(layer, name) for name in shared})
 
 
-def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
+def _ours(layer: Any) -> Any:
     _refuse_subclass(layer, _THEIRS)
     if kind := _TO_OURS.get(type(layer)):
         return _converted(layer, kind)

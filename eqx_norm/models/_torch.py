@@ -12,11 +12,10 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import entries, layers_of, listed, located, state_of, with_nodes
+from ._layers import Model, entries, layers_of, listed, located, state_of, with_nodes
 from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, slots_of
 from ._torch_match import Names, TorchReport, key, match, prefixes_of
 
-Model = TypeVar("Model")
 State = TypeVar("State", bound=eqx.nn.State | None)
 
 
@@ -79,12 +78,11 @@ def from_torch(
                     problems.append(f"{k} {error}")
     learnt = dict[Any, Remembered]()
     for path, norm in {} if problems else layers_of(model, BatchNorm).items():
-        statistics = (loaded.get(slots[path][field].path) for field in (MEAN, VARIANCE, COUNT))
-        mean, variance, count = statistics
+        mean, variance = (loaded.get(slots[path][field].path) for field in (MEAN, VARIANCE))
         if mean is not None and variance is not None:
             with located(path, norm):
                 memory = norm.approach.load(Moments.of(mean, variance))
-            counts = jnp.zeros(2, jnp.int32).at[0].set(0 if count is None else count)
+            counts = jnp.asarray([loaded.get(slots[path][COUNT].path, 0), 0], jnp.int32)
             learnt[norm.memory_index.marker] = Remembered(memory, counts)
     lines = [listed(problems, "\n    ")] if problems else []
     if strict and report.leftovers:
@@ -167,8 +165,6 @@ def _loaded(array: np.ndarray, slot: Slot, field: str) -> jax.Array:
     """Returns PyTorch's array as the model holds it; raises `ValueError` if it does not fit."""
     if array.shape != slot.shape:
         raise ValueError(f"has the shape {array.shape}, not {slot.shape} as here")
-    if field == COUNT:
-        return jnp.int32(min(int(array), np.iinfo(np.int32).max))
     dtype = slot.array.dtype
     with np.errstate(over="ignore"):
         # A copy, because PyTorch updates its arrays in place.

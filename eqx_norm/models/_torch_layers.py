@@ -10,7 +10,7 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import entries_of, located, path_of
+from ._layers import located, path_of
 
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
@@ -66,9 +66,6 @@ def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) ->
     **Raises:** `ValueError` for a batch norm that cannot be converted.
     """
     slots, owner = Slots(), path_of(above)
-    with located(owner, model):
-        if isinstance(model, eqx.nn.BatchNorm):
-            slots[owner] = _statistics(owner, model, state)
 
     def is_inner(node: Any) -> bool:
         return node is not model and isinstance(node, _KNOWN)
@@ -82,6 +79,9 @@ def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) ->
                 slots.setdefault(owner, {})[_FIELDS[field]] = _slot(path, model, field, node)
         elif eqx.is_inexact_array(node):
             slots[path] = {"": Slot(path, node)}
+    if isinstance(model, eqx.nn.BatchNorm):
+        with located(owner, model):
+            slots[owner] = slots.get(owner, {}) | _statistics(owner, model, state)
     return slots
 
 
@@ -92,13 +92,9 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
         )
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
-    (memory,) = entries_of(norm, state)
-    batches = batches_of(norm, memory)
-    if batches.ndim:
-        raise ValueError(_ENSEMBLE)
-    _memory.check(memory.statistics, norm.approach, norm.input_size)
+    memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
     moments = norm.approach.infer(memory.statistics)
-    count = np.array(batches, np.int64)
+    count = np.array(batches_of(norm, memory), np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
     return {name: Slot(f"{path} {name}", array) for name, array in arrays.items()}
 

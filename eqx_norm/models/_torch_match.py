@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,9 +101,11 @@ def _by_order(
 ) -> dict[str, str]:
     """Returns prefixes of layers by order, in each group whose arrays have the same names and
     shapes, if it is equally large in the model and the `state_dict`."""
-    ours, theirs = defaultdict[str, Any](dict), defaultdict[str, Any](dict)
-    for path, layer in slots.items():
-        ours[path] = {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
+    ours = {
+        path: {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
+        for path, layer in slots.items()
+    }
+    theirs = defaultdict[str, dict[str, tuple[int, ...]]](dict)
     for k, array in arrays.items():
         prefix, _, name = k.rpartition(".")
         if prefix not in taken:
