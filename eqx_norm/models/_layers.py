@@ -27,10 +27,8 @@ def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
 
 
 def chosen(layers: dict[str, Any], where: Where | None, verb: str, what: str) -> dict[str, Any]:
-    """Returns those of the layers for which `where(path, layer)` is true.
-
-    **Raises:** `ValueError` if there are none: "nothing to `verb`: the model holds no `what`".
-    """
+    """Returns those of the layers for which `where(path, layer)` is true; raises `ValueError`
+    if there are none: "nothing to `verb`: the model holds no `what`"."""
     if where is not None and not callable(where):
         raise ValueError(
             f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
@@ -73,9 +71,7 @@ def replaced(
     """Returns the model with `make(layer)` in place of these layers, and a state that fits it.
 
     `carry(old, new, *entries)` returns the entries of a new layer, given those of the old one,
-    in the order of the layers' fields.
-
-    **Raises:** `ValueError` for a state of another model. Every error names the layer.
+    in the order of the layers' fields. Every error names the layer.
     """
     values, nodes, dropped = entries(state), dict[str, Any](), set[Any]()
     for path, old in layers.items():
@@ -93,10 +89,8 @@ def replaced(
 
 
 def entries_of(layer: Any, state: eqx.nn.State) -> list[Any]:
-    """Returns a layer's entries in the state, in the order of its fields.
-
-    **Raises:** `ValueError` for a state of another model.
-    """
+    """Returns a layer's entries in the state, in the order of its fields; raises `ValueError`
+    for a state of another model."""
     values, markers = entries(state), _markers(layer).values()
     if lost := [marker for marker in markers if marker not in values]:
         raise ValueError(

@@ -31,8 +31,7 @@ def reconfigure(
 
     **Arguments:**
 
-    - `model`, `state`: from `eqx.nn.make_with_state` or training, also of an ensemble. Both
-        stay valid.
+    - `model`, `state`: also of an ensemble; both stay valid.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to change it. By default all layers of this package are changed. Layers
         that share one state (`eqx.nn.State(model)`) must change their approach together.

@@ -63,8 +63,7 @@ def swap(
 
     **Arguments:**
 
-    - `model`, `state`: from `eqx.nn.make_with_state` or training, also of an ensemble. Both
-        stay valid.
+    - `model`, `state`: also of an ensemble; both stay valid.
     - `approach`: as `BatchNorm` takes it. By default it follows from each layer's `mode`.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to swap it. By default all layers are swapped.
@@ -109,8 +108,7 @@ def unswap(
 
     **Arguments:**
 
-    - `model`, `state`: a model with layers of this package, also an ensemble, and its state.
-        Both stay valid.
+    - `model`, `state`: as for `swap`, with layers of this package.
     - `mode`: `"batch"` or `"ema"`, for all layers. By default it follows from each layer's
         approach. The momentum is the approach's, or 0.99 if it has none.
     - `where`: as for `swap`; by default all layers of this package.

@@ -35,8 +35,7 @@ def from_torch(
     ```
 
     A `state_dict` holds no settings. To continue training as in PyTorch, make `BatchNorm` with
-    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's. For PyTorch's
-    `momentum=None` use `approach=eqx_norm.strategies.Average()`. `eps` is 1e-5 in both.
+    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's.
 
     **Layers are matched** in this order: (1) by `names`, a function of a layer's path or a
     mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes

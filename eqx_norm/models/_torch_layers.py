@@ -61,10 +61,7 @@ Slots = dict[str, dict[str, Slot]]
 
 
 def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
-    """Returns all arrays that PyTorch may have, in layers and outside of them.
-
-    **Raises:** `ValueError` for a batch norm that cannot be converted.
-    """
+    """Returns all arrays that PyTorch may have, in layers and outside of them."""
     slots, owner = Slots(), path_of(above)
 
     def is_inner(node: Any) -> bool:

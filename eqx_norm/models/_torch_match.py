@@ -68,10 +68,7 @@ def prefixes_of(
     paths: Iterable[str], names: Names
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Returns PyTorch's prefix for each path, the paths that `names` decides on, and those of
-    them that it leaves out, whose prefix is the one that they would have otherwise.
-
-    **Raises:** `ValueError` if `names` has a key with which no path begins.
-    """
+    them that it leaves out, whose prefix is the one that they would have otherwise."""
     dotted = {path: _dotted(path) for path in paths}
     pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
     if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
