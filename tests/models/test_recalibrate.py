@@ -88,20 +88,6 @@ def test_a_deep_network_normalises_by_each_batch(deep, inference):
     check(model.layers[3], after, np.concatenate(seen), rtol=1e-5)
 
 
-def test_after_it_the_average_goes_on_from_the_batches_that_it_has_seen():
-    """Earlier micro-batches count as the batches that they made up."""
-    x, ends = jnp.asarray(data(n=8)), []
-    for approach, parts in ((Average(), 2), (Accumulated(Average(), every=2), 4)):
-        norm, state = make(3, "batch", approach=approach)
-        for batch in jnp.split(x, parts):
-            _, state = quick_call(norm, state, batch)
-        state = recalibrate(norm, state, [x])
-        for batch in jnp.split(3 * x, parts):
-            _, state = quick_call(norm, state, batch)
-        ends.append(remembered(norm, state)[0])
-    np.testing.assert_allclose(*ends, rtol=1e-5)
-
-
 def test_frozen_norms_and_other_state_stay():
     model, state = made(nested, OURS)
     frozen = freeze(model, lambda path, layer: "stem" not in path)

@@ -23,7 +23,7 @@ from eqx_norm.strategies import (
 )
 from tests.helpers import APPROACHES, example, normal, same
 from tests.helpers import Cumulative as Unloaded
-from tests.models.nested import OURS, C, call, made, network, norm, shapes
+from tests.models.nested import OURS, C, call, made, norm, shapes
 
 
 class Loading(Unloaded):
@@ -124,13 +124,6 @@ def test_other_settings_of_the_layers_that_where_chooses():
     assert (other[0], other[1]["row"].eps) == (model[0], 0.1)
     others, _ = reconfigure([RMSNorm(C), GroupNorm(1, C)], state, implementation="xla", eps=0.1)
     assert [(layer.implementation, layer.eps) for layer in others] == [("xla", 0.1)] * 2
-
-
-def test_a_network_s_other_state_stays():
-    model, state = made(network, OURS)
-    other, after = reconfigure(model, state, approach="adam")
-    assert same(after.get(other["body"][0].index), state.get(model["body"][0].index))
-    assert len(entries(after)) == len(entries(state))
 
 
 def test_the_example_in_the_docstring():
