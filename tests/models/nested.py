@@ -1,13 +1,11 @@
 """Makes a model as others write them, of Equinox's norms or of this package's, and calls it."""
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 
 import eqx_norm
 from tests.compiling import filter_jit
@@ -42,7 +40,7 @@ def network(nn: Any, key: Any) -> Any:
     """Returns a nested model with the norms of `nn`, one of which is used twice."""
     keys = jax.random.split(key)
     twice = nn.BatchNorm(C, "batch", mode="ema", momentum=0.5)
-    model = {
+    return {
         "stem": [eqx.nn.Linear(C, C, key=keys[0]), nn.BatchNorm(C, "batch", mode="batch")],
         "body": [
             Counter(),
@@ -52,11 +50,6 @@ def network(nn: Any, key: Any) -> Any:
         "last": nn.BatchNorm(C, "batch", 1e-3, False, 0.9, inference=True, mode="batch"),
         "head": [nn.RMSNorm(C, use_weight=False), eqx.nn.Linear(C, C, key=keys[1])],
     }
-    # No weight is 1 and no bias is 0.
-    is_index: Any = lambda node: isinstance(node, eqx.nn.StateIndex)  # noqa: E731
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array, is_leaf=is_index)
-    arrays = jax.tree.map(lambda a: a + 0.5 * jax.random.normal(key, a.shape), arrays)
-    return eqx.combine(arrays, rest)
 
 
 def norm(nn: Any, key: Any = None, mode: Any = "batch", momentum: float = 0.9) -> Any:
@@ -121,13 +114,3 @@ def inferred(norm: Any, state: Any) -> Any:
 
     memory = state.get(norm.memory_index).statistics
     return (jax.vmap(infer) if memory.mean.ndim > 1 else infer)(memory)
-
-
-@contextlib.contextmanager
-def unchecked():
-    """Lets annotations go unchecked, as they are for users."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)

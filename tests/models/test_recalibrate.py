@@ -12,7 +12,7 @@ from eqx_norm.models import freeze, recalibrate
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Average, VarianceClip
 from tests.helpers import Cumulative as Unloaded
-from tests.helpers import exact, example, make, over_batch, quick_call, remembered, same
+from tests.helpers import example, make, over_batch, quick_call, remembered, same
 from tests.models.nested import OURS, forward, inferred, made, norm
 from tests.models.nested import network as nested
 
@@ -59,10 +59,6 @@ def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
     values = entries(state)
     after = recalibrate(layer, state, cut(x))
     check(layer, after, x, unbiased)
-    moments = layer.approach.infer(after.get(layer.memory_index).statistics)
-    expected = np.asarray(x, float).mean((0, 2))
-    # To twice the precision.
-    np.testing.assert_allclose(exact(moments.mean_pair), expected, rtol=1e-8)
     before = 1 if isinstance(approach, Accumulated) else 2  # of two micro-batches
     assert after.get(layer.memory_index).accepted == before + len(SIZES)
     assert after.get(layer.memory_index).rejected == 0
