@@ -1,34 +1,17 @@
 """Makes a model as others write them, of Equinox's norms or of this package's, and calls it."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 import eqx_norm
 from tests.compiling import filter_jit
 
 C, KEY = 3, jax.random.key(0)
 THEIRS: Any = eqx.nn
-# Makes this package's layers of the arguments of Equinox's.
-NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm")
-OURS: Any = SimpleNamespace(**{name: getattr(eqx_norm, name) for name in NAMES})
-NORMS = tuple(getattr(eqx.nn, name) for name in NAMES)
-
-
-class Counter(eqx.nn.StatefulLayer):
-    """Is a user's stateful layer: adds the number of its calls."""
-
-    index: eqx.nn.StateIndex
-
-    def __init__(self):
-        self.index = eqx.nn.StateIndex(jnp.zeros(()))
-
-    def __call__(self, x, state, *, key=None):
-        count = state.get(self.index)
-        return x + count.astype(x.dtype), state.set(self.index, count + 1)
+OURS: Any = eqx_norm
+NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 
 
 class Two(eqx.Module):
@@ -43,7 +26,7 @@ def network(nn: Any, key: Any) -> Any:
     return {
         "stem": [eqx.nn.Linear(C, C, key=keys[0]), nn.BatchNorm(C, "batch", mode="batch")],
         "body": [
-            Counter(),
+            eqx.nn.SpectralNorm(eqx.nn.Linear(C, C, key=key), "weight", key=key),
             eqx.nn.Shared(Two(twice, twice), lambda two: two.second, lambda two: two.first),
             Two(nn.GroupNorm(C, C), nn.LayerNorm(C, use_bias=False)),
         ],

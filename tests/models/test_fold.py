@@ -70,7 +70,8 @@ def test_one_layer_does_what_two_did(name):
     before = jax.tree.leaves((sequence, state))
     folded, left = check(sequence, state, x, PAIR)
     first, second = sequence.layers
-    assert eqx.tree_equal(fold(first, second, state), folded.layers[0])
+    names = {"fold": fold, "eqx": eqx, "conv": first, "norm": second, "state": state}
+    assert eqx.tree_equal(example(fold, **names)["conv"], folded.layers[0])
     assert not entries(left)
     assert same(before, jax.tree.leaves((sequence, state)))
     # Also frozen, in training.
@@ -103,9 +104,3 @@ def test_a_network_by_pairs():
     # Models that ask `isinstance(layer, eqx.nn.BatchNorm)` give it no state.
     rest = folded.layers[3].layers[1]
     np.testing.assert_array_equal(rest(x), jax.nn.relu(x))
-
-
-def test_the_example_in_the_docstring():
-    (layer, second), state = trained([conv(), norm()])
-    names = {"fold": fold, "eqx": eqx, "conv": layer, "norm": second, "state": state}
-    assert eqx.tree_equal(example(fold, **names)["conv"], fold(layer, second, state))
