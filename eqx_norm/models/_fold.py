@@ -103,12 +103,8 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
     def __call__(
         self, x: Array, state: Any = None, *, key: Any = None, inference: Any = None
     ) -> Any:
-        """Returns `x`, or its `activation` in the dtype of `x`, and passes the state on.
-
-        **Arguments:** those of `BatchNorm` except `mask`; `key` and `inference` are ignored.
-
-        **Returns:** the output, and the state if one is given.
-        """
+        """Returns `x`, or its `activation` in the dtype of `x`, and the state if one is given;
+        the arguments are those of `BatchNorm` except `mask`."""
         del key, inference
         y = x if self.activation is None else self.activation(x).astype(x.dtype)
         return y if state is None else (y, state)

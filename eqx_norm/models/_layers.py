@@ -77,12 +77,14 @@ def replaced(
     for path, old in layers.items():
         with located(path, old):
             new = make(old)
-            if markers := _markers(old):
+            if indices := _indices(old):
+                new = copied(
+                    new, **{field: _renamed(indices, field) for field in _indices(new)}
+                )
+                markers = [index.marker for index in _indices(new).values()]
                 carried = carry(old, new, *entries_of(old, state))
-                fields = {field: _marker(markers, field) for field in _markers(new)}
-                values |= zip(fields.values(), carried, strict=True)
-                dropped |= {*markers.values()}
-                new = copied(new, **{field: _index(marker) for field, marker in fields.items()})
+                values |= zip(markers, carried, strict=True)
+                dropped |= {index.marker for index in indices.values()}
             nodes[path] = new
     model = with_nodes(model, nodes)
     return model, state_of(model, values, dropped)
@@ -91,7 +93,7 @@ def replaced(
 def entries_of(layer: Any, state: eqx.nn.State) -> list[Any]:
     """Returns a layer's entries in the state, in the order of its fields; raises `ValueError`
     for a state of another model."""
-    values, markers = entries(state), _markers(layer).values()
+    values, markers = entries(state), [i.marker for i in _indices(layer).values()]
     if lost := [marker for marker in markers if marker not in values]:
         raise ValueError(
             f"The state has no entry for this layer ({lost[0]!r}): it belongs to another "
@@ -152,31 +154,19 @@ def _fields(layer: Any) -> dict[str, Any]:
     return {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
 
 
-def _markers(layer: Any) -> dict[str, Any]:
-    """Returns the markers of a layer's indices into the state by the names of their fields."""
-    indices = _fields(layer).items()
-    return {f: index.marker for f, index in indices if isinstance(index, eqx.nn.StateIndex)}
+def _indices(layer: Any) -> dict[str, Any]:
+    """Returns a layer's indices into the state by the names of their fields."""
+    return {f: i for f, i in _fields(layer).items() if isinstance(i, eqx.nn.StateIndex)}
 
 
-def _marker(markers: Mapping[str, Any], field: str) -> Any:
-    """Returns the marker of a new layer's index, given those of the old layer.
+def _renamed(indices: Mapping[str, Any], field: str) -> eqx.nn.StateIndex[Any]:
+    """Returns an index for a field of a new layer, given the indices of the old one.
 
     A marker that is a string ends in the name of its field, `Model.norm.batch_counter`. A new
     one differs only in that end, so it is the one that `make_with_state` would give. Layers
     with equal markers share a state, and their new markers are equal, too.
     """
-    first, marker = next(iter(markers.items()))
-    if isinstance(marker, str):
-        return marker.removesuffix(first) + field
-    return marker if field == first else (marker, field)
-
-
-def _index(marker: Any) -> eqx.nn.StateIndex[Any]:
-    """Returns an index with this marker, and without an initial value.
-
-    The marker is set as `make_with_state` sets it. That function cannot be called twice for a
-    model: the first call deletes the initial values of all layers (`eqx.nn.SpectralNorm`, too).
-    """
-    index = eqx.nn.delete_init_state(eqx.nn.StateIndex(0))
-    object.__setattr__(index, "marker", marker)
-    return index
+    first, index = next(iter(indices.items()))
+    if isinstance(index.marker, str):
+        return copied(index, marker=index.marker.removesuffix(first) + field)
+    return index if field == first else copied(index, marker=(index.marker, field))
