@@ -1,5 +1,8 @@
-"""Lists the arrays of a model with their names and layouts in PyTorch."""
+"""Lists the arrays of a model as PyTorch has them, and matches them with a `state_dict`."""
 
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,22 +13,53 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import located, path_of
+from ._layers import listed, located, path_of
 
+Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 _KNOWN = (*_CONVS, *_NORMS, eqx.nn.PReLU, eqx.nn.Linear, eqx.nn.Embedding)
 # PyTorch's names of the fields of these layers, and of the statistics of a batch norm.
 _FIELDS = {"weight": "weight", "bias": "bias", "negative_slope": "weight"}
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
-_ENSEMBLE = "it belongs to an ensemble: convert the members one by one, then stack them."
+
+
+class TorchReport(NamedTuple):
+    """Reports what `from_torch` loaded from where; prints as a table.
+
+    **Fields:**
+
+    - `matched`: the prefix in the `state_dict` of each loaded layer, by the layer's path.
+    - `skipped`: paths of the layers that `names` leaves out.
+    - `missing`: keys that the `state_dict` lacks; their arrays in the model are unchanged.
+    - `unexpected`: keys of the `state_dict` that belong to no layer.
+    """
+
+    matched: dict[str, str]
+    skipped: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        itself = "(the layer itself)"
+        pairs = [(path or itself, prefix or itself) for path, prefix in self.matched.items()]
+        width = max((len(path) for path, _ in pairs), default=0)
+        rows = [f"{path:{width}}  <-  {prefix}" for path, prefix in pairs]
+        skipped = [f"left out by names: {', '.join(self.skipped)}"] if self.skipped else []
+        return "\n".join([*rows, *skipped, *self.leftovers])
+
+    @property
+    def leftovers(self) -> list[str]:
+        """Returns a line that lists `missing`, and one that lists `unexpected`."""
+        only = {"only in the model": self.missing, "only in the state_dict": self.unexpected}
+        return [f"{title}: {listed(keys)}" for title, keys in only.items() if keys]
 
 
 class Slot(NamedTuple):
     """Holds an array, and converts its layout from PyTorch's and to it.
 
-    **Fields:** `path`: of the array in the model, or a name of a statistic, which is in the
-    state; `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
+    **Fields:** `path`: of the array in the model, or of a statistic as if the layer had a field
+    of that name; `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
     convolution, for its weight.
     """
 
@@ -60,7 +94,7 @@ class Slot(NamedTuple):
 Slots = dict[str, dict[str, Slot]]
 
 
-def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
+def _slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
     """Returns all arrays that PyTorch may have, in layers and outside of them."""
     slots, owner = Slots(), path_of(above)
 
@@ -70,7 +104,7 @@ def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) ->
     for below, node in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
         path, field = path_of((*above, *below)), path_of(below)
         if is_inner(node):
-            slots |= slots_of(node, state, (*above, *below))
+            slots |= _slots_of(node, state, (*above, *below))
         elif eqx.is_inexact_array(node) and isinstance(model, _KNOWN) and field in _FIELDS:
             with located(owner, model):
                 slots.setdefault(owner, {})[_FIELDS[field]] = _slot(path, model, field, node)
@@ -93,7 +127,7 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
     moments = norm.approach.infer(memory.statistics)
     count = np.array(batches_of(norm, memory), np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
-    return {name: Slot(f"{path} {name}", array) for name, array in arrays.items()}
+    return {name: Slot(f"{path}.{name}", array) for name, array in arrays.items()}
 
 
 def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
@@ -101,9 +135,96 @@ def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
     if isinstance(layer, _NORMS):
         rank = len(getattr(layer, "shape", (None,)))
     if field == "weight" and array.ndim != rank:
-        raise ValueError(_ENSEMBLE)
+        raise ValueError(
+            "it belongs to an ensemble: convert the members one by one, then stack them."
+        )
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
         return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
     is_bias = isinstance(layer, _CONVS) and field == "bias"
     return Slot(path, array, is_flat=is_bias or isinstance(layer, eqx.nn.PReLU))
+
+
+def match(
+    model: Any, state: eqx.nn.State | None, arrays: Mapping[str, np.ndarray], names: Names
+) -> tuple[TorchReport, list[tuple[str, Slot]]]:
+    """Returns which layers and which entries of a `state_dict` belong together, and the arrays
+    of all layers that `names` does not leave out, by their keys."""
+    slots = _slots_of(model, state)
+    prefixes, named, skipped = _prefixes_of(slots, names)
+
+    def keys(path: str) -> dict[str, Slot]:
+        return {_key(prefixes[path], name): slot for name, slot in sorted(slots[path].items())}
+
+    def is_there(path: str) -> bool:
+        return not arrays.keys().isdisjoint(keys(path))
+
+    absent = {p: slots[p] for p in slots if p not in named and not is_there(p)}
+    prefixes |= _by_order(absent, arrays, {*prefixes.values()})
+    chosen = [path for path in slots if path not in skipped]
+    matched = {path: prefixes[path] for path in chosen if is_there(path)}
+    keyed = [pair for path in chosen for pair in keys(path).items()]
+    wanted = {k: k.endswith(COUNT) for k, _ in keyed}
+    missing = tuple(k for k, is_count in wanted.items() if not (k in arrays or is_count))
+    left_out = tuple(f"{prefixes[path]}." for path in skipped)
+    unexpected = (k for k in arrays if k not in wanted and not f"{k}.".startswith(left_out))
+    return TorchReport(matched, tuple(skipped), missing, tuple(unexpected)), keyed
+
+
+def _prefixes_of(
+    paths: Iterable[str], names: Names
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns PyTorch's prefix for each path, the paths that `names` decides on, and those of
+    them that it leaves out, whose prefix is the one that they would have otherwise."""
+    dotted = {path: _dotted(path) for path in paths}
+    pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
+    if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
+        raise ValueError(
+            f"names has {unused}, but no layer's path begins so. The paths are "
+            f"{listed(map(repr, dotted))}."
+        )
+    rules = [(_dotted(part), prefix) for part, prefix in pairs.items()]
+    rules.sort(key=lambda rule: len(rule[0]), reverse=True)  # the longest decides
+    prefixes, named, skipped = dict[str, str](), list[str](), list[str]()
+    for path, name in dotted.items():
+        applicable = [rule for rule in rules if _begins(name, rule[0])]
+        part, prefix = next((rule for rule in applicable if rule[1] is not None), ("", ""))
+        prefixes[path] = _key(_dotted(prefix or ""), name[len(part) :].removeprefix("."))
+        named += [path] if applicable else []
+        skipped += [path] if applicable and applicable[0][1] is None else []
+    return prefixes, named, skipped
+
+
+def _key(prefix: str, name: str) -> str:
+    return ".".join(part for part in (prefix, name) if part)
+
+
+def _by_order(
+    slots: Slots, arrays: Mapping[str, np.ndarray], taken: Container[str]
+) -> dict[str, str]:
+    """Returns prefixes of layers by order, in each group whose arrays have the same names and
+    shapes, if it is equally large in the model and the `state_dict`."""
+    ours = {
+        path: {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
+        for path, layer in slots.items()
+    }
+    theirs = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+    for k, array in arrays.items():
+        prefix, _, name = k.rpartition(".")
+        if prefix not in taken:
+            theirs[prefix] |= {name: array.shape, COUNT: ()}
+    prefixes = dict[str, str]()
+    for path, shapes in ours.items():
+        equal, candidates = ([p for p in d if d[p] == shapes] for d in (ours, theirs))
+        if len(equal) == len(candidates):
+            prefixes[path] = candidates[equal.index(path)]
+    return prefixes
+
+
+def _dotted(path: str) -> str:
+    """Returns `layers[1].norm` as PyTorch writes it, `layers.1.norm`."""
+    return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", path).removeprefix(".")
+
+
+def _begins(path: str, part: str) -> bool:
+    return not part or f"{path}.".startswith(f"{part}.")
