@@ -35,8 +35,6 @@ def freeze(model: Model, where: Where | None = None) -> Model:
         returns whether to freeze it. By default all batch norms are frozen.
 
     **Raises:** `ValueError` if there is no such layer.
-
-    The feature request for PyTorch: https://github.com/pytorch/pytorch/issues/66073.
     """
     layers = chosen(layers_of(model, BatchNorm), where, "freeze", "eqx_norm.BatchNorm")
     frozen = {
@@ -63,13 +61,11 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
 
 
 def trainable(model: Any) -> Any:
-    """Returns for each leaf of a model whether it is trained.
+    """Returns for each leaf of any pytree whether it is trained.
 
     `eqx.partition(model, trainable(model))` separates trained leaves from the rest.
     `optax.adamw(1e-3, mask=trainable)` and `optax.masked(optimiser, trainable)` leave frozen
     layers alone. (Pass the function to Optax, which would call a model of bools.)
-
-    **Arguments:** `model`: any pytree.
 
     **Returns:** a pytree of bools: `True` for float and complex arrays except frozen ones.
     """

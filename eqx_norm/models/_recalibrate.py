@@ -1,5 +1,6 @@
 """Defines `recalibrate`, which computes running statistics anew in a pass over data."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -42,8 +43,7 @@ def recalibrate(
       n = \sum_k n_k,$$
 
     where $d = 1$ in a layer with `unbiased=True`, otherwise 0. These are the statistics of all
-    values together, whatever the batch sizes (`strategies.Cumulative`). Use it after averaging
-    weights over steps or loading weights, or when the running averages lag behind.
+    values together, whatever the batch sizes (`strategies.Cumulative`).
 
     ```python
     state = recalibrate(model, state, tqdm(batches))
@@ -89,9 +89,7 @@ def recalibrate(
         batches = map(_first, batches)
         settings["memory_axis_name"] = ()  # the batch is one group
 
-    def pooling(norm: BatchNorm) -> BatchNorm:
-        return copied(norm, **settings)
-
+    pooling = functools.partial(copied, **settings)
     pooler, after = replaced(model, state, norms, pooling, _empty)
     count = 0
     for count, batch in enumerate(batches, 1):  # noqa: B007

@@ -169,18 +169,14 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Rememb
     def one(count: Array, mean: Array, variance: Array) -> Remembered:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
-        many = Running.loaded(empty.mean, empty.variance).batches
         fresh = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
-        if old.mode == "ema":
-            fresh, steps, batches = fresh & count, jnp.zeros((), jnp.int32), many
-        else:
-            fresh, steps = fresh & (count == 0), count.astype(jnp.int32)
-            batches = jnp.where(count == 0, many, count)
-            mean, variance = _debiased(old.momentum, count, mean, variance)
-        variance = variance.real.astype(empty.batches.dtype)
-        learnt = Running.loaded(mean.astype(dtype), variance, batches)
+        if old.mode == "ema":  # it does not count
+            fresh, count = fresh & count, jnp.zeros((), jnp.int32)
+        learnt = Running.loaded(*_debiased(old.momentum, count, mean, variance))
+        batches = jnp.where(count == 0, learnt.batches, count)
+        fresh, learnt = fresh & (count == 0), learnt._replace(batches=batches)
         memory = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), empty, learnt)
-        return Remembered(memory, jnp.stack([steps, 0 * steps]))
+        return Remembered(memory, jnp.stack([count, 0 * count]).astype(jnp.int32))
 
     return (over_members(one, count)(count, mean, variance),)
 

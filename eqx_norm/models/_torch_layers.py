@@ -58,8 +58,8 @@ class TorchReport(NamedTuple):
 class Slot(NamedTuple):
     """Holds an array, and converts its layout from PyTorch's and to it.
 
-    **Fields:** `path`: of the array in the model, or of a statistic as if the layer had a field
-    of that name; `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
+    **Fields:** `path`: of the array in the model, or of a statistic as if it were there;
+    `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
     convolution, for its weight.
     """
 
@@ -154,7 +154,7 @@ def match(
     prefixes, named, skipped = _prefixes_of(slots, names)
 
     def keys(path: str) -> dict[str, Slot]:
-        return {_key(prefixes[path], name): slot for name, slot in sorted(slots[path].items())}
+        return {_key(prefixes[path], name): slot for name, slot in slots[path].items()}
 
     def is_there(path: str) -> bool:
         return not arrays.keys().isdisjoint(keys(path))
@@ -164,8 +164,8 @@ def match(
     chosen = [path for path in slots if path not in skipped]
     matched = {path: prefixes[path] for path in chosen if is_there(path)}
     keyed = [pair for path in chosen for pair in keys(path).items()]
-    wanted = {k: k.endswith(COUNT) for k, _ in keyed}
-    missing = tuple(k for k, is_count in wanted.items() if not (k in arrays or is_count))
+    wanted = dict(keyed)
+    missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
     left_out = tuple(f"{prefixes[path]}." for path in skipped)
     unexpected = (k for k in arrays if k not in wanted and not f"{k}.".startswith(left_out))
     return TorchReport(matched, tuple(skipped), missing, tuple(unexpected)), keyed

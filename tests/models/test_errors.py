@@ -147,7 +147,7 @@ ERRORS: list[tuple[Any, str]] = [
     ),
     (
         lambda: to_torch([LINEAR[0], LINEAR[0]], None, lambda _: "a"),
-        r"^'\[1\]\[0\]\.bias' and another array would both be 'a\.bias'",
+        r"^'\[1\]\[0\]\.weight' and another array would both be 'a\.weight'",
     ),
 ]
 
