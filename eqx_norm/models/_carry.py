@@ -28,20 +28,20 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
         return (memory,)
     is_same = type(_innermost(old.approach)) is type(_innermost(new.approach))
     try:
-        never = bool(fresh.all())
+        is_untrained = bool(fresh.all())
     except jax.errors.ConcretizationTypeError:
-        never = False
+        is_untrained = False
 
     def one(statistics: Any, fresh: Bool[Array, ""]) -> Any:
         start = new.approach.init(new.input_size, dtype_of(statistics))
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
-        alike = jax.tree.structure(core) == jax.tree.structure(empty)
-        if alike and (isinstance(core, Running) or is_same):
+        fits = jax.tree.structure(core) == jax.tree.structure(empty)
+        if fits and (isinstance(core, Running) or is_same):
             return eqx.tree_at(
                 lambda start: new.approach.without_pending(start)[0], start, core
             )
-        if never:  # no `load` is needed
+        if is_untrained:  # no `load` is needed
             return start
         moments = old.approach.infer(statistics)
         # A strategy that keeps counts makes the unbiased variance from its count.

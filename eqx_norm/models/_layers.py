@@ -73,33 +73,25 @@ def replaced(
     `carry(old, new, *entries)` returns the entries of a new layer, given those of the old one,
     in the order of the layers' fields. Every error names the layer.
     """
-    values, nodes, dropped = entries(state), dict[str, Any](), set[Any]()
+    before, after, nodes = entries(state), dict[Any, Any](), dict[str, Any]()
+    dropped = set[Any]()
     for path, old in layers.items():
         with located(path, old):
-            new = make(old)
-            if indices := _indices(old):
-                new = copied(
-                    new, **{field: _renamed(indices, field) for field in _indices(new)}
+            new, indices = make(old), _indices(old)
+            markers = [index.marker for index in indices.values()]
+            if missing := [marker for marker in markers if marker not in before]:
+                raise ValueError(
+                    f"The state has no entry for this layer ({missing[0]!r}): it belongs to "
+                    "another model. Pass the state that was made, or returned, with this model."
                 )
-                markers = [index.marker for index in _indices(new).values()]
-                carried = carry(old, new, *entries_of(old, state))
-                values |= zip(markers, carried, strict=True)
-                dropped |= {index.marker for index in indices.values()}
-            nodes[path] = new
+            if indices:
+                new = copied(new, **{f: _renamed(indices, f) for f in _indices(new)})
+                carried = carry(old, new, *(before[marker] for marker in markers))
+                after |= zip((i.marker for i in _indices(new).values()), carried, strict=True)
+        nodes[path] = new
+        dropped |= {*markers}
     model = with_nodes(model, nodes)
-    return model, state_of(model, values, dropped)
-
-
-def entries_of(layer: Any, state: eqx.nn.State) -> list[Any]:
-    """Returns a layer's entries in the state, in the order of its fields; raises `ValueError`
-    for a state of another model."""
-    values, markers = entries(state), [i.marker for i in _indices(layer).values()]
-    if lost := [marker for marker in markers if marker not in values]:
-        raise ValueError(
-            f"The state has no entry for this layer ({lost[0]!r}): it belongs to another "
-            "model. Pass the state that was made, or returned, with this model."
-        )
-    return [values[marker] for marker in markers]
+    return model, state_of(model, before | after, dropped)
 
 
 def over_members(function: Function, number: Any) -> Function:

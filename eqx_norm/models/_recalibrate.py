@@ -20,7 +20,6 @@ from ._layers import (
     chosen,
     copied,
     entries,
-    entries_of,
     layers_of,
     over_members,
     replaced,
@@ -98,7 +97,7 @@ def recalibrate(
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
     notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0
     for path, norm in norms.items():
-        (old,), (new,) = (entries_of(norm, s) for s in (state, after))
+        old, new = (s.get(norm.memory_index) for s in (state, after))
         if skipped := np.max(new.rejected - old.rejected):
             notes.append(f"{path or 'the model'} skipped {skipped} that were not finite")
         if np.all(new.statistics.count_pair.value > 0):
