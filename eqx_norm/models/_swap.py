@@ -102,9 +102,8 @@ def unswap(
 
     **Statistics** are set such that inference in Equinox uses the same mean and variance.
     Equinox's `mode="batch"` divides them by $1 - m^t$, which is wrong for few batches (see
-    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1. Where that
-    changes the count (below about 18 / (1 - m) batches), later batches weigh less than they
-    would have, in Equinox and after `swap`.
+    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1, where it
+    is below about 18 / (1 - m). Later batches then weigh less than they would have.
 
     **Arguments:**
 
@@ -232,6 +231,9 @@ def _carry_back(
     old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
 ) -> tuple[Array, tuple[Array, Array]]:
     """Returns the count, or whether the layer is new, and the statistics."""
+    bits = jnp.finfo(float).nmant + 3
+    # After so many batches 1 - m^t rounds to 1.
+    many = min(math.ceil(-bits * math.log(2) / math.log(new.momentum)), 2**31 - 1)
 
     def one(statistics: Any, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
         count = fresh = is_new(old, statistics)
@@ -240,15 +242,9 @@ def _carry_back(
         if new.mode == "ema":
             variance = jnp.where(fresh, 0, variance)
         else:
-            count = jnp.where(fresh, 0, jnp.maximum(accepted, _many(new)))
+            count = jnp.where(fresh, 0, jnp.maximum(accepted, many))
             count = count.astype(jnp.result_type(int))
         return count, (mean, variance.astype(mean.dtype))
 
     batches = batches_of(old, memory)
     return over_members(one, batches)(memory.statistics, batches)
-
-
-def _many(layer: eqx.nn.BatchNorm) -> int:
-    """Returns the number of batches t at which 1 - m^t rounds to 1."""
-    bits = jnp.finfo(float).nmant + 3
-    return min(math.ceil(-bits * math.log(2) / math.log(layer.momentum)), 2**31 - 1)
