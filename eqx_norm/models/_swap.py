@@ -172,7 +172,7 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Rememb
         if old.mode == "ema":  # it does not count
             fresh, count = fresh & count, jnp.zeros((), jnp.int32)
         learnt = Running.loaded(*_debiased(old.momentum, count, mean, variance))
-        batches = jnp.where(count == 0, learnt.batches, count)
+        batches = jnp.where(count == 0, learnt.batches, count.astype(learnt.batches.dtype))
         fresh, learnt = fresh & (count == 0), learnt._replace(batches=batches)
         memory = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), empty, learnt)
         return Remembered(memory, jnp.stack([count, 0 * count]).astype(jnp.int32))

@@ -12,7 +12,7 @@ from eqx_norm.models import freeze, recalibrate
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Average, VarianceClip
 from tests.helpers import Cumulative as Unloaded
-from tests.helpers import example, make, over_batch, quick_call, remembered, same
+from tests.helpers import copy, example, make, over_batch, quick_call, remembered, same
 from tests.models.nested import OURS, forward, inferred, made, norm
 from tests.models.nested import network as nested
 
@@ -66,7 +66,8 @@ def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
 
 
 def test_batches_of_one_value_have_an_unbiased_variance_together():
-    layer, state = make(3, "batch", approach="batch", unbiased=True)
+    settings: Any = {"unbiased": True, "memory_axis_name": "devices"}  # which batches lack
+    layer, state = make(3, "batch", approach="batch", **settings)
     x = data(n=12)[..., 0]
     check(layer, recalibrate(layer, state, list(x[:, None])), x, unbiased=True)
 
@@ -106,6 +107,7 @@ def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
 
 def test_a_norm_that_is_not_called_keeps_its_memory(deep):
     model, state = deep
+    _, state = quick_call(model, copy(state), jnp.asarray(data()))
 
     def first_only(model, state, batch):
         return over_batch(model.layers[1])(batch["image"], state)[1]  # the state alone

@@ -80,6 +80,8 @@ def test_what_is_wrapped_keeps_its_memory_to_the_bit():
         assert same(memory(*wrapped).remembered, memory(model, state))
         back = reconfigure(*wrapped, approach=approach)
         assert eqx.tree_equal(back, (model, state))
+        new = reconfigure(*trained(steps=0), approach=approach)  # needs no `load`
+        assert same(memory(*new), memory(*trained(approach, steps=0)))
 
 
 @pytest.mark.parametrize("new", [Batch(), Accumulated(Batch(), every=2)], ids=str)

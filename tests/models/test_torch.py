@@ -77,6 +77,7 @@ def test_there_and_back_is_the_same_to_the_bit():
     loaded, after, report = from_torch(model, state, state_dict)
     back = to_torch(loaded, after)
     assert back.keys() == state_dict.keys()
+    assert back["8.a b.bias"].shape == (6,)  # a convolution's, without spatial axes
     for name, array in state_dict.items():
         assert back[name].dtype == array.dtype
         assert back[name].flags.writeable
