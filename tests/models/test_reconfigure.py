@@ -46,8 +46,7 @@ def memory(model, state) -> Any:
 
 
 RUNNING: list[Any] = [*APPROACHES, VarianceClip(SmoothStart(0.9)), Frozen(Batch(0.9))]
-OTHERS: list[Any] = [Accumulated(Batch(0.9), 2), Cumulative(), Loading()]
-ALL = RUNNING + OTHERS
+ALL = [*RUNNING, Accumulated(Batch(0.9), 2), Cumulative(), Loading()]
 PAIRS = [*zip(ALL, ALL[4:] + ALL[:4], strict=True)]
 
 

@@ -96,10 +96,9 @@ def test_training_goes_on_as_in_pytorch(approach, tracked):
     accumulated, and not their parts."""
     mean = np.arange(C) if tracked else np.zeros(C)
     var = mean + 1
-    state_dict = {"weight": np.ones(C), "bias": np.zeros(C)}
-    state_dict |= {"running_mean": mean, "running_var": var}
+    state_dict = {"running_mean": mean, "running_var": var}
     state_dict |= {COUNT: np.array(tracked)} if tracked else {}
-    layer, state = make(C, "batch", approach=approach, unbiased=True)
+    layer, state = make(C, "batch", 1e-5, False, approach=approach, unbiased=True)
     layer, state, _ = from_torch(layer, state, state_dict)
     random = np.random.RandomState(0)
     for k in range(tracked + 1, tracked + 4):
