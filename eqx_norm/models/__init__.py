@@ -17,4 +17,4 @@ from ._swap import swap as swap
 from ._swap import unswap as unswap
 from ._torch import from_torch as from_torch
 from ._torch import to_torch as to_torch
-from ._torch_match import TorchReport as TorchReport
+from ._torch_layers import TorchReport as TorchReport

@@ -13,44 +13,43 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Running
 
-from ._layers import Entries, OverMembers
+from ._layers import over_members
 
 
-def carry(old: BatchNorm, new: BatchNorm, remembered: Entries, over: OverMembers) -> Entries:
-    """Returns the new layer's entries, with which it infers as the old one does.
+def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
+    """Returns the new layer's memory, with which it infers as the old one does.
 
     Strategies whose memory is a `Running` share it unchanged; others `load` it. A memory
     without batches becomes a new one. Pending micro-batches are dropped, and accepted
     micro-batches that were no update are not counted.
     """
-    memory = remembered["memory_index"]
-    fresh = over(lambda statistics: is_new(old, statistics))(memory.statistics)
+    fresh = over_members(lambda s: is_new(old, s), memory.accepted)(memory.statistics)
     if old.approach == new.approach:
-        return remembered
+        return (memory,)
     is_same = type(_innermost(old.approach)) is type(_innermost(new.approach))
     try:
-        never = bool(fresh.all())
+        is_untrained = bool(fresh.all())
     except jax.errors.ConcretizationTypeError:
-        never = False
+        is_untrained = False
 
     def one(statistics: Any, fresh: Bool[Array, ""]) -> Any:
         start = new.approach.init(new.input_size, dtype_of(statistics))
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
-        alike = jax.tree.structure(core) == jax.tree.structure(empty)
-        if alike and (isinstance(core, Running) or is_same):
+        fits = jax.tree.structure(core) == jax.tree.structure(empty)
+        if fits and (isinstance(core, Running) or is_same):
             return eqx.tree_at(
                 lambda start: new.approach.without_pending(start)[0], start, core
             )
-        if never:  # no `load` is needed
+        if is_untrained:  # no `load` is needed
             return start
         moments = old.approach.infer(statistics)
         # A strategy that keeps counts makes the unbiased variance from its count.
         loaded = new.approach.load(dataclasses.replace(moments, ddof=int(new.unbiased)))
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
 
-    statistics = over(one)(memory.statistics, fresh)
-    return {"memory_index": with_statistics(old, memory, statistics)}
+    statistics = over_members(one, memory.accepted)(memory.statistics, fresh)
+    return (with_statistics(old, memory, statistics),)
 
 
 def with_statistics(layer: BatchNorm, memory: Remembered, statistics: Any) -> Remembered:

@@ -13,9 +13,8 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
 from ._freeze import is_frozen
-from ._layers import Kind, copied, layers_of, listed, remembered_by, replaced
+from ._layers import Kind, Model, copied, entries, layers_of, listed, state_of, with_nodes
 
-Model = TypeVar("Model")
 Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
@@ -82,7 +81,7 @@ def fold_pairs(
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
     """
-    folded = dict[str, Any]()
+    folded, markers = dict[str, Any](), set[Any]()
     for linear, norm in pairs.items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
@@ -91,8 +90,9 @@ def fold_pairs(
             raise ValueError(f"pairs={{{linear!r}: {norm!r}}}: {error}") from error
         # pyright takes the parent's abstract `__call__` for a field.
         folded[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
-    make = {path: lambda _, layer=layer: layer for path, layer in folded.items()}
-    return replaced(model, state, (*_LINEAR, eqx.nn.BatchNorm), make, lambda *_: {})
+        markers.add(after.memory_index.marker)
+    model = with_nodes(model, folded)
+    return model, state_of(model, entries(state), markers)
 
 
 class FoldedBatchNorm(eqx.nn.StatefulLayer):
@@ -103,12 +103,8 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
     def __call__(
         self, x: Array, state: Any = None, *, key: Any = None, inference: Any = None
     ) -> Any:
-        """Returns `x`, or its `activation` in the dtype of `x`, and passes the state on.
-
-        **Arguments:** those of `BatchNorm` except `mask`; `key` and `inference` are ignored.
-
-        **Returns:** the output, and the state if one is given.
-        """
+        """Returns `x`, or its `activation` in the dtype of `x`, and the state if one is given;
+        the arguments are those of `BatchNorm` except `mask`."""
         del key, inference
         y = x if self.activation is None else self.activation(x).astype(x.dtype)
         return y if state is None else (y, state)
@@ -131,20 +127,14 @@ def _at(path: str, model: Any, kind: Kind) -> Any:
 def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
-    memory = remembered_by(norm, state)[0]["memory_index"].statistics
-    _memory.check(memory, norm.approach, norm.input_size)
-    moments = _contract.infer(norm.approach, memory, norm.input_size)
-    mean, rest, variance = map(_host, (moments.mean, moments.mean_pair.rest, moments.variance))
-    scale = 1 / np.sqrt(variance + norm.eps)
-    if norm.weight is not None:
-        scale = scale * _host(norm.weight)
-    bias = np.zeros(norm.input_size) if layer.bias is None else _host(layer.bias).reshape(-1)
-    bias = scale * (bias - mean - rest)
-    if norm.bias is not None:
-        bias = bias + _host(norm.bias)
+    memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
+    moments = _contract.infer(norm.approach, memory.statistics, norm.input_size)
+    mean = _vector(moments.mean) + _vector(moments.mean_pair.rest)
+    scale = _vector(norm.weight, 1.0) / np.sqrt(_vector(moments.variance) + norm.eps)
+    bias = scale * (_vector(layer.bias) - mean) + _vector(norm.bias)
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
-    weight = _host(layer.weight) * scale.reshape(-1, 1, *ones)
+    weight = np.asarray(layer.weight, np.float64) * scale.reshape(-1, 1, *ones)
     with np.errstate(over="ignore"):  # checked below
         weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
@@ -170,5 +160,6 @@ def _obstacle(layer: Any, norm: Any) -> str | None:
     return None
 
 
-def _host(array: Array) -> np.ndarray:
-    return np.asarray(array).astype(np.float64)
+def _vector(array: Array | None, default: float = 0.0) -> np.ndarray:
+    """Returns an array with one axis, in float64, or the default if there is none."""
+    return np.asarray(default if array is None else array, np.float64).reshape(-1)

@@ -1,6 +1,6 @@
 """Defines `freeze`, `unfreeze` and `trainable`, for batch norms that are not to be trained."""
 
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -8,9 +8,7 @@ import jax
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm.strategies import Frozen
 
-from ._layers import Where, chosen, copied, layers_of, mapped
-
-Model = TypeVar("Model")
+from ._layers import Model, Where, chosen, copied, layers_of, with_nodes
 
 
 def freeze(model: Model, where: Where | None = None) -> Model:
@@ -36,19 +34,15 @@ def freeze(model: Model, where: Where | None = None) -> Model:
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to freeze it. By default all batch norms are frozen.
 
-    **Returns:** the model with frozen layers.
-
     **Raises:** `ValueError` if there is no such layer.
-
-    The feature request for PyTorch: https://github.com/pytorch/pytorch/issues/66073.
     """
     layers = chosen(layers_of(model, BatchNorm), where, "freeze", "eqx_norm.BatchNorm")
-
-    def frozen(path: str, layer: BatchNorm) -> BatchNorm:
-        is_learning = path in layers and layer.approach.learns
-        return copied(layer, approach=Frozen(layer.approach)) if is_learning else layer
-
-    return mapped(model, BatchNorm, frozen)
+    frozen = {
+        path: copied(layer, approach=Frozen(layer.approach))
+        for path, layer in layers.items()
+        if layer.approach.learns
+    }
+    return with_nodes(model, frozen)
 
 
 def unfreeze(model: Model, where: Where | None = None) -> Model:
@@ -58,27 +52,20 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
 
     **Arguments:** `model` and `where` as for `freeze`; by default all frozen layers.
 
-    **Returns:** the model, in which these layers have the approach they had before.
-
     **Raises:** `ValueError` if there is no such layer.
     """
     frozen = {p: layer for p, layer in layers_of(model, BatchNorm).items() if is_frozen(layer)}
     layers = chosen(frozen, where, "unfreeze", "frozen BatchNorm")
-
-    def learning(path: str, layer: Any) -> BatchNorm:
-        return copied(layer, approach=layer.approach.strategy) if path in layers else layer
-
-    return mapped(model, BatchNorm, learning)
+    learning = {p: copied(n, approach=n.approach.strategy) for p, n in layers.items()}
+    return with_nodes(model, learning)
 
 
 def trainable(model: Any) -> Any:
-    """Returns for each leaf of a model whether it is trained.
+    """Returns for each leaf of any pytree whether it is trained.
 
     `eqx.partition(model, trainable(model))` separates trained leaves from the rest.
     `optax.adamw(1e-3, mask=trainable)` and `optax.masked(optimiser, trainable)` leave frozen
     layers alone. (Pass the function to Optax, which would call a model of bools.)
-
-    **Arguments:** `model`: any pytree.
 
     **Returns:** a pytree of bools: `True` for float and complex arrays except frozen ones.
     """

@@ -1,5 +1,6 @@
 """Defines `recalibrate`, which computes running statistics anew in a pass over data."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,17 +13,15 @@ from jaxtyping import Array
 
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
-from eqx_norm.strategies import Cumulative, Seen
+from eqx_norm.strategies import Cumulative
 
-from ._carry import carry, dtype_of, is_new, with_statistics
+from ._carry import carry, dtype_of, with_statistics
 from ._layers import (
-    Entries,
-    OverMembers,
     chosen,
     copied,
     entries,
     layers_of,
-    remembered_by,
+    over_members,
     replaced,
     state_of,
 )
@@ -43,8 +42,7 @@ def recalibrate(
       n = \sum_k n_k,$$
 
     where $d = 1$ in a layer with `unbiased=True`, otherwise 0. These are the statistics of all
-    values together, whatever the batch sizes (`strategies.Cumulative`). Use it after averaging
-    weights over steps or loading weights, or when the running averages lag behind.
+    values together, whatever the batch sizes (`strategies.Cumulative`).
 
     ```python
     state = recalibrate(model, state, tqdm(batches))
@@ -80,54 +78,56 @@ def recalibrate(
     learning = {p: n for p, n in layers_of(model, BatchNorm).items() if n.approach.learns}
     norms = chosen(learning, None, "recalibrate", "eqx_norm.BatchNorm that is not frozen")
 
-    def pooling(norm: BatchNorm) -> BatchNorm:
-        # A batch of one value has no unbiased variance; all batches together have one.
-        axes = () if forward is None else norm.memory_axis_name  # (): the batch is one group
-        changed = {"inference": False, "unbiased": False, "memory_axis_name": axes}
-        return copied(norm, approach=Cumulative(), **changed)
+    # A batch of one value has no unbiased variance; all batches together have one.
+    settings: Any = {"approach": Cumulative(), "inference": False, "unbiased": False}
+    if forward is None:
+        axis_name = next(iter(norms.values())).axis_name
+        axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
+        # Partials of equal arguments are equal, so `_step` is compiled once.
+        forward = jax.tree_util.Partial(_over_batch, axis_name)
+        batches = map(_first, batches)
+        settings["memory_axis_name"] = ()  # the batch is one group
 
-    pooler, after = replaced(model, state, BatchNorm, dict.fromkeys(norms, pooling), _empty)
-    call, count = _over(norms) if forward is None else forward, 0
-    for batch in batches:
-        after = _step(call, pooler, after, _first(batch) if forward is None else batch)
-        count += 1
+    pooling = functools.partial(copied, **settings)
+    pooler, after = replaced(model, state, norms, pooling, _empty)
+    count = 0
+    for count, batch in enumerate(batches, 1):  # noqa: B007
+        after = _step(forward, pooler, after, batch)
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
-    notes, seen, unseen = list[str](), {}, {}
+    notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0
     for path, norm in norms.items():
-        old, new = (remembered_by(norm, s)[0]["memory_index"] for s in (state, after))
+        old, new = (s.get(norm.memory_index) for s in (state, after))
         if skipped := np.max(new.rejected - old.rejected):
             notes.append(f"{path or 'the model'} skipped {skipped} that were not finite")
         if np.all(new.statistics.count_pair.value > 0):
-            seen[path] = lambda _, norm=norm: norm
+            (memory,) = carry(pooling(norm), norm, new)
         else:
-            counts = jnp.stack([old.accepted, new.rejected], -1)
-            unseen[norm.memory_index.marker] = Remembered(old.statistics, counts)
+            memory = Remembered(old.statistics, jnp.stack([old.accepted, new.rejected], -1))
+            unseen += 1
             notes.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
+        learnt[norm.memory_index.marker] = memory
     note = f"Of {count} batches: {'; '.join(notes)}."
-    if not seen:
+    if unseen == len(norms):
         raise ValueError(
             f"No batch norm got a finite batch. {note} Check the data, and that forward calls "
             "the model."
         )
     if notes:
         warnings.warn(note, stacklevel=2)
-    values = entries(replaced(pooler, after, BatchNorm, seen, carry)[1])
-    learnt = {n.memory_index.marker: values[n.memory_index.marker] for n in norms.values()}
-    return state_of(model, entries(state) | learnt | unseen)
+    return state_of(model, entries(state) | learnt)
 
 
-def _empty(old: BatchNorm, new: BatchNorm, remembered: Entries, over: OverMembers) -> Entries:
+def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
     """Returns an empty memory; raises for strategies without `load` before any data is read."""
 
-    def one(statistics: Any) -> Seen:
-        is_new(old, statistics)  # for its errors
-        empty = Cumulative().init(old.input_size, dtype_of(statistics))
-        old.approach.load(empty.moments)
+    def one(statistics: Any) -> Any:
+        empty = new.approach.init(old.input_size, dtype_of(statistics))
+        old.approach.load(new.approach.infer(empty))
         return empty
 
-    memory = remembered["memory_index"]
-    return {"memory_index": with_statistics(old, memory, over(one)(memory.statistics))}
+    statistics = over_members(one, memory.accepted)(memory.statistics)
+    return (with_statistics(old, memory, statistics),)
 
 
 # Compiled once for all calls with the same forward.
@@ -156,14 +156,7 @@ def _first(batch: Any) -> Array | np.ndarray:
     return x
 
 
-def _over(norms: dict[str, BatchNorm]) -> Forward:
-    """Returns the default `forward`, which is equal for equal axis names."""
-    axis_name = next(iter(norms.values())).axis_name
-    name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
-    return jax.tree_util.Partial(_over_axis, name)
-
-
-def _over_axis(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> Any:
+def _over_batch(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> Any:
     mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name=axis_name)
     try:
         return mapped(x, state)

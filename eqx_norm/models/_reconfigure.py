@@ -1,8 +1,7 @@
 """Defines `reconfigure`, which changes settings of existing layers and keeps statistics."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 
@@ -12,9 +11,7 @@ from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy
 
 from ._carry import carry
-from ._layers import Where, chosen, copied, layers_of, replaced
-
-Model = TypeVar("Model")
+from ._layers import Model, Where, chosen, copied, layers_of, replaced
 
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_EXAMPLES = AbstractExampleNorm.settings
@@ -26,9 +23,6 @@ def reconfigure(
 ) -> tuple[Model, eqx.nn.State]:
     """Returns the model with other settings in its layers, and a state that fits them.
 
-    (`eqx.tree_at` on a layer's `approach` would not change its `momentum` and its state;
-    `dataclasses.replace` does not work on a layer.)
-
     ```python
     model, state = reconfigure(model, state, approach="smooth_start", momentum=0.9)
     first = lambda path, layer: path == "layers[1]"
@@ -37,8 +31,7 @@ def reconfigure(
 
     **Arguments:**
 
-    - `model`, `state`: from `eqx.nn.make_with_state` or training, also of an ensemble. Both
-        stay valid.
+    - `model`, `state`: also of an ensemble; both stay valid.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to change it. By default all layers of this package are changed. Layers
         that share one state (`eqx.nn.State(model)`) must change their approach together.
@@ -59,14 +52,7 @@ def reconfigure(
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
     layers = chosen(layers_of(model, _OURS), where, "reconfigure", what)
-    check(settings, layers)
-    make = dict.fromkeys(layers, lambda layer: _changed(layer, settings))
-    return replaced(model, state, _OURS, make, carry)
-
-
-def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a setting that none of the layers can change."""
-    has_batches = any(isinstance(layer, eqx.nn.BatchNorm) for layer in layers.values())
+    has_batches = any(isinstance(layer, BatchNorm) for layer in layers.values())
     known = sorted(_OF_EXAMPLES + (_OF_BATCHES if has_batches else ()))
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(
@@ -74,6 +60,7 @@ def check(settings: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
             f"{', '.join(known)}. Use eqx.tree_at for weights, and eqx.nn.inference_mode for "
             "training and inference mode."
         )
+    return replaced(model, state, layers, lambda layer: _changed(layer, settings), carry)
 
 
 def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:

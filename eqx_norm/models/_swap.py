@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -10,21 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqx_norm import _memory
-from eqx_norm._batch_norm import BatchNorm
-from eqx_norm._example import AbstractExampleNorm
-from eqx_norm._group_norm import GroupNorm
-from eqx_norm._instance_norm import InstanceNorm
-from eqx_norm._layer_norm import LayerNorm
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
-from eqx_norm._rms_norm import RMSNorm
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
 from ._carry import batches_of, is_new
-from ._layers import Entries, OverMembers, Where, chosen, copied, layers_of, replaced
-from ._reconfigure import check, reconfigure
-
-Model = TypeVar("Model")
+from ._layers import Model, Where, chosen, copied, layers_of, over_members, replaced
+from ._reconfigure import reconfigure
 
 # The norms of one example.
 _TO_OURS: dict[Any, Any] = {
@@ -35,11 +27,6 @@ _TO_OURS: dict[Any, Any] = {
 _TO_THEIRS: dict[Any, Any] = {ours: theirs for theirs, ours in _TO_OURS.items()}
 _TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
 _THEIRS, _OURS = (eqx.nn.BatchNorm, *_TO_OURS), (BatchNorm, *_TO_THEIRS)
-# The fields of Equinox's layer for its count, or whether it is new, and for its statistics.
-_FIELDS = {
-    "ema": ("ema_first_time_index", "ema_state_index"),
-    "batch": ("batch_counter", "batch_state_index"),
-}
 
 
 def swap(
@@ -76,8 +63,7 @@ def swap(
 
     **Arguments:**
 
-    - `model`, `state`: from `eqx.nn.make_with_state` or training, also of an ensemble. Both
-        stay valid.
+    - `model`, `state`: also of an ensemble; both stay valid.
     - `approach`: as `BatchNorm` takes it. By default it follows from each layer's `mode`.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to swap it. By default all layers are swapped.
@@ -97,9 +83,8 @@ def swap(
         "where the model makes them.)"
     )
     layers = chosen(layers_of(model, _THEIRS), where, "swap", what)
-    check(overrides, layers)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, _OURS)}
-    model, state = replaced(model, state, _THEIRS, dict.fromkeys(theirs, _ours), _carry)
+    model, state = replaced(model, state, theirs, _ours, _carry)
     if not (overrides and theirs):
         return model, state
     return reconfigure(model, state, lambda path, _: path in theirs, **overrides)
@@ -117,14 +102,12 @@ def unswap(
 
     **Statistics** are set such that inference in Equinox uses the same mean and variance.
     Equinox's `mode="batch"` divides them by $1 - m^t$, which is wrong for few batches (see
-    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1. Where that
-    changes the count (below about 18 / (1 - m) batches), later batches weigh less than they
-    would have, in Equinox and after `swap`.
+    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1, where it
+    is below about 18 / (1 - m). Later batches then weigh less than they would have.
 
     **Arguments:**
 
-    - `model`, `state`: a model with layers of this package, also an ensemble, and its state.
-        Both stay valid.
+    - `model`, `state`: as for `swap`, with layers of this package.
     - `mode`: `"batch"` or `"ema"`, for all layers. By default it follows from each layer's
         approach. The momentum is the approach's, or 0.99 if it has none.
     - `where`: as for `swap`; by default all layers of this package.
@@ -141,8 +124,7 @@ def unswap(
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
     layers = chosen(layers_of(model, _OURS), where, "unswap", "layer of eqx_norm")
-    make = dict.fromkeys(layers, lambda layer: _theirs(layer, mode))
-    return replaced(model, state, _OURS, make, _carry_back)
+    return replaced(model, state, layers, lambda layer: _theirs(layer, mode), _carry_back)
 
 
 def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
@@ -164,7 +146,7 @@ def _converted(layer: Any, kind: Any) -> Any:
     return copied(new, **{name: getattr(layer, name) for name in shared})
 
 
-def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
+def _ours(layer: Any) -> Any:
     _refuse_subclass(layer, _THEIRS)
     if kind := _TO_OURS.get(type(layer)):
         return _converted(layer, kind)
@@ -174,32 +156,28 @@ def _ours(layer: Any) -> BatchNorm | AbstractExampleNorm:
     return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
-def _carry(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
-    """Returns the memory, and the counts of accepted and rejected batches."""
-    if not {*_FIELDS[old.mode]} <= {*remembered}:
+def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Remembered]:
+    """Returns the memory, given the count, or whether the layer is new, and the statistics."""
+    if len(entries) != 2:
         raise ValueError(
             "eqx.nn.Shared shares an index of this layer, which swap cannot follow. Share the "
             "whole layer, or its weights."
         )
-    count, (mean, variance) = (remembered[field] for field in _FIELDS[old.mode])
+    count, (mean, variance) = entries
 
-    def one(count: Array, mean: Array, variance: Array) -> Entries:
+    def one(count: Array, mean: Array, variance: Array) -> Remembered:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
-        many = Running.loaded(empty.mean, empty.variance).batches
         fresh = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
-        if old.mode == "ema":
-            fresh, steps, batches = fresh & count, jnp.zeros((), jnp.int32), many
-        else:
-            fresh, steps = fresh & (count == 0), count.astype(jnp.int32)
-            batches = jnp.where(count == 0, many, count)
-            mean, variance = _debiased(old.momentum, count, mean, variance)
-        variance = variance.real.astype(empty.batches.dtype)
-        learnt = Running.loaded(mean.astype(dtype), variance, batches)
+        if old.mode == "ema":  # it does not count
+            fresh, count = fresh & count, jnp.zeros((), jnp.int32)
+        learnt = Running.loaded(*_debiased(old.momentum, count, mean, variance))
+        batches = jnp.where(count == 0, learnt.batches, count.astype(learnt.batches.dtype))
+        fresh, learnt = fresh & (count == 0), learnt._replace(batches=batches)
         memory = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), empty, learnt)
-        return {"memory_index": Remembered(memory, jnp.stack([steps, 0 * steps]))}
+        return Remembered(memory, jnp.stack([count, 0 * count]).astype(jnp.int32))
 
-    return over(one)(count, mean, variance)
+    return (over_members(one, count)(count, mean, variance),)
 
 
 def _debiased(
@@ -249,26 +227,24 @@ def _mode(layer: BatchNorm) -> str:
     )
 
 
-def _carry_back(old: Any, new: Any, remembered: Entries, over: OverMembers) -> Entries:
-    """Returns Equinox's two entries: the count, or whether it is new, and the statistics."""
+def _carry_back(
+    old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
+) -> tuple[Array, tuple[Array, Array]]:
+    """Returns the count, or whether the layer is new, and the statistics."""
+    bits = jnp.finfo(float).nmant + 3
+    # After so many batches 1 - m^t rounds to 1.
+    many = min(math.ceil(-bits * math.log(2) / math.log(new.momentum)), 2**31 - 1)
 
-    def one(statistics: Any, accepted: Array) -> Entries:
+    def one(statistics: Any, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
         count = fresh = is_new(old, statistics)
         moments = old.approach.infer(statistics)
         mean, variance = moments.mean, moments.variance
         if new.mode == "ema":
             variance = jnp.where(fresh, 0, variance)
         else:
-            count = jnp.where(fresh, 0, jnp.maximum(accepted, _many(new)))
+            count = jnp.where(fresh, 0, jnp.maximum(accepted, many))
             count = count.astype(jnp.result_type(int))
-        entries = count, (mean, variance.astype(mean.dtype))
-        return dict(zip(_FIELDS[new.mode], entries, strict=True))
+        return count, (mean, variance.astype(mean.dtype))
 
-    memory = remembered["memory_index"]
-    return over(one)(memory.statistics, batches_of(old, memory))
-
-
-def _many(layer: eqx.nn.BatchNorm) -> int:
-    """Returns the number of batches t at which 1 - m^t rounds to 1."""
-    bits = jnp.finfo(float).nmant + 3
-    return min(math.ceil(-bits * math.log(2) / math.log(layer.momentum)), 2**31 - 1)
+    batches = batches_of(old, memory)
+    return over_members(one, batches)(memory.statistics, batches)

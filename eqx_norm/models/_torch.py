@@ -12,11 +12,9 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import entries, layers_of, listed, located, name, state_of
-from ._torch_layers import COUNT, MEAN, VARIANCE, Slot, place, slots_of
-from ._torch_match import Names, TorchReport, key, match, prefixes_of
+from ._layers import Model, entries, layers_of, listed, located, state_of, with_nodes
+from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
 
-Model = TypeVar("Model")
 State = TypeVar("State", bound=eqx.nn.State | None)
 
 
@@ -36,8 +34,7 @@ def from_torch(
     ```
 
     A `state_dict` holds no settings. To continue training as in PyTorch, make `BatchNorm` with
-    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's. For PyTorch's
-    `momentum=None` use `approach=eqx_norm.strategies.Average()`. `eps` is 1e-5 in both.
+    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's.
 
     **Layers are matched** in this order: (1) by `names`, a function of a layer's path or a
     mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
@@ -67,34 +64,29 @@ def from_torch(
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
     arrays, problems = _arrays(state_dict)
-    slots = slots_of(model, state)
-    report = match(slots, arrays, names)
+    report, keyed = match(model, state, arrays, names)
     loaded = dict[str, jax.Array]()
-    for path, prefix in report.matched.items():
-        for field, slot in slots[path].items():
-            if (array := arrays.get(k := key(prefix, field))) is None:
-                continue
-            if array.shape == slot.shape:
-                array = slot.from_torch(array)
-                loaded[slot.path] = _cast(k, array, slot.array.dtype, problems)
-            else:
-                problems.append(f"{k} has the shape {array.shape}, not {slot.shape} as here")
-    learnt = dict[Any, Any]()
+    for key, slot in keyed:
+        if key in arrays:
+            try:
+                loaded[slot.path] = _loaded(key, arrays[key], slot)
+            except ValueError as error:
+                problems.append(str(error))
+    learnt = dict[Any, Remembered]()
     for path, norm in {} if problems else layers_of(model, BatchNorm).items():
-        if place(path, MEAN) in loaded and place(path, VARIANCE) in loaded:
+        mean, variance = (loaded.get(f"{path}.{name}") for name in (MEAN, VARIANCE))
+        if mean is not None and variance is not None:
             with located(path, norm):
-                moments = Moments.of(loaded[place(path, MEAN)], loaded[place(path, VARIANCE)])
-                statistics = norm.approach.load(moments)
-            counts = jnp.zeros(2, jnp.int32).at[0].set(loaded.get(place(path, COUNT), 0))
-            learnt[norm.memory_index.marker] = Remembered(statistics, counts)
-    said = [listed(problems, "\n    ")] if problems else []
+                memory = norm.approach.load(Moments.of(mean, variance))
+            counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
+            learnt[norm.memory_index.marker] = Remembered(memory, counts)
+    lines = [listed(problems, "\n    ")] if problems else []
     if strict and report.leftovers:
-        said += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
-    if said:
-        raise ValueError("\n    ".join(["Nothing was loaded:", *said]))
-    model = jax.tree_util.tree_map_with_path(lambda p, leaf: loaded.get(name(p), leaf), model)
+        lines += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
+    if lines:
+        raise ValueError("\n    ".join(["Nothing was loaded:", *lines]))
     after: Any = None if state is None else state_of(model, entries(state) | learnt)
-    return model, after, report
+    return with_nodes(model, loaded), after, report
 
 
 def to_torch(
@@ -122,16 +114,17 @@ def to_torch(
 
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
-    slots, state_dict = slots_of(model, state), dict[str, np.ndarray]()
-    for path, prefix in prefixes_of(slots, names).items():
-        layer = {} if prefix is None else slots[path]
-        arrays = {key(prefix or "", field): _portable(slot) for field, slot in layer.items()}
-        if both := sorted(arrays.keys() & state_dict.keys()):
+    state_dict = dict[str, np.ndarray]()
+    for key, slot in match(model, state, {}, names)[1]:
+        if key in state_dict:
             raise ValueError(
-                f"{path!r} and another layer have the same name: both would write {both}. Give "
-                "them different names by names=."
+                f"{slot.path!r} and another array would both be {key!r}. Give their layers "
+                "different names by names=."
             )
-        state_dict |= arrays
+        # Writeable and contiguous, as `torch.from_numpy` requires.
+        array = slot.to_torch(np.asarray(slot.array))
+        dtype = np.float32 if array.dtype.kind == "V" else None
+        state_dict[key] = np.array(array, dtype, order="C")
     return state_dict
 
 
@@ -144,7 +137,10 @@ def _arrays(state_dict: Any) -> tuple[dict[str, np.ndarray], list[str]]:
         )
     arrays, problems = dict[str, np.ndarray](), list[str]()
     for k, value in state_dict.items():
-        array = _array(value)
+        if hasattr(value, "detach"):  # a tensor; NumPy has no bfloat16
+            tensor = value.detach().cpu()
+            value = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
+        array = np.asarray(value)
         if array.dtype.kind in "biufcV":
             arrays[str(k)] = array
         else:
@@ -155,32 +151,17 @@ def _arrays(state_dict: Any) -> tuple[dict[str, np.ndarray], list[str]]:
     return arrays, problems
 
 
-def _array(value: Any) -> np.ndarray:
-    """Returns a tensor or array as a NumPy array, without importing torch."""
-    if hasattr(value, "detach"):
-        tensor = value.detach().cpu()
-        # NumPy has no bfloat16.
-        value = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
-    return np.asarray(value)
-
-
-def _cast(k: str, array: np.ndarray, dtype: Any, problems: list[str]) -> jax.Array:
-    """Returns the array in another dtype; adds invalid statistics to `problems`."""
-    field = k.rpartition(".")[2]
-    if field == COUNT:
-        return jnp.int32(min(int(array), np.iinfo(np.int32).max))
+def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
+    """Returns PyTorch's array as the model holds it; raises `ValueError` if it does not fit."""
+    if array.shape != slot.shape:
+        raise ValueError(f"{key} has the shape {array.shape}, not {slot.shape} as here")
+    dtype = slot.array.dtype
     with np.errstate(over="ignore"):
         # A copy, because PyTorch updates its arrays in place.
-        new = jnp.asarray(array.astype(dtype, order="C"))
-    may_be_infinite = field not in (MEAN, VARIANCE) and not np.isfinite(array).all()
+        new = jnp.asarray(slot.from_torch(array).astype(dtype, order="C"))
+    may_be_infinite = not (key.endswith((MEAN, VARIANCE)) or np.isfinite(array).all())
     if not (may_be_infinite or jnp.isfinite(new).all()):
-        problems.append(f"{k} is not finite in {dtype}")
-    if field == VARIANCE and (new < 0).any():
-        problems.append(f"{k} is negative")
+        raise ValueError(f"{key} is not finite in {dtype}")
+    if key.endswith(VARIANCE) and (new < 0).any():
+        raise ValueError(f"{key} is negative")
     return new
-
-
-def _portable(slot: Slot) -> np.ndarray:
-    """Returns a writeable, contiguous copy, as `torch.from_numpy` requires."""
-    array = slot.to_torch(np.asarray(slot.array))
-    return np.array(array, np.float32 if array.dtype.kind == "V" else None, order="C")

@@ -1,7 +1,8 @@
-"""Lists the arrays of a model with their names and layouts in PyTorch."""
+"""Lists the arrays of a model as PyTorch has them, and matches them with a `state_dict`."""
 
-import functools
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,65 +13,107 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import located, name, remembered_by
+from ._layers import listed, located, path_of
 
+Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
 _NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 _KNOWN = (*_CONVS, *_NORMS, eqx.nn.PReLU, eqx.nn.Linear, eqx.nn.Embedding)
 # PyTorch's names of the fields of these layers, and of the statistics of a batch norm.
 _FIELDS = {"weight": "weight", "bias": "bias", "negative_slope": "weight"}
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
-_ENSEMBLE = "it belongs to an ensemble: convert the members one by one, then stack them."
+
+
+class TorchReport(NamedTuple):
+    """Reports what `from_torch` loaded from where; prints as a table.
+
+    **Fields:**
+
+    - `matched`: the prefix in the `state_dict` of each loaded layer, by the layer's path.
+    - `skipped`: paths of the layers that `names` leaves out.
+    - `missing`: keys that the `state_dict` lacks; their arrays in the model are unchanged.
+    - `unexpected`: keys of the `state_dict` that belong to no layer.
+    """
+
+    matched: dict[str, str]
+    skipped: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    def __str__(self) -> str:
+        itself = "(the layer itself)"
+        pairs = [(path or itself, prefix or itself) for path, prefix in self.matched.items()]
+        width = max((len(path) for path, _ in pairs), default=0)
+        rows = [f"{path:{width}}  <-  {prefix}" for path, prefix in pairs]
+        skipped = [f"left out by names: {', '.join(self.skipped)}"] if self.skipped else []
+        return "\n".join([*rows, *skipped, *self.leftovers])
+
+    @property
+    def leftovers(self) -> list[str]:
+        """Returns a line that lists `missing`, and one that lists `unexpected`."""
+        only = {"only in the model": self.missing, "only in the state_dict": self.unexpected}
+        return [f"{title}: {listed(keys)}" for title, keys in only.items() if keys]
 
 
 class Slot(NamedTuple):
-    """Holds an array, its place, and conversions from PyTorch's layout and to it."""
+    """Holds an array, and converts its layout from PyTorch's and to it.
+
+    **Fields:** `path`: of the array in the model, or of a statistic as if it were there;
+    `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
+    convolution, for its weight.
+    """
 
     path: str
     array: Any
-    from_torch: Callable[[np.ndarray], np.ndarray] = np.asarray
-    to_torch: Callable[[np.ndarray], np.ndarray] = np.asarray
+    is_flat: bool = False
+    groups: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the array's shape in PyTorch."""
         return self.to_torch(np.empty(self.array.shape, bool)).shape
 
+    def from_torch(self, array: np.ndarray) -> np.ndarray:
+        return self._turned(array).reshape(self.array.shape)
+
+    def to_torch(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1) if self.is_flat else self._turned(array)
+
+    def _turned(self, weight: np.ndarray) -> np.ndarray:
+        """Converts the weight of a transposed convolution, either way: Equinox stores that of
+        the convolution it computes, PyTorch of the one whose transpose it computes."""
+        if self.groups is None:
+            return weight
+        first, second, *kernel = weight.shape
+        weight = np.flip(weight, tuple(range(2, weight.ndim)))
+        weight = weight.reshape(self.groups, first // self.groups, second, *kernel)
+        return weight.swapaxes(1, 2).reshape(second * self.groups, -1, *kernel)
+
 
 # By the path of a layer, then by PyTorch's name; an array outside of layers has the name "".
 Slots = dict[str, dict[str, Slot]]
 
 
-def slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
-    """Returns all arrays that PyTorch may have, in layers and outside of them.
-
-    **Raises:** `ValueError` for a batch norm that cannot be converted.
-    """
-    slots = Slots()
-    owner, is_layer = name(above), isinstance(model, _KNOWN)
-    with located(owner, model):
-        if isinstance(model, eqx.nn.BatchNorm):
-            slots[owner] = _statistics(owner, model, state)
+def _slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
+    """Returns all arrays that PyTorch may have, in layers and outside of them."""
+    slots, owner = Slots(), path_of(above)
 
     def is_inner(node: Any) -> bool:
         return node is not model and isinstance(node, _KNOWN)
 
-    for below, leaf in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
-        path, field = name((*above, *below)), name(below)
-        if is_inner(leaf):
-            slots |= slots_of(leaf, state, (*above, *below))
-        elif eqx.is_inexact_array(leaf) and is_layer and field in _FIELDS:
+    for below, node in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
+        path, field = path_of((*above, *below)), path_of(below)
+        if is_inner(node):
+            slots |= _slots_of(node, state, (*above, *below))
+        elif eqx.is_inexact_array(node) and isinstance(model, _KNOWN) and field in _FIELDS:
             with located(owner, model):
-                slot = Slot(path, leaf, *_layouts(model, field, leaf.shape))
-            slots.setdefault(owner, {})[_FIELDS[field]] = slot
-        elif eqx.is_inexact_array(leaf):
-            slots[path] = {"": Slot(path, leaf)}
+                slots.setdefault(owner, {})[_FIELDS[field]] = _slot(path, model, field, node)
+        elif eqx.is_inexact_array(node):
+            slots[path] = {"": Slot(path, node)}
+    if isinstance(model, eqx.nn.BatchNorm):
+        with located(owner, model):
+            slots[owner] = slots.get(owner, {}) | _statistics(owner, model, state)
     return slots
-
-
-def place(norm: str, statistic: str) -> str:
-    """Returns the place of a statistic, which is in the state and has no path in the model."""
-    return f"{norm} {statistic}"
 
 
 def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
@@ -80,36 +123,108 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
         )
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
-    memory = remembered_by(norm, state)[0]["memory_index"]
-    batches = batches_of(norm, memory)
-    if batches.ndim:
-        raise ValueError(_ENSEMBLE)
-    _memory.check(memory.statistics, norm.approach, norm.input_size)
+    memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
     moments = norm.approach.infer(memory.statistics)
-    count = np.array(batches, np.int64)
+    count = np.array(batches_of(norm, memory), np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
-    return {key: Slot(place(path, key), array) for key, array in arrays.items()}
+    return {name: Slot(f"{path}.{name}", array) for name, array in arrays.items()}
 
 
-def _layouts(layer: Any, field: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Returns functions that convert an array of a layer from PyTorch's layout, and to it."""
+def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
     rank = layer.num_spatial_dims + 2 if isinstance(layer, _CONVS) else 2
     if isinstance(layer, _NORMS):
         rank = len(getattr(layer, "shape", (None,)))
-    if field == "weight" and len(shape) != rank:
-        raise ValueError(_ENSEMBLE)
+    if field == "weight" and array.ndim != rank:
+        raise ValueError(
+            "it belongs to an ensemble: convert the members one by one, then stack them."
+        )
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
-        turned = functools.partial(_turned, layer.groups)
-        return turned, turned
+        return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
-    is_flat = isinstance(layer, eqx.nn.PReLU) or (isinstance(layer, _CONVS) and field == "bias")
-    return (lambda a: a.reshape(shape)), (lambda a: a.reshape(-1) if is_flat else a)
+    is_bias = isinstance(layer, _CONVS) and field == "bias"
+    return Slot(path, array, is_flat=is_bias or isinstance(layer, eqx.nn.PReLU))
 
 
-def _turned(groups: int, weight: np.ndarray) -> np.ndarray:
-    """Converts the weight of a transposed convolution, either way. Equinox stores the weight of
-    the convolution it computes, PyTorch of the convolution whose transpose it computes."""
-    first, second, *kernel = weight.shape
-    weight = np.flip(weight, tuple(range(2, weight.ndim)))
-    weight = weight.reshape(groups, first // groups, second, *kernel)
-    return weight.swapaxes(1, 2).reshape(second * groups, -1, *kernel)
+def match(
+    model: Any, state: eqx.nn.State | None, arrays: Mapping[str, np.ndarray], names: Names
+) -> tuple[TorchReport, list[tuple[str, Slot]]]:
+    """Returns which layers and which entries of a `state_dict` belong together, and the arrays
+    of all layers that `names` does not leave out, by their keys."""
+    slots = _slots_of(model, state)
+    prefixes, named, skipped = _prefixes_of(slots, names)
+
+    def keys(path: str) -> dict[str, Slot]:
+        return {_key(prefixes[path], name): slot for name, slot in slots[path].items()}
+
+    def is_there(path: str) -> bool:
+        return not arrays.keys().isdisjoint(keys(path))
+
+    absent = {p: slots[p] for p in slots if p not in named and not is_there(p)}
+    prefixes |= _by_order(absent, arrays, {*prefixes.values()})
+    chosen = [path for path in slots if path not in skipped]
+    matched = {path: prefixes[path] for path in chosen if is_there(path)}
+    keyed = [pair for path in chosen for pair in keys(path).items()]
+    wanted = dict(keyed)
+    missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
+    left_out = tuple(f"{prefixes[path]}." for path in skipped)
+    unexpected = (k for k in arrays if k not in wanted and not f"{k}.".startswith(left_out))
+    return TorchReport(matched, tuple(skipped), missing, tuple(unexpected)), keyed
+
+
+def _prefixes_of(
+    paths: Iterable[str], names: Names
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns PyTorch's prefix for each path, the paths that `names` decides on, and those of
+    them that it leaves out, whose prefix is the one that they would have otherwise."""
+    dotted = {path: _dotted(path) for path in paths}
+    pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
+    if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
+        raise ValueError(
+            f"names has {unused}, but no layer's path begins so. The paths are "
+            f"{listed(map(repr, dotted))}."
+        )
+    rules = [(_dotted(part), prefix) for part, prefix in pairs.items()]
+    rules.sort(key=lambda rule: len(rule[0]), reverse=True)  # the longest decides
+    prefixes, named, skipped = dict[str, str](), list[str](), list[str]()
+    for path, name in dotted.items():
+        applicable = [rule for rule in rules if _begins(name, rule[0])]
+        part, prefix = next((rule for rule in applicable if rule[1] is not None), ("", ""))
+        prefixes[path] = _key(_dotted(prefix or ""), name[len(part) :].removeprefix("."))
+        named += [path] if applicable else []
+        skipped += [path] if applicable and applicable[0][1] is None else []
+    return prefixes, named, skipped
+
+
+def _key(prefix: str, name: str) -> str:
+    return ".".join(part for part in (prefix, name) if part)
+
+
+def _by_order(
+    slots: Slots, arrays: Mapping[str, np.ndarray], taken: Container[str]
+) -> dict[str, str]:
+    """Returns prefixes of layers by order, in each group whose arrays have the same names and
+    shapes, if it is equally large in the model and the `state_dict`."""
+    ours = {
+        path: {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
+        for path, layer in slots.items()
+    }
+    theirs = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+    for k, array in arrays.items():
+        prefix, _, name = k.rpartition(".")
+        if prefix not in taken:
+            theirs[prefix] |= {name: array.shape, COUNT: ()}
+    prefixes = dict[str, str]()
+    for path, shapes in ours.items():
+        equal, candidates = ([p for p in d if d[p] == shapes] for d in (ours, theirs))
+        if len(equal) == len(candidates):
+            prefixes[path] = candidates[equal.index(path)]
+    return prefixes
+
+
+def _dotted(path: str) -> str:
+    """Returns `layers[1].norm` as PyTorch writes it, `layers.1.norm`."""
+    return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", path).removeprefix(".")
+
+
+def _begins(path: str, part: str) -> bool:
+    return not part or f"{path}.".startswith(f"{part}.")

@@ -1,36 +1,17 @@
 """Makes a model as others write them, of Equinox's norms or of this package's, and calls it."""
 
-import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import jaxtyping
 
 import eqx_norm
 from tests.compiling import filter_jit
 
 C, KEY = 3, jax.random.key(0)
 THEIRS: Any = eqx.nn
-# Makes this package's layers of the arguments of Equinox's.
-NAMES = ("BatchNorm", "LayerNorm", "GroupNorm", "RMSNorm")
-OURS: Any = SimpleNamespace(**{name: getattr(eqx_norm, name) for name in NAMES})
-NORMS = tuple(getattr(eqx.nn, name) for name in NAMES)
-
-
-class Counter(eqx.nn.StatefulLayer):
-    """Is a user's stateful layer: adds the number of its calls."""
-
-    index: eqx.nn.StateIndex
-
-    def __init__(self):
-        self.index = eqx.nn.StateIndex(jnp.zeros(()))
-
-    def __call__(self, x, state, *, key=None):
-        count = state.get(self.index)
-        return x + count.astype(x.dtype), state.set(self.index, count + 1)
+OURS: Any = eqx_norm
+NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 
 
 class Two(eqx.Module):
@@ -42,21 +23,16 @@ def network(nn: Any, key: Any) -> Any:
     """Returns a nested model with the norms of `nn`, one of which is used twice."""
     keys = jax.random.split(key)
     twice = nn.BatchNorm(C, "batch", mode="ema", momentum=0.5)
-    model = {
+    return {
         "stem": [eqx.nn.Linear(C, C, key=keys[0]), nn.BatchNorm(C, "batch", mode="batch")],
         "body": [
-            Counter(),
+            eqx.nn.SpectralNorm(eqx.nn.Linear(C, C, key=key), "weight", key=key),
             eqx.nn.Shared(Two(twice, twice), lambda two: two.second, lambda two: two.first),
             Two(nn.GroupNorm(C, C), nn.LayerNorm(C, use_bias=False)),
         ],
         "last": nn.BatchNorm(C, "batch", 1e-3, False, 0.9, inference=True, mode="batch"),
         "head": [nn.RMSNorm(C, use_weight=False), eqx.nn.Linear(C, C, key=keys[1])],
     }
-    # No weight is 1 and no bias is 0.
-    is_index: Any = lambda node: isinstance(node, eqx.nn.StateIndex)  # noqa: E731
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array, is_leaf=is_index)
-    arrays = jax.tree.map(lambda a: a + 0.5 * jax.random.normal(key, a.shape), arrays)
-    return eqx.combine(arrays, rest)
 
 
 def norm(nn: Any, key: Any = None, mode: Any = "batch", momentum: float = 0.9) -> Any:
@@ -121,13 +97,3 @@ def inferred(norm: Any, state: Any) -> Any:
 
     memory = state.get(norm.memory_index).statistics
     return (jax.vmap(infer) if memory.mean.ndim > 1 else infer)(memory)
-
-
-@contextlib.contextmanager
-def unchecked():
-    """Lets annotations go unchecked, as they are for users."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)

@@ -77,6 +77,7 @@ def test_there_and_back_is_the_same_to_the_bit():
     loaded, after, report = from_torch(model, state, state_dict)
     back = to_torch(loaded, after)
     assert back.keys() == state_dict.keys()
+    assert back["8.a b.bias"].shape == (6,)  # a convolution's, without spatial axes
     for name, array in state_dict.items():
         assert back[name].dtype == array.dtype
         assert back[name].flags.writeable
@@ -86,16 +87,6 @@ def test_there_and_back_is_the_same_to_the_bit():
     assert same(before, jax.tree.leaves((model, state)))  # which stay valid
 
 
-def statistics(**changed):
-    return {
-        "weight": np.ones(C),
-        "bias": np.zeros(C),
-        "running_mean": np.arange(C, dtype=float),
-        "running_var": np.arange(1.0, C + 1),
-        COUNT: np.array(7),
-    } | changed
-
-
 @pytest.mark.parametrize("tracked", [0, 7])
 @pytest.mark.parametrize(
     "approach", [Batch(0.9), Average(), Accumulated(Average(), 2)], ids=str
@@ -103,12 +94,11 @@ def statistics(**changed):
 def test_training_goes_on_as_in_pytorch(approach, tracked):
     """An untrained layer's mean of 0 and variance of 1 count, too; so do batches that are
     accumulated, and not their parts."""
-    untrained = {} if tracked else {"running_mean": np.zeros(C), "running_var": np.ones(C)}
-    state_dict = statistics(**untrained)
-    mean, var = state_dict["running_mean"], state_dict["running_var"]
-    if not tracked:
-        del state_dict[COUNT]
-    layer, state = make(C, "batch", approach=approach, unbiased=True)
+    mean = np.arange(C) if tracked else np.zeros(C)
+    var = mean + 1
+    state_dict = {"running_mean": mean, "running_var": var}
+    state_dict |= {COUNT: np.array(tracked)} if tracked else {}
+    layer, state = make(C, "batch", 1e-5, False, approach=approach, unbiased=True)
     layer, state, _ = from_torch(layer, state, state_dict)
     random = np.random.RandomState(0)
     for k in range(tracked + 1, tracked + 4):
@@ -124,68 +114,51 @@ def test_training_goes_on_as_in_pytorch(approach, tracked):
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_names_that_coincide_go_before_the_order():
-    model = {name: linear(3) for name in "qkv"}
-    state_dict = filled(model)
-    shuffled = {n: state_dict[n] for part in "kvq" for n in state_dict if n.startswith(part)}
-    assert same(to_torch(from_torch(model, None, shuffled)[0]), state_dict)
-    # One has another name, so it is matched as the only one left.
-    loaded, _, report = from_torch(model, None, renamed(shuffled, query="^q"))
-    assert report.matched == {"['k']": "k", "['q']": "query", "['v']": "v"}
-    assert same(to_torch(loaded), state_dict)
+QKV = dict.fromkeys("kqv", "linear")
+NET = {"head": "linear", "stem": ["convolution", "norm"]}
+FEATURES = {"conv": r"^stem\.0", "bn": r"^stem\.1"}
+PATHS = {"['head']": "head", "['stem'][0]": "conv", "['stem'][1]": "bn"}
+TWICE, ONE_BY_ONE = [["convolution", "norm"]] * 2, {r"\2\1": r"^(\d)\.(\d)"}
+# The model; what is renamed in the `state_dict`; `names`; the prefix that each layer is loaded
+# from; and the prefixes that are left over. The `state_dict` has its keys in reverse order.
+MATCHES: dict[str, tuple[Any, dict[str, str], Any, str, str]] = {
+    "equal names go before the order": (QKV, {}, None, "k q v", ""),
+    "the only one left": (QKV, {"w": "^q"}, None, "k w v", ""),
+    "by order among equal layers": (TWICE, ONE_BY_ONE, None, "01 11 00 10", ""),
+    "not if there are more": (TWICE, ONE_BY_ONE, {"[0][0]": None}, "- 11 - 10", "00 01"),
+    "by the longest beginning": (
+        NET,
+        FEATURES,
+        {"": "", "['stem'][0]": "conv", "stem.1": "bn"},
+        "head conv bn",
+        "",
+    ),
+    "by a function": (NET, FEATURES, PATHS.get, "head conv bn", ""),
+    "in a DataParallel": (NET, {r"m.\g<0>": "^.+"}, {"": "m"}, "m.head m.stem.0 m.stem.1", ""),
+    "a head is left out": (NET, {}, {"head": None}, "- stem.0 stem.1", ""),
+    "one of another name, too": (NET, {"fc": "^head"}, {"head": None}, "- stem.0 stem.1", "fc"),
+    "and goes into no other layer": (QKV, {"old.": r"^k\."}, {"q": None}, "old - v", ""),
+}
 
 
-def test_the_rest_goes_by_order_among_layers_of_one_form_where_equally_many():
-    """The model has its convolutions first; the `state_dict` alternates them with norms."""
-    model, state = built([["convolution", "convolution"], ["norm", "norm"]])
-    other = {"c1": "convolution", "n1": "norm", "c2": "convolution", "n2": "norm"}
-    state_dict = filled(*built(other))
-    loaded, _, report = from_torch(model, state, state_dict)
-    assert [*report.matched.values()] == ["c1", "c2", "n1", "n2"]
-    np.testing.assert_array_equal(loaded[0][1].weight, state_dict["c2.weight"])
-    more = state_dict | {f"c3.{n}": a for n, a in filled(*built("convolution")).items()}
-    _, _, report = from_torch(model, state, more, strict=False)
-    assert [*report.matched.values()] == ["n1", "n2"]
-
-
-def test_names_are_a_mapping_of_beginnings_or_a_function():
-    model, state = built({"stem": ["convolution", "norm"], "head": "linear"})
-    state_dict = filled(model, state)
-    wrapped = {f"module.{name}": array for name, array in state_dict.items()}
-    assert same(to_torch(*from_torch(model, state, wrapped, {"": "module"})[:2]), state_dict)
-    other = renamed(state_dict, **{"features.conv": r"^stem\.0", "features.bn": r"^stem\.1"})
-    parts = {"['stem'][0]": "features.conv", "stem.1": "features.bn"}
-    matched = {"['head']": "head", "['stem'][0]": "features.conv", "['stem'][1]": "features.bn"}
-    for names in (parts, matched.get, {"": "", **parts}):
-        loaded, after, report = from_torch(model, state, other, names)
-        assert report.matched == matched
-        assert same(to_torch(loaded, after), state_dict)
-        assert to_torch(loaded, after, names).keys() == other.keys()
-
-
-@pytest.mark.parametrize(("stem", "head"), [("stem", "head"), ("features", "fc")])
-def test_a_head_of_another_size_is_left_and_everything_else_is_loaded(stem, head):
-    """This holds for equal and other names, and if another layer has the head's shape."""
-    model, state = built({"stem": ["convolution", "norm", "linear"], "head": "linear"})
-    state_dict = filled(model, state)
-    other = state_dict | {"head.weight": np.ones((9, 3)), "head.bias": np.ones(9)}
-    other = renamed(other, **{stem: "^stem", head: "^head"})
-    loaded, after, report = from_torch(model, state, other, {"head": None}, strict=False)
-    assert report.skipped == ("['head']",)
-    assert report.unexpected == (() if head == "head" else ("fc.weight", "fc.bias"))
-    assert same(loaded["head"], model["head"])
-    expected = {name: array for name, array in state_dict.items() if "head" not in name}
-    assert same(to_torch(loaded, after, {"head": None}), expected)
-    lines = str(report).splitlines()
-    assert lines[0].split() == ["['stem'][0]", "<-", f"{stem}.0"]
-    assert lines[3] == "left out by names: ['head']"
-
-
-def test_what_names_leaves_out_is_loaded_into_no_other_layer():
-    model = {"body": linear(), "head": linear()}
-    head = {n: a for n, a in filled(model).items() if "head" in n}
-    loaded, _, report = from_torch(model, None, head, {"head": None}, strict=False)
-    assert (report.matched, same(loaded, model)) == ({}, True)
+@pytest.mark.parametrize("case", MATCHES)
+def test_layers_are_matched(case):
+    form, renames, names, prefixes, left_over = MATCHES[case]
+    model, state = built(form)
+    before = to_torch(model, state)
+    state_dict = dict(sorted(renamed(filled(model, state), **renames).items(), reverse=True))
+    loaded, after, report = from_torch(model, state, state_dict, names, strict=False)
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in before)
+    sources = dict(zip(layers, prefixes.split(), strict=True))
+    assert {*report.matched.values()} == {*sources.values()} - {"-"}
+    assert {name.rpartition(".")[0] for name in report.unexpected} == {*left_over.split()}
+    for name, array in to_torch(loaded, after).items():
+        layer, _, field = name.rpartition(".")
+        np.testing.assert_array_equal(
+            array, state_dict.get(f"{sources[layer]}.{field}", before[name])
+        )
+    if case == "by a function":
+        assert to_torch(loaded, after, names).keys() == state_dict.keys()
 
 
 def test_all_that_is_wrong_is_one_error_and_nothing_is_loaded():
@@ -219,7 +192,11 @@ def test_what_is_left_over_is_an_error_if_strict():
     text = error(model, state, state_dict)
     assert "only in the model: 2.bias" in text
     assert "only in the state_dict: extra.weight" in text
-    assert from_torch(model, state, state_dict, strict=False)[0][2].bias is model[2].bias
+    names = {"[2]": None, "[0]": "0"}
+    loaded, _, report = from_torch(model, state, state_dict, names, strict=False)
+    assert same(loaded[2], model[2])
+    rows = ["[0]  <-  0", "[1]  <-  1", "[3]  <-  3", "left out by names: [2]"]
+    assert str(report).splitlines() == [*rows, "only in the state_dict: extra.weight"]
 
 
 def test_the_error_for_a_very_different_model_is_short():

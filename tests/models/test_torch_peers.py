@@ -40,7 +40,8 @@ def randomised(module: Any) -> Any:
 
 
 def numpy(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
+    """Returns a copy in float64, because NumPy has no bfloat16."""
+    return tensor.detach().double().numpy().copy()
 
 
 def random(*shape: int) -> np.ndarray:
@@ -49,7 +50,7 @@ def random(*shape: int) -> np.ndarray:
 
 def assert_back(model: Any, state: Any, module: Any, names: Any = None) -> None:
     """Checks that PyTorch accepts the result of `to_torch`, and that it is unchanged."""
-    before = {name: numpy(a).copy() for name, a in module.state_dict().items()}
+    before = {name: numpy(a) for name, a in module.state_dict().items()}
     arrays = {name: torch().from_numpy(a) for name, a in to_torch(model, state, names).items()}
     module.load_state_dict(arrays, strict=True)
     for name, array in module.state_dict().items():
@@ -58,9 +59,7 @@ def assert_back(model: Any, state: Any, module: Any, names: Any = None) -> None:
 
 # PyTorch's layer and its arguments, our layer, and the shape of x; `None` is a number.
 STRIDED: dict[str, Any] = {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}
-PLAIN: dict[str, Any] = {"use_bias": False, "key": KEY}
 LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any], Any, Any]] = [
-    ("Conv2d", (4, 6, 3), {"bias": False}, eqx.nn.Conv2d(4, 6, 3, **PLAIN), (4, 5, 6)),
     ("Conv3d", (4, 6, 3), STRIDED, eqx.nn.Conv3d(4, 6, 3, **STRIDED, key=KEY), (4, 5, 6, 7)),
     (
         "ConvTranspose2d",
@@ -94,10 +93,7 @@ def test_bfloat16():
     module = randomised(torch().nn.BatchNorm1d(3)).bfloat16()
     layer, state = make(3, "batch", approach="batch", dtype="bfloat16")
     layer, state, _ = from_torch(layer, state, module.state_dict())
-    back = to_torch(layer, state)
-    module.load_state_dict({name: torch().from_numpy(a) for name, a in back.items()})
-    for name, array in module.state_dict().items():  # NumPy has no bfloat16
-        np.testing.assert_array_equal(numpy(array.float()), back[name], err_msg=name)
+    assert_back(layer, state, module)
 
 
 def resnet18(monkeypatch: Any) -> tuple[Any, Any]:
