@@ -71,7 +71,6 @@ class Renorm(AbstractRunningStrategy):
     Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
     """
 
-    momentum: float = eqx.field(default=0.99, static=True)
     r_max: float | Schedule = eqx.field(default=Ramp(1, 3, 5_000, 40_000), static=True)
     d_max: float | Schedule = eqx.field(default=Ramp(0, 5, 5_000, 25_000), static=True)
 

@@ -109,10 +109,10 @@ def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Ru
 class AbstractRunningStrategy(AbstractStrategy[Running]):
     """Remembers a `Running` and normalises inference by it; the base of most strategies.
 
-    **Fields:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
+    **Arguments:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
     """
 
-    momentum: eqx.AbstractVar[float]
+    momentum: float = eqx.field(default=0.99, static=True)
 
     def __check_init__(self):
         if not 0 < self.momentum < 1:
