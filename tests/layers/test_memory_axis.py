@@ -13,7 +13,7 @@ import pytest
 
 from eqx_norm import BatchNorm, ghost_batches
 from eqx_norm.strategies import Accumulated, Batch
-from tests.helpers import copy, each_approach, example, f32, make, normal, remembered, same
+from tests.helpers import copy, each_approach, example, make, normal, remembered, same
 from tests.layers.masking import C, L, call_masked, masked, step, trained, untrained
 
 N = 12
@@ -44,30 +44,6 @@ def test_each_group_is_normalised_alone_and_all_are_remembered(approach, unbiase
     for i, gradient in enumerate(gradients):
         close(gradient, sum(outputs[2 + i] for outputs in apart), atol=2e-5)
     jax.tree.map(close, after, step(one, copy(state), X, mask, DY)[1])
-
-
-@pytest.mark.x32
-@pytest.mark.parametrize("size", [1, 3, 12])
-def test_the_memory_does_not_depend_on_the_split(size):
-    """Averages of the groups' variances would: they lack the spread of the groups' means."""
-    layer, state = make(C, approach="batch", unbiased=True, **GHOST)
-    x = X + jnp.arange(N)[:, None, None]
-    _, after = grouped(layer, state, x, size)
-    mean, variance = remembered(layer, after)
-    values = np.asarray(x, np.float64).swapaxes(0, 1).reshape(C, -1)
-    close(mean, values.mean(1))
-    close(variance, values.var(1, ddof=1))
-
-
-@pytest.mark.x32
-def test_groups_of_constants():
-    layer, state = make(C, approach="batch", **GHOST)
-    layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
-    y, after = grouped(layer, copy(state), jnp.broadcast_to(f32(121.7), (N, C, L)))
-    assert (y == layer.bias[:, None]).all()
-    mean, variance = remembered(layer, after)
-    assert (mean == f32(121.7)).all()
-    assert not variance.any()
 
 
 def test_a_group_that_is_not_finite():
