@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -19,6 +20,14 @@ def checked_eps(eps: float) -> float:
             f"by its powers, so eps must be at least {_LEAST_EPS}, for example 1e-5."
         )
     return float(eps)
+
+
+def checked_sizes(argument: str, value: Any) -> tuple[int, ...]:
+    """Returns one size or several as a tuple; raises `ValueError` for what is no size."""
+    sizes = tuple(value) if np.iterable(value) else (value,)
+    if not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
+        raise ValueError(f"{argument}={value!r}: sizes must be ints of 1 or more.")
+    return tuple(map(int, sizes))
 
 
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:

@@ -1,7 +1,6 @@
 """Defines `GroupNorm`."""
 
 import equinox as eqx
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -56,17 +55,15 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "channels=None: the layer makes a weight and a bias for each channel, so give "
                 "the number of channels, or channelwise_affine=False."
             )
-        for name, number in {"groups": groups, "channels": channels or groups}.items():
-            if not isinstance(number, int | np.integer):
-                raise ValueError(f"{name}={number!r}: it must be an int, the number of {name}.")
-        self.groups, self.channels = int(groups), None if channels is None else int(channels)
-        self._check_groups(self.groups if self.channels is None else self.channels)
+        sizes = () if channels is None else _arguments.checked_sizes("channels", channels)
+        (self.groups,) = _arguments.checked_sizes("groups", groups)
+        self.channels = sizes[0] if sizes else None
+        self._check_groups(self.channels or self.groups)
         self.channelwise_affine = affine = bool(channelwise_affine)
-        shape = (channels or 0,)
-        super().__init__(shape, eps, affine, affine, dtype, activation, implementation)
+        super().__init__(sizes, eps, affine, affine, dtype, activation, implementation)
 
     def _check_groups(self, channels: int) -> None:
-        if not 0 < self.groups <= channels or channels % self.groups:
+        if channels % self.groups:
             raise ValueError(
                 f"groups={self.groups} and channels={channels}: the channels are cut into "
                 "groups of equal size, so channels= must be a multiple of groups=."
