@@ -24,7 +24,7 @@ def update(
         )
     used, learnt = result
     used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
-    learnt = _without_step(learnt)
+    learnt = _plain(learnt)
     if form(learnt) != form(memory):
         raise ValueError(
             f"{name} returned a memory of another structure, shape or dtype:\n"
@@ -63,7 +63,7 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     return Moments(used.count, used.mean_pair, used.m2)
 
 
-def _without_step(memory: Any) -> Any:
+def _plain(memory: Any) -> Any:
     """Returns the memory with plain `Moments` in place of each `TrainingBatch`, and arrays in
     place of numbers."""
 

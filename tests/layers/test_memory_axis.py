@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, ghost_batches
-from eqx_norm.strategies import Accumulated, Batch
-from tests.helpers import copy, each_approach, example, make, normal, remembered, same
-from tests.layers.masking import C, L, call_masked, masked, step, trained, untrained
+from tests.helpers import copy, each_approach, example, normal, same
+from tests.layers.masking import C, L, masked, step, trained, untrained
 
 N = 12
 X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
@@ -56,16 +55,6 @@ def test_a_group_that_is_not_finite():
     before, after = (s.get(layer.memory_index) for s in (state, after))
     assert same(before.statistics, after.statistics)
     assert (after.counts - before.counts).tolist() == [0, 1]
-
-
-@pytest.mark.x32
-def test_micro_batches_of_groups_are_collected():
-    layer, state = make(C, approach=Accumulated(Batch(0.7), every=2), **GHOST)
-    one, at_once = make(C, "batch", approach=Batch(0.7))
-    for half in (X[:4], X[4:]):
-        _, state = grouped(layer, state, half, 2)
-    _, at_once = call_masked(one, at_once, X, None)
-    jax.tree.map(close, remembered(layer, state), remembered(one, at_once))
 
 
 @pytest.mark.x32
