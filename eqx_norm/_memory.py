@@ -17,6 +17,12 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
+def dtype_of(memory: Any) -> jnp.dtype:
+    """Returns the dtype of the mean in a strategy's memory, as a new one would have it."""
+    is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
+    return statistics_dtype(complex if is_complex else float)
+
+
 class Remembered(NamedTuple):
     """Holds all that a layer remembers, `state.get(layer.memory_index)`.
 
@@ -71,9 +77,7 @@ def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
 
 def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
     """Raises `ValueError` unless the memory has the form of `approach.init(channels)`."""
-    is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
-    dtype = statistics_dtype(complex if is_complex else float)
-    init = jax.eval_shape(lambda: approach.init(channels, dtype))
+    init = jax.eval_shape(lambda: approach.init(channels, dtype_of(memory)))
     structure, shapes, dtypes = form(memory)
     expected_structure, expected_shapes, expected_dtypes = form(init)
     if structure != expected_structure or shapes != expected_shapes:
