@@ -50,22 +50,17 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
-def recall(
-    state: eqx.nn.State,
-    index: eqx.nn.StateIndex[Any],
-    approach: AbstractStrategy[Any],
-    channels: int,
-) -> Remembered:
-    """Returns what is remembered at `index`; raises as `check` does, and if there is none."""
+def recall(layer: Any, state: eqx.nn.State) -> Remembered:
+    """Returns what a `BatchNorm` remembers; raises as `check` does, and if there is nothing."""
     try:
-        remembered = state.get(index)
+        remembered = state.get(layer.memory_index)
     except KeyError:
         raise ValueError(
             "The state given has no entry for this layer: it was made for another model. Make "
             "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
             "state that each call returns to the next."
         ) from None
-    check(remembered.statistics, approach, channels)
+    check(remembered.statistics, layer.approach, layer.input_size)
     return remembered
 
 
