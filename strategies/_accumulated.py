@@ -84,12 +84,13 @@ class Accumulated(AbstractWrapper):
         used, _ = self.strategy.update(batch, memory.remembered)
         pooled = memory.pending.merge(batch)
         _, learnt = self.strategy.update(batch.with_moments(pooled), memory.remembered)
-        is_last = memory.batches + 1 >= self.every
+        batches = memory.batches + 1
+        is_last = batches >= self.every
         is_update = is_last & pooled.finite
         after = Accumulation(
             select(is_update, learnt, memory.remembered),
             select(is_last, Moments.zero(len(batch.m2), batch.mean.dtype), pooled),
-            jnp.where(is_last, 0, memory.batches + 1),
+            jnp.where(is_last, 0, batches),
             jnp.where(is_update, memory.skipped, memory.skipped + 1),
         )
         return used, after
