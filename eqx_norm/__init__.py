@@ -19,6 +19,16 @@ from ._rms_norm import RMSNorm as RMSNorm
 if TYPE_CHECKING:
     from . import determinism as determinism
     from . import models as models
+else:  # with `__getattr__`, a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        """Imports `models` and `determinism` at their first use, since layers need neither."""
+        from importlib import import_module
+
+        if name in ("determinism", "models"):
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,14 +46,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
-
-    def __getattr__(name: str) -> object:
-        """Imports `models` and `determinism` at their first use, since layers need neither."""
-        import importlib
-
-        if name in ("determinism", "models"):
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,15 +12,12 @@ from eqx_norm._normalise import Activation
 def as_tree(activation: Activation | None) -> Activation | None:
     """Returns the activation as a pytree, which can be passed through `jax.jit`; raises
     `ValueError` for a NumPy function and for an object that is not callable."""
-    if isinstance(activation, np.ufunc):
+    if activation is not None and (
+        isinstance(activation, np.ufunc) or not callable(activation)
+    ):
         raise ValueError(
-            f"activation={activation!r} is a NumPy function, which JAX cannot trace. Write "
-            f"activation=jax.numpy.{activation.__name__}."
-        )
-    if activation is not None and not callable(activation):
-        raise ValueError(
-            f"activation={activation!r} cannot be called. Give the function itself, for "
-            "example activation=jax.nn.relu."
+            f"activation={activation!r} is no function that JAX can trace. Give the function "
+            "itself, and JAX's, not NumPy's: for example activation=jax.numpy.tanh."
         )
     is_tree = activation is None or isinstance(activation, eqx.Module | Partial)
     return cast(Any, activation) if is_tree else Partial(activation)
@@ -31,7 +28,7 @@ def as_callable(activation: Activation | None) -> Activation | None:
     itself, as a `Partial`."""
     if not isinstance(activation, Partial) or activation.args or activation.keywords:
         return activation
-    given: Any = activation.func
-    if all(hasattr(given, part) for part in ("func", "args", "keywords")):
-        return Partial(given.func, *given.args, **given.keywords)
-    return given
+    function: Any = activation.func
+    if all(hasattr(function, part) for part in ("func", "args", "keywords")):
+        return Partial(function.func, *function.args, **function.keywords)
+    return function

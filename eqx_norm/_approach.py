@@ -8,12 +8,8 @@ from typing import Any
 from eqx_norm.strategies import AbstractStrategy, named
 
 
-class Unsaid(float):
-    """Marks a default, to distinguish it from the same number given by the user."""
-
-
 def resolve(
-    approach: str | AbstractStrategy[Any] | None, mode: str | None, momentum: float
+    approach: str | AbstractStrategy[Any] | None, mode: str | None, momentum: float | None
 ) -> AbstractStrategy[Any]:
     """Returns the strategy object `approach`, or makes the one that `approach` or `mode` names.
 
@@ -21,39 +17,29 @@ def resolve(
     strategy object, a `mode` that contradicts it, and a `momentum` beside a strategy object.
     """
     if mode is not None:
-        approach = _of_mode(mode, approach)
+        if approach is not None and approach != mode:
+            raise ValueError(
+                f"mode={mode!r} and approach={approach!r} were both given, and differ: they "
+                "are two names for one argument. Leave one of them out."
+            )
+        approach = mode
     if approach is None:
         _warn_of_the_default()
         approach = "batch"
     if isinstance(approach, str):
-        return named(approach, float(momentum))
+        return named(approach, 0.99 if momentum is None else float(momentum))
     if not isinstance(approach, AbstractStrategy):
         raise ValueError(
             f"approach={approach!r} is neither a name nor a strategy object. Write "
             "approach='batch', or approach=eqx_norm.strategies.Batch(), with the parentheses."
         )
-    if not isinstance(momentum, Unsaid):
+    if momentum is not None:
         raise ValueError(
             f"momentum={momentum!r} was given beside approach={approach}: the momentum belongs "
             "to the strategy. Set it there, for example "
             f"approach=eqx_norm.strategies.Batch(momentum={momentum!r}), or leave it out."
         )
     return approach
-
-
-def _of_mode(mode: str, approach: str | AbstractStrategy[Any] | None) -> str:
-    """Returns `mode` as the name of an approach; raises if `approach` is a different one."""
-    if mode not in ("ema", "batch"):
-        raise ValueError(
-            f"mode={mode!r} is neither 'ema' nor 'batch', the two modes of eqx.nn.BatchNorm. "
-            "Give any other approach as approach=."
-        )
-    if approach is not None and not (isinstance(approach, str) and approach == mode):
-        raise ValueError(
-            f"mode={mode!r} and approach={approach!r} were both given, and differ: they are "
-            "two names for one argument. Leave one of them out."
-        )
-    return mode
 
 
 # Cached, because most models have several layers and one warning is enough for all of them.

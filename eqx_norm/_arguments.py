@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -21,15 +22,41 @@ def checked_eps(eps: float) -> float:
     return float(eps)
 
 
+def checked_sizes(argument: str, value: Any) -> tuple[int, ...]:
+    """Returns one size or several as a tuple; raises `ValueError` for what is no size."""
+    sizes = tuple(value) if np.iterable(value) else (value,)
+    if not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
+        raise ValueError(f"{argument}={value!r}: sizes must be ints of 1 or more.")
+    return tuple(map(int, sizes))
+
+
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
     """Returns the dtype of weight and bias: the one given, or the default float dtype."""
-    dtype = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(
-            f"dtype={dtype}: weight and bias are trained, so it must be a float or complex "
-            "dtype, for example jnp.float32."
+    return jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+
+
+def not_one_example(
+    x: Array, argument: str, value: Any, shape: Any, mapped: str | None
+) -> ValueError:
+    """Returns the error for an `x` that is not of the `shape` for which a layer was made by
+    `argument`; `mapped`: how to call the layer if `x` looks like a batch, else `None`."""
+    return ValueError(
+        f"x has shape {x.shape}, but this layer was made with {argument}={value} and takes one "
+        f"example at a time, of shape {shape}. "
+        + (
+            f"This looks like a batch: map over it, {mapped}."
+            if mapped
+            else f"Make the layer with the {argument}= of its input."
         )
-    return dtype
+    )
+
+
+def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -> None:
+    """Raises `ValueError` unless x is `(channels, *spatial)`; `None` is any number."""
+    if x.ndim == 0 or channels not in (None, x.shape[0]):
+        is_batch = x.ndim > 1 and x.shape[1] == channels
+        shape = f"({channels}, *spatial)"
+        raise not_one_example(x, argument, channels, shape, mapped if is_batch else None)
 
 
 def check_inexact(x: Array) -> None:

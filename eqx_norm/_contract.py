@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from eqx_norm._memory import form
 from eqx_norm.strategies import AbstractStrategy, Moments, TrainingBatch
 
 
@@ -23,8 +24,14 @@ def update(
         )
     used, learnt = result
     used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
-    learnt = _without_step(learnt)
-    check_form(name, memory, learnt)
+    learnt = _plain(learnt)
+    if form(learnt) != form(memory):
+        raise ValueError(
+            f"{name} returned a memory of another structure, shape or dtype:\n"
+            f"    {eqx.tree_pformat(learnt)}\nwhere it was given\n"
+            f"    {eqx.tree_pformat(memory)}\n"
+            "Return a memory of the form that `init` has given it."
+        )
     return used, learnt
 
 
@@ -56,31 +63,15 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     return Moments(used.count, used.mean_pair, used.m2)
 
 
-def check_form(name: str, before: Any, after: Any) -> None:
-    given, returned = (_shapes_and_dtypes(memory) for memory in (before, after))
-    if not eqx.tree_equal(given, returned):
-        raise ValueError(
-            f"{name} returned a memory of another structure, shape or dtype:\n"
-            f"    {eqx.tree_pformat(returned, struct_as_array=True)}\nwhere it was given\n"
-            f"    {eqx.tree_pformat(given, struct_as_array=True)}\n"
-            "Return a memory of the form that `init` has given it."
-        )
-
-
-def _without_step(tree: Any) -> Any:
-    """Returns `tree` with each `TrainingBatch` replaced by its plain `Moments`."""
+def _plain(memory: Any) -> Any:
+    """Returns the memory with plain `Moments` in place of each `TrainingBatch`, and arrays in
+    place of numbers."""
 
     def is_batch(node: Any) -> bool:
         return isinstance(node, TrainingBatch)
 
-    return jax.tree.map(lambda n: n.moments if is_batch(n) else n, tree, is_leaf=is_batch)
-
-
-def _shapes_and_dtypes(tree: Any) -> Any:
-    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-
-    return jax.tree.map(struct, tree)
+    memory = jax.tree.map(lambda n: n.moments if is_batch(n) else n, memory, is_leaf=is_batch)
+    return jax.tree.map(jnp.asarray, memory)
 
 
 def _short(value: Any) -> str:

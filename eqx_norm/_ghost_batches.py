@@ -36,7 +36,6 @@ def ghost_batches(batch: Batch, size: int) -> Batch:
     Hoffer, Hubara and Soudry, "Train longer, generalize better",
     https://arxiv.org/abs/1705.08741.
     """
-
     lengths = sorted({n for array in jax.tree.leaves(batch) for n in jnp.shape(array)[:1]})
     if len(lengths) != 1 or not all(map(jnp.ndim, jax.tree.leaves(batch))):
         raise ValueError(

@@ -1,11 +1,12 @@
 """Defines `GroupNorm`."""
 
 import equinox as eqx
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from eqx_norm._example import AbstractExampleNorm, Options
+from eqx_norm import _arguments
+from eqx_norm._compiled import Options
+from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._normalise import Activation, Implementation
 
 
@@ -54,33 +55,21 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "channels=None: the layer makes a weight and a bias for each channel, so give "
                 "the number of channels, or channelwise_affine=False."
             )
-        for name, number in {"groups": groups, "channels": channels or groups}.items():
-            if not isinstance(number, int | np.integer):
-                raise ValueError(f"{name}={number!r}: it must be an int, the number of {name}.")
-        self.groups, self.channels = int(groups), None if channels is None else int(channels)
-        self._check_groups(self.groups if self.channels is None else self.channels)
-        self.channelwise_affine = bool(channelwise_affine)
-        weights = self.channelwise_affine, self.channelwise_affine, dtype
-        super().__init__((channels or 0,), eps, *weights, activation, implementation)
+        sizes = () if channels is None else _arguments.checked_sizes("channels", channels)
+        (self.groups,) = _arguments.checked_sizes("groups", groups)
+        self.channels = sizes[0] if sizes else None
+        self._check_groups(self.channels or self.groups)
+        self.channelwise_affine = affine = bool(channelwise_affine)
+        super().__init__(sizes, eps, affine, affine, dtype, activation, implementation)
 
     def _check_groups(self, channels: int) -> None:
-        if not 0 < self.groups <= channels or channels % self.groups:
+        if channels % self.groups:
             raise ValueError(
                 f"groups={self.groups} and channels={channels}: the channels are cut into "
                 "groups of equal size, so channels= must be a multiple of groups=."
             )
 
     def _options(self, x: Array) -> Options:
-        channels = self.channels
-        if x.ndim == 0 or channels not in (None, x.shape[0]):
-            raise ValueError(
-                f"x has shape {x.shape}, but this layer was made with channels={channels} and "
-                f"takes one example at a time, of shape ({channels}, *spatial). "
-                + (
-                    "This looks like a batch: map over it, jax.vmap(layer)(x)."
-                    if x.ndim > 1 and x.shape[1] == channels
-                    else "Make the layer with the number of channels of its input."
-                )
-            )
+        _arguments.check_channels(x, "channels", self.channels, "jax.vmap(layer)(x)")
         self._check_groups(x.shape[0])
         return Options(self.eps, self.implementation, self.groups, x.shape[0])

@@ -37,5 +37,12 @@ class InstanceNorm(GroupNorm):
 
         **Raises:** `ValueError` for an invalid argument.
         """
-        how = {"activation": activation, "implementation": implementation}
-        super().__init__(channels, channels, eps, affine, dtype, **how)
+        super().__init__(
+            channels,
+            channels,
+            eps,
+            affine,
+            dtype,
+            activation=activation,
+            implementation=implementation,
+        )

@@ -1,16 +1,16 @@
 """Defines `RMSNorm`."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import equinox as eqx
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
-from eqx_norm._example import AbstractExampleNorm, Options, check_shape, checked_sizes
+from eqx_norm._example import AbstractShapeNorm
 from eqx_norm._normalise import Activation, Implementation
 
 
-class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
+class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
     r"""Divides one example by the root mean square of its values; replaces `eqx.nn.RMSNorm`.
 
     $$y = \frac{x}{\sqrt{\frac{1}{n} \sum_i |x_i|^2 + \varepsilon}} \cdot \gamma + \beta$$
@@ -26,6 +26,8 @@ class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
     Zhang and Sennrich, "Root Mean Square Layer Normalization",
     https://arxiv.org/abs/1910.07467.
     """
+
+    centred: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -43,11 +45,4 @@ class RMSNorm(AbstractExampleNorm, eqx.nn.RMSNorm):
 
         **Raises:** `ValueError` for an invalid argument.
         """
-        self.shape = checked_sizes(shape)
-        self.use_weight, self.use_bias = bool(use_weight), bool(use_bias)
-        weights = self.use_weight, self.use_bias, dtype
-        super().__init__(self.shape, eps, *weights, activation, implementation)
-
-    def _options(self, x: Array) -> Options:
-        check_shape(x, self.shape)
-        return Options(self.eps, self.implementation, centred=False)
+        super().__init__(shape, eps, use_weight, use_bias, dtype, activation, implementation)

@@ -40,10 +40,6 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\(?:\((.*?)\\\)|\[(.*?)\\\])</\1>', re.DOTALL
 )
-# A default that tells the layer whether the argument was given is shown as its number.
-MARKED = re.compile(
-    r'<span class="n">_approach</span>.{,99}?(<span class="mf">[\d.]+</span>)<span class="p">\)'
-)
 
 
 @event_priority(100)  # before notebooks become pages
@@ -73,11 +69,11 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, **_:
 
 
 def on_page_content(content: str, /, **_: Any) -> str:
-    """Returns the page with MathML in place of LaTeX, and plain defaults in signatures."""
+    """Returns the page with MathML in place of LaTeX."""
 
     def mathml(formula: re.Match[str]) -> str:
         _, inline, block = formula.groups()
         tex = html.unescape(inline or block)
         return convert(tex, display="inline" if inline else "block")
 
-    return FORMULA.sub(mathml, MARKED.sub(r'\1<span class="p">', content))
+    return FORMULA.sub(mathml, content)

@@ -4,13 +4,12 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from ._base import AbstractStrategy
-from ._moments import Moments
+from ._moments import Moments, select
 from ._training_batch import TrainingBatch
 from ._wrapper import AbstractWrapper
 
@@ -89,11 +88,10 @@ class Accumulated(AbstractWrapper):
         is_last = batches >= self.every
         is_update = is_last & pooled.finite
         after = Accumulation(
-            _select(is_update, learnt, memory.remembered),
-            _select(is_last, Moments.zero(len(batch.m2), batch.mean.dtype), pooled),
-            _select(is_last, jnp.zeros_like(batches), batches),
-            memory.skipped
-            + _select(is_update, jnp.zeros_like(batches), jnp.ones_like(batches)),
+            select(is_update, learnt, memory.remembered),
+            select(is_last, Moments.zero(len(batch.m2), batch.mean.dtype), pooled),
+            jnp.where(is_last, 0, batches),
+            jnp.where(is_update, memory.skipped, memory.skipped + 1),
         )
         return used, after
 
@@ -106,7 +104,3 @@ class Accumulated(AbstractWrapper):
 
     def without_pending(self, memory: Accumulation) -> tuple[Any, Any]:
         return memory.remembered, memory.skipped
-
-
-def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

@@ -1,7 +1,5 @@
 """Defines `Adam`, which normalises by a running average, debiased as in Adam."""
 
-import equinox as eqx
-
 from ._moments import Moments
 from ._running import AbstractRunningStrategy, Running
 
@@ -20,8 +18,6 @@ class Adam(AbstractRunningStrategy):
     Suggested by Kidger in https://github.com/patrick-kidger/equinox/issues/659; debiasing as in
     Kingma and Ba, https://arxiv.org/abs/1412.6980.
     """
-
-    momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         memory = memory.push(batch, self.momentum)

@@ -1,7 +1,5 @@
 """Defines `Batch`, which normalises by the statistics of the batch."""
 
-import equinox as eqx
-
 from ._moments import Moments
 from ._running import AbstractRunningStrategy, Running
 
@@ -18,8 +16,6 @@ class Batch(AbstractRunningStrategy):
 
     Ioffe and Szegedy, "Batch Normalization", https://arxiv.org/abs/1502.03167.
     """
-
-    momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         return batch, memory.push(batch, self.momentum)

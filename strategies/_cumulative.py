@@ -49,9 +49,9 @@ class Cumulative(AbstractStrategy[Seen]):
         count = before + batch.count
         share = rounded(batch.count / jnp.where(count.value > 0, count.value, 1))
         delta = (batch.mean_pair - memory.mean_pair).value
-        apart = (delta * delta.conj()).real * before.value * share
+        between = (delta * delta.conj()).real * before.value * share
         mean = memory.mean_pair.towards(batch.mean_pair, share)
-        return batch, Seen(count, mean, memory.m2_pair + (batch.m2 + apart))
+        return batch, Seen(count, mean, memory.m2_pair + (batch.m2 + between))
 
     def infer(self, memory: Seen) -> Moments:
         return memory.moments

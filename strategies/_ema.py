@@ -1,6 +1,5 @@
 """Defines `Ema`, which normalises by the running average."""
 
-import equinox as eqx
 import jax.numpy as jnp
 
 from ._moments import Moments
@@ -21,12 +20,9 @@ class Ema(AbstractRunningStrategy):
     https://github.com/patrick-kidger/equinox/issues/659
     """
 
-    momentum: float = eqx.field(default=0.99, static=True)
-
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         # Many batches have the weight 1, which debiases nothing: neither the first batch nor
         # the memory of another strategy.
         batches = jnp.where(memory.batches > 0, MANY, 0)
         memory = memory._replace(batches=batches).push(batch, self.momentum)
-        memory = memory._replace(batches=jnp.full_like(memory.batches, MANY))
         return memory.moments, memory

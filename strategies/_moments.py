@@ -1,5 +1,6 @@
 """Defines `Moments`: count, mean and variance of a set of values, which can be merged."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -150,3 +151,9 @@ class Moments(eqx.Module):
 
 def _maxima(a: Any, b: Any) -> Any:
     return jax.tree.map(lax.max, a, b)
+
+
+@functools.partial(jax.jit, inline=True)  # op by op, it is one call
+def select(condition: Array, if_true: Any, if_false: Any) -> Any:
+    """Returns one of two pytrees of the same structure."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

@@ -14,11 +14,10 @@ class Pair(NamedTuple):
 
     A float32 mean of 1e7 beside a standard deviation of 1 would put every output of a layer off
     by up to 0.5, and a running average would stop moving once its steps round to 0. Derivatives
-    are those of `value`: in exact arithmetic, `rest` is 0.
+    are those of `value`.
 
     Value and rest are in one array, because XLA computes an array in one loop. In two loops it
-    may round a value in two ways, and the rest would belong to the other one. (JAX flattens a
-    named tuple ten times as fast as an `eqx.Module`, and each layer's state has several.)
+    may round a value in two ways, and the rest would belong to the other one.
 
     **Fields:** `parts`, `(..., 2, n)`: n values, then their rests.
     """
@@ -100,8 +99,8 @@ def rounded(value: Array) -> Array:
 
     XLA computes a vector again in each loop that uses it, and in some of these loops LLVM fuses
     a product and a sum into one operation, which rounds once. Then the result would differ from
-    the number whose rounding error was computed. An `optimization_barrier` does not help: XLA
-    removes it before LLVM runs. (jax 0.10.2 and 0.12.0.1.)
+    the number whose rounding error was computed. (XLA removes an `optimization_barrier` before
+    LLVM runs. Once it does not, that is the better way.)
     """
     return lax.select(value != value, lax.full_like(value, jnp.nan), value)
 

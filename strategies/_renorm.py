@@ -71,7 +71,6 @@ class Renorm(AbstractRunningStrategy):
     Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
     """
 
-    momentum: float = eqx.field(default=0.99, static=True)
     r_max: float | Schedule = eqx.field(default=Ramp(1, 3, 5_000, 40_000), static=True)
     d_max: float | Schedule = eqx.field(default=Ramp(0, 5, 5_000, 25_000), static=True)
 
@@ -100,11 +99,12 @@ class Renorm(AbstractRunningStrategy):
         sigma_b = jnp.sqrt(batch.variance + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
-        apart = (batch.mean_pair - running.mean_pair).value
-        most = (d_max * sigma).astype(apart.dtype)
-        within = jnp.where(jnp.abs(apart) > jnp.abs(most), jnp.sign(apart) * most, apart)
-        # The mean moves by d sigma_b / r, which is exactly `apart` if neither is clipped.
-        shift = within * (sigma_b / sigma / r).astype(apart.dtype)
+        distance = (batch.mean_pair - running.mean_pair).value
+        bound = (d_max * sigma).astype(distance.dtype)
+        is_far = jnp.abs(distance) > jnp.abs(bound)
+        clipped = jnp.where(is_far, jnp.sign(distance) * bound, distance)
+        # The mean moves by d sigma_b / r, which is exactly `distance` if neither is clipped.
+        shift = clipped * (sigma_b / sigma / r).astype(distance.dtype)
         r, shift = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, shift)))
         # To the gradient d and r are constants, but sigma_b is not.
         moving = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)

@@ -22,18 +22,14 @@ MANY = 2.0**40
 class Running(NamedTuple):
     r"""Holds the debiased exponential moving average of batch means and variances.
 
-    With $b_k$ the mean and variance of batch $k$, and $m$ the momentum,
+    With $b_k$ the mean and variance of batch $k$, $m$ the momentum, and $w_k = 1 - m^k$ the
+    total weight of the batches, it is
 
-    $$h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \qquad
-      w_k = m w_{k-1} + (1 - m), \quad w_0 = 0.$$
+    $$r_k = \frac{m w_{k-1}}{w_k} r_{k-1} + \frac{1 - m}{w_k} b_k = \frac{h_k}{w_k}, \qquad
+      h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0.$$
 
-    $w_k = 1 - m^k$ is the total weight of the batches, and $m^k$ that of the initial zero.
-    Instead of $h_k$, this holds the debiased average $r_k = h_k / w_k$, updated by
-
-    $$r_k = \frac{m w_{k-1}}{w_k} r_{k-1} + \frac{1 - m}{w_k} b_k.$$
-
-    This is equal in exact arithmetic and better in floating point: the first batch is
-    remembered to the bit, and statistics that do not change stay the same to the bit.
+    The first batch is remembered to the bit, and statistics that do not change stay the same
+    to the bit.
 
     **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
     momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
@@ -109,10 +105,10 @@ def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Ru
 class AbstractRunningStrategy(AbstractStrategy[Running]):
     """Remembers a `Running` and normalises inference by it; the base of most strategies.
 
-    **Fields:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
+    **Arguments:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
     """
 
-    momentum: eqx.AbstractVar[float]
+    momentum: float = eqx.field(default=0.99, static=True)
 
     def __check_init__(self):
         if not 0 < self.momentum < 1:

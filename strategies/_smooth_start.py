@@ -1,7 +1,5 @@
 """Defines `SmoothStart`, which normalises by a blend of running and batch statistics."""
 
-import equinox as eqx
-
 from ._moments import Moments
 from ._running import AbstractRunningStrategy, Running
 
@@ -19,8 +17,6 @@ class SmoothStart(AbstractRunningStrategy):
 
     Suggested by Dipper in https://github.com/patrick-kidger/equinox/issues/659.
     """
-
-    momentum: float = eqx.field(default=0.99, static=True)
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
         memory = memory.push(batch, self.momentum)

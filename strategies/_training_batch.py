@@ -17,8 +17,7 @@ class TrainingBatch(Moments):
     **Fields:** those of `Moments`, and
 
     - `eps`: that of the layer, a Python float, static.
-    - `step`: the number of batches remembered before this one, an int32 scalar that stops at
-        2^31 - 1.
+    - `step`: the number of batches remembered before this one, an int32 scalar.
     """
 
     eps: float = eqx.field(static=True, kw_only=True)

@@ -89,9 +89,9 @@ def check(batch, mask, norm, *options, scale=1.0):
 
 def check_mean(batch, mask, mean, variance):
     axes = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    counted = np.broadcast_to(True if mask is None else mask[:, None], batch.x.shape)
+    is_valid = np.broadcast_to(True if mask is None else mask[:, None], batch.x.shape)
     x = batch.x.astype(np.longdouble)
-    expected = x.mean(axes, where=counted)
+    expected = x.mean(axes, where=is_valid)
     # A mean near 0 is what is left of sums of numbers as large as the standard deviation.
     largest = np.maximum(np.abs(expected), np.sqrt(variance))
     ulps = np.abs(mean - expected) / np.spacing(largest.astype(mean.dtype))

@@ -47,10 +47,10 @@ def trained(approach, activation=activation, **options):
     """Returns a layer after one batch, so that its memory matters."""
     layer, state = untrained(approach, activation, **options)
     batch = at_step(0, Moments.of(floats([1, 0, 2]), floats([1, 2, 3])))
-    held = state.get(layer.memory_index)
-    _, memory = layer.approach.update(batch, held.statistics)
-    counts = jnp.array([1, 0], jnp.int32)
-    return layer, state.set(layer.memory_index, type(held)(memory, counts))
+    before = state.get(layer.memory_index)
+    _, memory = layer.approach.update(batch, before.statistics)
+    after = before._replace(statistics=memory, counts=jnp.array([1, 0], jnp.int32))
+    return layer, state.set(layer.memory_index, after)
 
 
 def masked(layer, *axis_names):

@@ -104,7 +104,7 @@ LARGE = cases("BatchNorm", (4001, 3), (509, 2, 31), (1000, 2, 1000))
 few_examples = hypothesis.settings(max_examples=8)
 
 
-def each(*cases):
+def each_case(*cases):
     return pytest.mark.parametrize("case", cases, ids=str)
 
 
@@ -122,7 +122,7 @@ def hard(case, random, dtype: Any = np.float32):
         yield case.batch(random, with_outlier, place, dtype)
 
 
-@each(*VECTORS, *SPATIAL, *ROWS, *IMAGES, *ELSEWHERE, *ONE_KERNEL)
+@each_case(*VECTORS, *SPATIAL, *ROWS, *IMAGES, *ELSEWHERE, *ONE_KERNEL)
 @hypothesis.given(seeds)
 @few_examples
 def test_hard_values(case, seed):
@@ -130,7 +130,7 @@ def test_hard_values(case, seed):
         case.check(batch)
 
 
-@each(*VECTORS[1:3], *VECTORS[5::2], SPATIAL[0], ROWS[2], ROWS[4])
+@each_case(*VECTORS[1:3], *VECTORS[5::2], SPATIAL[0], ROWS[2], ROWS[4])
 @hypothesis.given(seeds)
 @hypothesis.example(767)  # dweight of a batch norm of two values: 1.13e-7, in float32's units
 @hypothesis.example(787545)  # dbias of a layer norm of eight examples: 2.04e-7
@@ -142,7 +142,7 @@ def test_hard_values_in_double_precision(case, seed):
             case.check(batch, scale=2.0**-29)
 
 
-@each(*VECTORS[2::3], *SPATIAL, *IMAGES, *ELSEWHERE[1::3])
+@each_case(*VECTORS[2::3], *SPATIAL, *IMAGES, *ELSEWHERE[1::3])
 @hypothesis.given(seeds)
 @few_examples
 def test_hard_values_and_a_third_masked(case, seed):
@@ -158,7 +158,7 @@ def normal(random, shape, mean, std, dtype: Any):
     return (mean + std * random.standard_normal(shape)).astype(jnp.dtype(dtype))
 
 
-@each(*LARGE, Case("LayerNorm", (2, 1_000_000)))
+@each_case(*LARGE, Case("LayerNorm", (2, 1_000_000)))
 @hypothesis.given(seeds)
 @hypothesis.settings(max_examples=1)
 def test_many_values(case, seed):
@@ -171,7 +171,7 @@ def test_many_values(case, seed):
     ("dtype", "mean", "std"),
     [(jnp.float16, 300, 1), (jnp.float16, 0, 300), (jnp.bfloat16, 100, 1)],
 )
-@each(VECTORS[5], SPATIAL[1], ROWS[2], ROWS[4], *IMAGES[1:], *ELSEWHERE[1:], *ONE_KERNEL)
+@each_case(VECTORS[5], SPATIAL[1], ROWS[2], ROWS[4], *IMAGES[1:], *ELSEWHERE[1:], *ONE_KERNEL)
 @hypothesis.given(seeds)
 @few_examples
 def test_half_precision(case, dtype, mean, std, seed):
@@ -193,7 +193,7 @@ def test_the_pair_of_oneflow_6149(dtype):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@each(VECTORS[2], VECTORS[-1], SPATIAL[1], ROWS[2])
+@each_case(VECTORS[2], VECTORS[-1], SPATIAL[1], ROWS[2])
 def test_what_is_not_finite_stays_in_its_channel_or_example(case, bad):
     random = np.random.default_rng(0)
     batch = case.batch(random, far_from_zero, affine=True)

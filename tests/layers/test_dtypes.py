@@ -60,12 +60,12 @@ def test_each_dtype_stays_what_it_is(approach, dtype, weights, x64, masked):
     expected = default if weights is None else jnp.dtype(weights)
     assert float_dtypes(layer) == float_dtypes(gradients) == {expected}
     assert float_dtypes(state) == {default}
-    for values in (y, inferred, gradients.weight):
-        assert np.isfinite(np.asarray(values, np.float32)).all()
-    counted = np.asarray(x, np.float64)[mask if masked else ...]
+    for outputs in (y, inferred, gradients.weight):
+        assert np.isfinite(np.asarray(outputs, np.float32)).all()
+    values = np.asarray(x, np.float64)[mask if masked else ...]
     # One batch, remembered in float32: 1e-5 is some of its roundings, and no float16 has it.
-    np.testing.assert_allclose(mean, counted.mean((0, 2)), rtol=1e-5)
-    np.testing.assert_allclose(variance, counted.var((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(mean, values.mean((0, 2)), rtol=1e-5)
+    np.testing.assert_allclose(variance, values.var((0, 2)), rtol=1e-5)
 
 
 @each_example_norm

@@ -40,46 +40,30 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (
-            batch_norm,
-            {"approach": "batches"},
-            "='batches' is not known.*'ema', 'batch', 'adam'",
-        ),
+        (batch_norm, {"approach": "batches"}, "='batches' is not known.*'ema', 'batch', 'ad"),
+        (batch_norm, {"mode": "train"}, "='train' is not known"),
         (batch_norm, {"approach": Ema}, "Ema.*with the parentheses"),
         (batch_norm, {"approach": 3}, "approach=3 is neither a name nor a strategy"),
         (batch_norm, {"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
         (batch_norm, {"approach": Ema(), "momentum": 0.9}, "=0.9 was given beside .*Ema"),
-        (batch_norm, {"mode": "adam"}, "mode='adam' is neither 'ema' nor 'batch'.*approach="),
         (batch_norm, {"mode": "ema", "approach": "batch"}, "mode='ema' and .*Leave one of"),
-        (batch_norm, {"input_size": 0}, "input_size=0.*an int of 1 or more"),
-        (batch_norm, {"input_size": 3.0}, "input_size=3.0: it is the number of channels"),
+        (batch_norm, {"input_size": 0}, "input_size=0: sizes must be ints of 1 or more"),
+        (batch_norm, {"input_size": 3.0}, "input_size=3.0: sizes must be ints"),
         (batch_norm, {"implementation": "cuda"}, UNAVAILABLE),
-        (batch_norm, {"dtype": jnp.int32}, "dtype=int32.*a float or complex dtype"),
         (batch_norm, {"eps": 9e-21}, "eps=9e-21.*at least 1e-20"),
         (batch_norm, {"eps": float("nan")}, "eps=nan.*at least 1e-20"),
-        (batch_norm, {"axis_name": ("b", "b")}, r"axis_name=\('b', 'b'\) names 'b' more than"),
-        (batch_norm, {"memory_axis_name": ["g", "g"]}, r"memory_axis_name=\('g', 'g'\) names"),
-        (
-            batch_norm,
-            {"memory_axis_name": ["a", "batch"]},
-            r"'batch' and memory_axis_name=\('a', 'batch'\) share",
-        ),
+        (batch_norm, {"axis_name": ("b", "b")}, "name 'b' more than once.*each name once"),
+        (batch_norm, {"memory_axis_name": ["a", "batch"]}, "'batch' more than once.*separate"),
         (layer_norm, {"eps": 0.0}, "eps=0.0.*at least 1e-20"),
-        (layer_norm, {"dtype": jnp.int32}, "dtype=int32.*float"),
         (layer_norm, {"implementation": "cuda"}, UNAVAILABLE),
         (layer_norm, {"shape": (3, -1)}, r"shape=\(3, -1\)"),
-        (layer_norm, {"shape": 4.0}, "shape=4.0: it must be the shape"),
+        (layer_norm, {"shape": 4.0}, "shape=4.0: sizes must be ints"),
         (RMSNorm, {"shape": (2, 0)}, r"shape=\(2, 0\)"),
-        (GroupNorm, {"groups": 2.0, "channels": 4}, "groups=2.0: it must be an int"),
+        (GroupNorm, {"groups": 2.0, "channels": 4}, "groups=2.0: sizes must be ints"),
         (GroupNorm, {"groups": 4, "channels": 6}, "groups=4 and channels=6.*multiple"),
-        (GroupNorm, {"groups": 2, "channels": 0}, "groups=2 and channels=0"),
         (GroupNorm, {"groups": 2}, "channels=None.*channelwise_affine=False"),
         (InstanceNorm, {"channels": 0}, "channels=0"),
-        (
-            ghost_batches,
-            {"batch": X, "size": 4},
-            "a batch of 6 examples.*nearest sizes.*: 3, 6",
-        ),
+        (ghost_batches, {"batch": X, "size": 4}, "batch of 6 examples.*nearest.*: 3, 6"),
         (ghost_batches, {"batch": (X, X[:5]), "size": 3}, "same number of examples"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -157,7 +141,10 @@ with jax.enable_x64(OTHER_X64):
     OTHER_STATE = single(3)[1]
 # What is given beside, or instead of, x of shape (3, 2) and its state; the error, and words.
 CALLS = [
-    ({"x": jnp.ones((4, 2))}, ValueError(r"\(4, 2\).*input_size=3.*channels of its input")),
+    (
+        {"x": jnp.ones((4, 2))},
+        ValueError(r"\(4, 2\).*input_size=3.*the input_size= of its input"),
+    ),
     ({"x": jnp.ones((4, 3))}, ValueError(r"\(4, 3\).*This looks like a batch.*jax.vmap")),
     ({"x": jnp.ones((3, 2), bool)}, TypeError(r"dtype bool.*x.astype\(jnp.float32\)")),
     ({"x": jnp.ones((3, 2), jnp.complex64)}, TypeError("real input.*dtype=jnp.complex64")),
@@ -215,24 +202,21 @@ def test_unbiased_variance_of_one_value():
     call(layer, state, X)
 
 
+MASKED = functools.partial(GroupNorm(2, 6), mask=jnp.ones(6, bool))
 linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize(
     ("layer", "x", "error"),
     [
-        (LayerNorm(4), jnp.ones(5), ValueError(r"\(5,\).*shape=\(4,\).*with the shape of its")),
+        (LayerNorm(4), jnp.ones(5), ValueError(r"\(5,\).*shape=\(4,\).*the shape= of its")),
         (LayerNorm(4), jnp.ones((5, 3, 4)), ValueError(r"jax.vmap\(jax.vmap\(layer\)\)\(x\)")),
         (LayerNorm(3), jnp.arange(3), TypeError(r"x has dtype int\d\d.*x.astype")),
         (RMSNorm(6), jnp.ones((4, 6)), ValueError(r"a batch.*jax\.vmap\(layer\)\(x\)")),
         (GroupNorm(2, 6), jnp.ones((4, 6, 3)), ValueError(r"\(4, 6, 3\).*looks like a batch")),
         (GroupNorm(2, 6), jnp.ones(()), ValueError(r"shape \(\).*channels=6")),
         (GroupNorm(4, None, 1e-5, False), jnp.ones(6), ValueError("groups=4 and channels=6")),
-        (
-            functools.partial(GroupNorm(2, 6), mask=jnp.ones(6, bool)),
-            jnp.ones((6, 3)),
-            ValueError("mask has shape"),
-        ),
+        (MASKED, jnp.ones((6, 3)), ValueError("mask has shape")),
         (
             LayerNorm((3, 4), activation=linear),
             jnp.ones((3, 4)),

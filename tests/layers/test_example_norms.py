@@ -16,7 +16,7 @@ import pytest
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests.compiling import jit
 from tests.helpers import bits, normal, over_batch
-from tests.layers.norms import each_example_norm, made, moved, over_examples, with_parameters
+from tests.layers.norms import each_example_norm, made, moved, over_examples
 
 SHAPE = (6, 5, 7)
 
@@ -129,31 +129,3 @@ def test_nothing_to_normalise(layer, shape):
     gradient, dx = pull_back(y)
     assert y.shape == dx.shape == shape
     assert not np.any(gradient.weight)
-
-
-@each_example_norm
-@pytest.mark.parametrize(
-    "axes", [(0, 0, 0), (0, None, 0), (None, 0, None)], ids=["ensemble", "weights", "biases"]
-)
-def test_an_ensemble_is_each_member_alone(name, axes):
-    """In gradients, too, where members share the weight, the bias or x."""
-    layer = moved(made(name, SHAPE)[0])
-    point = layer.weight, layer.bias, normal(0, SHAPE)
-    arrays = [
-        v if axis is None else jnp.stack([v, 2 * v, v**2])
-        for v, axis in zip(point, axes, strict=True)
-    ]
-
-    def loss(weight, bias, x):
-        return jnp.sum(jnp.sin(with_parameters(layer, weight, bias)(x)))
-
-    def together(*arrays):
-        return jax.vmap(loss, axes)(*arrays).sum()
-
-    def apart(*arrays):
-        pairs = list(zip(arrays, axes, strict=True))
-        members = ([v if axis is None else v[i] for v, axis in pairs] for i in range(3))
-        return sum(loss(*member) for member in members)
-
-    outputs, expected = (jit(jax.grad(f, (0, 1, 2)))(*arrays) for f in (together, apart))
-    chex.assert_trees_all_close(outputs, expected, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """Tests the running statistics: right from the first step on, and updated once per call.
 
-Over many steps: tests/strategies/test_recursions.py, and test_peers.py here.
+Over many steps: tests/strategies/test_recursions.py; test_approaches.py, test_peers.py here.
 """
 
 import functools
@@ -18,7 +18,6 @@ from tests.helpers import (
     call_and_grad,
     copy,
     each_approach,
-    exact,
     make,
     normal,
     over_batch,
@@ -73,33 +72,6 @@ def test_with_and_without_a_gradient_it_is_the_same(approach):
     scanned, _ = scan(copy(state), X[None])
     for other in (with_gradient, without_jit, checkpointed, scanned):
         assert same(without, other)
-
-
-@pytest.mark.x32
-def test_a_scan_over_batches_keeps_the_rest_of_the_mean():
-    """A mean and a rest from loops that round differently would lose an ulp of the mean."""
-    steps, channels, momentum = 300, 64, 0.9
-    x = 1e6 * normal(1, (channels,)) + normal(2, (steps, 8, channels))
-    layer, state = make(channels, "batch", approach="batch", momentum=momentum)
-
-    @jax.jit
-    def scan(state, xs):
-        def step(state, x):
-            _, state = over_batch(layer)(x, state)
-            memory = state.get(layer.memory_index).statistics
-            return state, memory.mean_pair
-
-        return jax.lax.scan(step, state, xs)[1]
-
-    mean = exact(scan(state, x))
-    batches, expected, weight = np.asarray(x, np.float64).mean(1), 0.0, 0.0
-    for k in range(steps):
-        weight = momentum * weight + 1 - momentum
-        expected = expected + (1 - momentum) / weight * (batches[k] - expected)
-        # The step is rounded in the distance, its factor and the product; the pair, to 2**-48.
-        far = np.abs(batches[: k + 1] - expected).max(0)
-        atol = 8 * 2**-24 * far + 2**-48 * np.abs(expected)
-        assert (np.abs(mean[k] - expected) <= atol).all()
 
 
 @each_approach

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, ghost_batches
-from eqx_norm.strategies import Accumulated, Batch
-from tests.helpers import copy, each_approach, example, f32, make, normal, remembered, same
-from tests.layers.masking import C, L, call_masked, masked, step, trained, untrained
+from tests.helpers import copy, each_approach, example, normal, same
+from tests.layers.masking import C, L, masked, step, trained, untrained
 
 N = 12
 X, DY = normal(0, (N, C, L), 1, 2), normal(1, (N, C, L))
@@ -46,30 +45,6 @@ def test_each_group_is_normalised_alone_and_all_are_remembered(approach, unbiase
     jax.tree.map(close, after, step(one, copy(state), X, mask, DY)[1])
 
 
-@pytest.mark.x32
-@pytest.mark.parametrize("size", [1, 3, 12])
-def test_the_memory_does_not_depend_on_the_split(size):
-    """Averages of the groups' variances would: they lack the spread of the groups' means."""
-    layer, state = make(C, approach="batch", unbiased=True, **GHOST)
-    x = X + jnp.arange(N)[:, None, None]
-    _, after = grouped(layer, state, x, size)
-    mean, variance = remembered(layer, after)
-    values = np.asarray(x, np.float64).swapaxes(0, 1).reshape(C, -1)
-    close(mean, values.mean(1))
-    close(variance, values.var(1, ddof=1))
-
-
-@pytest.mark.x32
-def test_groups_of_constants():
-    layer, state = make(C, approach="batch", **GHOST)
-    layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
-    y, after = grouped(layer, copy(state), jnp.broadcast_to(f32(121.7), (N, C, L)))
-    assert (y == layer.bias[:, None]).all()
-    mean, variance = remembered(layer, after)
-    assert (mean == f32(121.7)).all()
-    assert not variance.any()
-
-
 def test_a_group_that_is_not_finite():
     """It is one batch that is remembered, or not."""
     layer, state = untrained("batch", **GHOST)
@@ -80,16 +55,6 @@ def test_a_group_that_is_not_finite():
     before, after = (s.get(layer.memory_index) for s in (state, after))
     assert same(before.statistics, after.statistics)
     assert (after.counts - before.counts).tolist() == [0, 1]
-
-
-@pytest.mark.x32
-def test_micro_batches_of_groups_are_collected():
-    layer, state = make(C, approach=Accumulated(Batch(0.7), every=2), **GHOST)
-    one, at_once = make(C, "batch", approach=Batch(0.7))
-    for half in (X[:4], X[4:]):
-        _, state = grouped(layer, state, half, 2)
-    _, at_once = call_masked(one, at_once, X, None)
-    jax.tree.map(close, remembered(layer, state), remembered(one, at_once))
 
 
 @pytest.mark.x32

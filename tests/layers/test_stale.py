@@ -52,8 +52,13 @@ def by_global():
     return lambda u: u * names["factor"], lambda factor: names.update(factor=factor)
 
 
+def by_wrapped():
+    activation, change = by_global()
+    return jax.vmap(eqx.nn.Lambda(activation)), change  # whose module is Equinox's
+
+
 @each_layer
-@pytest.mark.parametrize("activation", [by_attribute, by_array, by_global])
+@pytest.mark.parametrize("activation", [by_attribute, by_array, by_global, by_wrapped])
 def test_an_activation_that_changes(layer, activation):
     activation, change = activation()
     call = layer(activation)

@@ -116,11 +116,3 @@ def test_towards(share, ratio, run):
         np.testing.assert_array_equal(actual, expected)
     assert type(moved) is Moments
     assert moved.count == 1
-
-
-def test_complex_pairs():
-    a, b = (jnp.asarray([m], jnp.complex64) for m in (1e7 + 1e7j, 1e7 + 3 - 2e7j))
-    one = jnp.ones(1)
-    moved = Moments.of(a, one).towards(Moments.of(b, one), 0.25)
-    expected = 0.75 * np.complex128(a) + 0.25 * np.complex128(b)
-    np.testing.assert_array_equal(exact(moved.mean_pair), expected)
