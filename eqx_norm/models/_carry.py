@@ -33,7 +33,7 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
         is_untrained = False
 
     def one(statistics: Any, fresh: Bool[Array, ""]) -> Any:
-        start = new.approach.init(new.input_size, dtype_of(statistics))
+        start = new.approach.init(new.input_size, _memory.dtype_of(statistics))
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
         fits = jax.tree.structure(core) == jax.tree.structure(empty)
@@ -65,15 +65,9 @@ def batches_of(layer: BatchNorm, memory: Remembered) -> Int[Array, "*members"]:
 def is_new(layer: BatchNorm, statistics: Any) -> Bool[Array, ""]:
     """Returns whether a layer has accepted no batch; raises for another layer's statistics."""
     _memory.check(statistics, layer.approach, layer.input_size)
-    start = layer.approach.init(layer.input_size, dtype_of(statistics))
+    start = layer.approach.init(layer.input_size, _memory.dtype_of(statistics))
     pairs = (jax.tree.leaves(layer.approach.without_pending(s)[0]) for s in (statistics, start))
     return jnp.all(jnp.asarray([jnp.all(a == b) for a, b in zip(*pairs, strict=True)]))
-
-
-def dtype_of(statistics: Any) -> jnp.dtype:
-    """Returns the dtype of the mean in a strategy's memory."""
-    is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(statistics)))
-    return _memory.statistics_dtype(complex if is_complex else float)
 
 
 def _innermost(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:

@@ -127,7 +127,7 @@ def _at(path: str, model: Any, kind: Kind) -> Any:
 def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
-    memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
+    memory = _memory.recall(norm, state)
     moments = _contract.infer(norm.approach, memory.statistics, norm.input_size)
     mean = _vector(moments.mean) + _vector(moments.mean_pair.rest)
     scale = _vector(norm.weight, 1.0) / np.sqrt(_vector(moments.variance) + norm.eps)

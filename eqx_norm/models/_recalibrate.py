@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative
 
-from ._carry import carry, dtype_of, with_statistics
+from ._carry import carry, with_statistics
 from ._layers import (
     chosen,
     copied,
@@ -122,7 +123,7 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
     """Returns an empty memory; raises for strategies without `load` before any data is read."""
 
     def one(statistics: Any) -> Any:
-        empty = new.approach.init(old.input_size, dtype_of(statistics))
+        empty = new.approach.init(old.input_size, _memory.dtype_of(statistics))
         old.approach.load(new.approach.infer(empty))
         return empty
 

@@ -75,13 +75,12 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
     if callable(approach) and not isinstance(approach, type):
         approach = approach(layer.approach)
     if isinstance(approach, str):
-        momentum = {} if layer.momentum is None else {"momentum": layer.momentum}
-        settings = momentum | settings
+        settings = {"momentum": layer.momentum} | settings
     elif "momentum" in settings and isinstance(approach, AbstractStrategy):
         approach = _with_momentum(approach, settings.pop("momentum"))
     settings["approach"] = approach
     fresh = BatchNorm(layer.input_size, **settings)
-    return copied(layer, **{name: getattr(fresh, name) for name in (*settings, "momentum")})
+    return copied(layer, **{name: getattr(fresh, name) for name in settings})
 
 
 def _with_momentum(approach: AbstractStrategy[Any], momentum: float) -> AbstractStrategy[Any]:

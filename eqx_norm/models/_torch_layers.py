@@ -123,7 +123,7 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
         )
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
-    memory = _memory.recall(state, norm.memory_index, norm.approach, norm.input_size)
+    memory = _memory.recall(norm, state)
     moments = norm.approach.infer(memory.statistics)
     count = np.array(batches_of(norm, memory), np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
