@@ -8,51 +8,32 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise import jaxprs
 from eqx_norm.models import recompute_outputs
-from tests.helpers import APPROACHES, copy, make, normal
+from tests.helpers import APPROACHES, normal
+from tests.layers.norms import NORMS, each_norm, made
 
-DEPTH, SHAPE = 3, (4, 5, 6, 7)
+DEPTH, SHAPE = 3, (4, 6, 5, 7)
 PRELU = eqx.nn.PReLU(0.25)
 ACTIVATIONS = {"none": None, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "prelu": PRELU}
+SILU = {"activation": jax.nn.silu}
+MASK = jnp.ones((SHAPE[0], *SHAPE[2:]), bool)
 
 
-def batch_norm(activation=None, approach="batch", mask=None):
-    """Returns a layer, and how it is called for a batch."""
-    layer, state = make(SHAPE[1], "batch", approach=approach, activation=activation)
-
-    def call(layer, x):
-        one = lambda x, mask: layer(x, copy(state), mask=mask)[0]  # noqa: E731
-        return jax.vmap(one, axis_name="batch")(x, mask)
-
-    return layer, call
+def norm(name, mask=None, **options):
+    """Returns a layer, and `call(layer, x)` for a batch."""
+    layer, call = made(name, SHAPE[1:], **options)
+    return layer, lambda layer, x: call(layer, x, mask)[0]
 
 
-def of_each(layer, x):
-    return jax.vmap(layer)(x)
-
-
-def of_examples(kind, *arguments):
-    """Returns a function like `batch_norm`, for a norm of one example."""
-    return lambda activation=None: (kind(*arguments, activation=activation), of_each)
-
-
-NORMS = {
-    "BatchNorm": batch_norm,
-    "LayerNorm": of_examples(LayerNorm, SHAPE[1:]),
-    "GroupNorm": of_examples(GroupNorm, 1, SHAPE[1]),
-    "InstanceNorm": of_examples(InstanceNorm, SHAPE[1]),
-    "RMSNorm": of_examples(RMSNorm, SHAPE[1:]),
-}
 LAYERS = {
     **{
-        f"{name}, {activation}": norm(function)
-        for name, norm in NORMS.items()
+        f"{name}, {activation}": norm(name, activation=function)
+        for name in NORMS
         for activation, function in ACTIVATIONS.items()
     },
-    **{approach: batch_norm(jax.nn.silu, approach) for approach in APPROACHES},
-    "mask": batch_norm(jax.nn.silu, mask=jnp.ones((SHAPE[0], *SHAPE[2:]), bool)),
+    **{approach: norm("BatchNorm", approach=approach, **SILU) for approach in APPROACHES},
+    "mask": norm("BatchNorm", MASK, **SILU),
 }
 each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 
@@ -132,13 +113,13 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@each_norm
 @each_dtype
 @pytest.mark.parametrize(
     ("activation", "block", "wrap", "like_x", "bools"), BLOCKS.values(), ids=BLOCKS
 )
-def test_scanned_over_depth(norm, dtype, activation, block, wrap, like_x, bools):
-    layer, call = norm(activation)
+def test_scanned_over_depth(name, dtype, activation, block, wrap, like_x, bools):
+    layer, call = norm(name, activation=activation)
     weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
 
     def network(x, weights):
