@@ -1,5 +1,6 @@
 """Checks the arguments that several layers share."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +34,46 @@ def checked_sizes(argument: str, value: Any) -> tuple[int, ...]:
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
     """Returns the dtype of weight and bias: the one given, or the default float dtype."""
     return jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+
+
+def checked_offset(weight_offset: float) -> float:
+    """Returns `weight_offset`; raises `ValueError` unless it is a finite number."""
+    if not math.isfinite(weight_offset):
+        raise ValueError(
+            f"weight_offset={weight_offset!r}: it is added to the weight, so it must be a "
+            "finite number: 0.0, or 1.0 for weights around zero."
+        )
+    return float(weight_offset)
+
+
+def weights(
+    layer: Any, weight: Any, bias: Any, shape: tuple[int, ...], x: Array
+) -> tuple[Array | None, Array | None]:
+    """Returns the weight, with its offset added, and the bias of a call: those given, or the
+    layer's own, of `shape`. Raises `ValueError` or `TypeError` for what does not fit."""
+    weight = layer.weight if weight is None else _checked_weight("weight", weight, shape, x)
+    bias = layer.bias if bias is None else _checked_weight("bias", bias, shape, x)
+    if weight is not None and layer.weight_offset != 0:
+        weight = layer.weight_offset + weight.astype(jnp.promote_types(weight.dtype, "float32"))
+    return weight, bias
+
+
+def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> Array:
+    value = jnp.asarray(value)
+    is_complex = jnp.iscomplexobj(value) and not jnp.iscomplexobj(x)
+    if is_complex or not jnp.issubdtype(value.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name}= has dtype {value.dtype}, and x has {x.dtype}: give floats, or a complex "
+            f"{name} for complex x. Write {name}.astype({x.dtype})."
+        )
+    if value.shape not in (shape, x.shape):
+        others = "" if shape == x.shape else f", or one for each value of x, {x.shape}"
+        raise ValueError(
+            f"{name}= has shape {value.shape}, but this layer takes the shape {shape}{others}. "
+            "If each example has its own, map over it as over x: "
+            f"jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
+        )
+    return value
 
 
 def not_one_example(

@@ -38,6 +38,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
         """**Arguments:**
@@ -46,7 +47,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         - `channels`: the number of channels; optional if `channelwise_affine=False`.
         - `eps`: added to the variance; 1e-20 or more.
         - `channelwise_affine`: whether there are a weight and a bias of shape `(channels,)`.
-        - `dtype`, `activation`, `implementation`: as for `LayerNorm`.
+        - `dtype`, `activation`, `weight_offset`, `implementation`: as for `LayerNorm`.
 
         **Raises:** `ValueError` for an invalid argument.
         """
@@ -60,7 +61,8 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         self.channels = sizes[0] if sizes else None
         self._check_groups(self.channels or self.groups)
         self.channelwise_affine = affine = bool(channelwise_affine)
-        super().__init__(sizes, eps, affine, affine, dtype, activation, implementation)
+        weights = affine, affine, dtype
+        super().__init__(sizes, eps, *weights, activation, weight_offset, implementation)
 
     def _check_groups(self, channels: int) -> None:
         if channels % self.groups:
@@ -69,7 +71,8 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "groups of equal size, so channels= must be a multiple of groups=."
             )
 
-    def _options(self, x: Array) -> Options:
+    def _options(self, x: Array) -> tuple[Options, tuple[int, ...]]:
         _arguments.check_channels(x, "channels", self.channels, "jax.vmap(layer)(x)")
         self._check_groups(x.shape[0])
-        return Options(self.eps, self.implementation, self.groups, x.shape[0])
+        channels = x.shape[0]
+        return Options(self.eps, self.implementation, self.groups, channels), (channels,)

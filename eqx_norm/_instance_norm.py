@@ -30,6 +30,7 @@ class InstanceNorm(GroupNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
         """**Arguments:** as for `GroupNorm`, and `affine`: whether there are a weight and bias
@@ -44,5 +45,6 @@ class InstanceNorm(GroupNorm):
             affine,
             dtype,
             activation=activation,
+            weight_offset=weight_offset,
             implementation=implementation,
         )

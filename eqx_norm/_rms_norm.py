@@ -38,6 +38,8 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        axis: int | None = None,
+        weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
         """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square. There are no
@@ -45,4 +47,5 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
 
         **Raises:** `ValueError` for an invalid argument.
         """
-        super().__init__(shape, eps, use_weight, use_bias, dtype, activation, implementation)
+        weights = use_weight, use_bias, dtype
+        super().__init__(shape, eps, *weights, activation, axis, weight_offset, implementation)

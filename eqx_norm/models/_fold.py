@@ -130,7 +130,8 @@ def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     memory = _memory.recall(norm, state)
     moments = _contract.infer(norm.approach, memory.statistics, norm.input_size)
     mean = _vector(moments.mean) + _vector(moments.mean_pair.rest)
-    scale = _vector(norm.weight, 1.0) / np.sqrt(_vector(moments.variance) + norm.eps)
+    weight = 1.0 if norm.weight is None else norm.weight_offset + _vector(norm.weight)
+    scale = weight / np.sqrt(_vector(moments.variance) + norm.eps)
     bias = scale * (_vector(layer.bias) - mean) + _vector(norm.bias)
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
@@ -160,6 +161,6 @@ def _obstacle(layer: Any, norm: Any) -> str | None:
     return None
 
 
-def _vector(array: Array | None, default: float = 0.0) -> np.ndarray:
-    """Returns an array with one axis, in float64, or the default if there is none."""
-    return np.asarray(default if array is None else array, np.float64).reshape(-1)
+def _vector(array: Array | None) -> np.ndarray:
+    """Returns an array with one axis, in float64, or 0 if there is none."""
+    return np.asarray(0.0 if array is None else array, np.float64).reshape(-1)

@@ -61,6 +61,15 @@ def copied(layer: Any, **changed: Any) -> Any:
     return new
 
 
+def at_offset(layer: Any, weight_offset: float) -> Any:
+    """Returns a norm with another `weight_offset`, and the weight for which it is the same."""
+    weight, change = layer.weight, layer.weight_offset - weight_offset
+    if weight is not None and change:
+        exact = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+        weight = (exact + change).astype(weight.dtype)
+    return copied(layer, weight=weight, weight_offset=weight_offset)
+
+
 def replaced(
     model: Model,
     state: eqx.nn.State,

@@ -11,7 +11,7 @@ from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy
 
 from ._carry import carry
-from ._layers import Model, Where, chosen, copied, layers_of, replaced
+from ._layers import Model, Where, at_offset, chosen, copied, layers_of, replaced
 
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_EXAMPLES = AbstractExampleNorm.settings
@@ -36,8 +36,9 @@ def reconfigure(
         returns whether to change it. By default all layers of this package are changed. Layers
         that share one state (`eqx.nn.State(model)`) must change their approach together.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
-        `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The other layers have
-        `eps`, `activation` and `implementation`, and ignore the rest. An approach given by name
+        `weight_offset`, `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The other
+        layers have `eps`, `activation`, `implementation` and `weight_offset`, and ignore the
+        rest. A new `weight_offset` changes the weights, so that outputs stay. An approach given by name
         keeps the layer's momentum. `approach` may also be a function of the layer's strategy:
         `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
@@ -67,9 +68,11 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
     """Returns the layer with other settings, checked as for a new layer."""
     if isinstance(layer, AbstractExampleNorm):
         settings = {name: value for name, value in settings.items() if name in layer.settings}
+        settings = {"weight_offset": layer.weight_offset} | settings
         fresh = LayerNorm(1, **settings)
+        layer = at_offset(layer, fresh.weight_offset)
         return copied(layer, **{name: getattr(fresh, name) for name in settings})
-    kept = "axis_name", "memory_axis_name", "approach"
+    kept = "axis_name", "memory_axis_name", "approach", "weight_offset"
     settings = {name: getattr(layer, name) for name in kept} | settings
     approach: Any = settings["approach"]
     if callable(approach) and not isinstance(approach, type):
@@ -80,6 +83,7 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         approach = _with_momentum(approach, settings.pop("momentum"))
     settings["approach"] = approach
     fresh = BatchNorm(layer.input_size, **settings)
+    layer = at_offset(layer, fresh.weight_offset)
     return copied(layer, **{name: getattr(fresh, name) for name in settings})
 
 

@@ -15,7 +15,16 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
 
 from ._carry import batches_of, is_new
-from ._layers import Model, Where, chosen, copied, layers_of, over_members, replaced
+from ._layers import (
+    Model,
+    Where,
+    at_offset,
+    chosen,
+    copied,
+    layers_of,
+    over_members,
+    replaced,
+)
 from ._reconfigure import reconfigure
 
 # The norms of one example.
@@ -203,6 +212,11 @@ def _theirs(layer: Any, mode: str | None) -> Any:
             f"activation={layer.activation}: Equinox's layer has none. Remove it by "
             "eqx_norm.models.reconfigure(model, state, activation=None), and apply it yourself."
         )
+    if getattr(layer, "axis", None) is not None:
+        raise ValueError(
+            f"axis={layer.axis}: Equinox's layer has none. Leave this one out by where=."
+        )
+    layer = at_offset(layer, 0.0)
     if kind := _TO_THEIRS.get(type(layer)):
         return _converted(layer, kind)
     new = eqx.nn.BatchNorm(
