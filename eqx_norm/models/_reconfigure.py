@@ -36,11 +36,11 @@ def reconfigure(
         returns whether to change it. By default all layers of this package are changed. Layers
         that share one state (`eqx.nn.State(model)`) must change their approach together.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
-        `weight_offset`, `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The other
-        layers have `eps`, `activation`, `implementation` and `weight_offset`, and ignore the
-        rest. A new `weight_offset` changes the weights, so that outputs stay. An approach given by name
-        keeps the layer's momentum. `approach` may also be a function of the layer's strategy:
-        `approach=lambda strategy: Accumulated(strategy, every=4)`.
+        `weight_offset`, `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The
+        other layers have `eps`, `activation`, `implementation` and `weight_offset`, and ignore
+        the rest. A new `weight_offset` changes the weight, and outputs stay. An approach given
+        by name keeps the layer's momentum. `approach` may also be a function of the layer's
+        strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`.
 
     **Returns:** a new model and a new state, with the tree structure of a model made with these
     settings. The running statistics are carried over, so inference is as before; a layer that
