@@ -17,7 +17,7 @@ from tests.compiling import jit
 from tests.helpers import bits, normal
 from tests.layers import accuracy
 from tests.operation.derivatives import ENSEMBLES, FIRST_ORDER, HIGHER, gradient
-from tests.operation.test_residuals import held, of_each
+from tests.operation.test_residuals import held
 
 pytestmark = pytest.mark.x32  # no float64
 
@@ -132,7 +132,8 @@ def test_derivatives(kind, transform):
 
 
 def test_x_itself_is_kept_and_vectors():
-    kept = held(LayerNorm(8, implementation="pallas"), of_each, x := normal(0, (5, 8)))
+    layer, x = LayerNorm(8, implementation="pallas"), normal(0, (5, 8))
+    kept = held(layer, lambda layer, x: jax.vmap(layer)(x), x)
     vectors = [leaf for leaf in kept if leaf is not x]
     assert len(vectors) == len(kept) - 1
     assert max(vector.size for vector in vectors) <= 8
