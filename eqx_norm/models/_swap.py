@@ -122,13 +122,13 @@ def unswap(
     - `where`: as for `swap`; by default all layers of this package.
 
     **Returns:** a new model and a new state, with the tree structure of a model made with
-    Equinox's layers. A layer that has seen no batch is as new. Equinox's layers have no
-    `unbiased`, `implementation`, `memory_axis_name` and counts of batches, so these are lost,
-    and Equinox's known errors apply again.
+    Equinox's layers. A layer that has seen no batch is as new. A `weight_offset` is added to
+    the weight. Equinox's layers have no `unbiased`, `implementation`, `memory_axis_name` and
+    counts of batches, so these are lost, and Equinox's known errors apply again.
 
     **Raises:** `ValueError` if there is no such layer, for an approach that Equinox lacks
-    (unless `mode` is given), for an `activation`, for a subclass, and for a state of another
-    model.
+    (unless `mode` is given), for an `activation` or `axis=0`, for a subclass, and for a state
+    of another model.
     """
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")

@@ -34,7 +34,9 @@ def from_torch(
     ```
 
     A `state_dict` holds no settings. To continue training as in PyTorch, make `BatchNorm` with
-    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's.
+    `approach="batch"`, `unbiased=True` and a `momentum` of 1 minus PyTorch's. Weights are
+    copied as they are stored: make the layers of a model that multiplies by `1 + weight`, such
+    as Gemma, with `weight_offset=1.0`.
 
     **Layers are matched** in this order: (1) by `names`, a function of a layer's path or a
     mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
@@ -100,7 +102,8 @@ def to_torch(
 
     The running mean and variance are those that inference uses, whatever the approach; before
     any batch they are 0 and 1. `num_batches_tracked` is the number of accepted batches. Arrays
-    that `from_torch` loaded come back to the bit.
+    that `from_torch` loaded come back to the bit. Weights are copied without `weight_offset`:
+    PyTorch's own layers need `reconfigure(model, state, weight_offset=0.0)` first.
 
     **Arguments:**
 
