@@ -70,7 +70,8 @@ def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> 
         others = "" if shape == x.shape else f", or one for each value of x, {x.shape}"
         raise ValueError(
             f"{name}= has shape {value.shape}, but this layer takes the shape {shape}{others}. "
-            "If each example has its own, map over it as over x: "
+            "If all examples share it, map over x alone, "
+            f"jax.vmap(lambda x: layer(x, {name}={name}))(x); if each has its own, over both, "
             f"jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
         )
     return value

@@ -74,15 +74,16 @@ def batch_norm(batch: Batch, mask: Any = None) -> Exact:
     return _exact(batch, _counted(batch, mask), axes, axes)
 
 
-def layer_norm(batch: Batch, mask: Any = None) -> Exact:
-    """Returns the exact answer of a layer norm."""
-    return _exact(batch, _counted(batch, mask), tuple(range(1, batch.x.ndim)), (0,))
-
-
-def rms_norm(batch: Batch, mask: Any = None) -> Exact:
-    """Returns the exact answer of an RMS norm."""
+def layer_norm(batch: Batch, mask: Any = None, *, centred: bool = True) -> Exact:
+    """Returns the exact answer of a layer norm; if not `centred`, of an RMS norm."""
     axes = tuple(range(1, batch.x.ndim))
-    return _exact(batch, _counted(batch, mask), axes, (0,), centred=False)
+    return _exact(batch, _counted(batch, mask), axes, (0,), centred=centred)
+
+
+def channel_norm(batch: Batch, mask: Any = None, *, centred: bool = True) -> Exact:
+    """Returns the exact answer of a layer norm along axis 1; weight and bias are `[C]`."""
+    axes = (0, *range(2, batch.x.ndim))
+    return _exact(batch, _counted(batch, mask), (1,), axes, centred=centred)
 
 
 def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:

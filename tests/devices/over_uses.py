@@ -252,3 +252,31 @@ def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(nam
         results, sent = run(over_devices, layer, None, *placed)
         assert error(results, function(layer, None, *arrays)) < 1e-6
         assert sent == expected
+
+
+@pytest.mark.parametrize("way", ["shard_map", "jit"])
+@pytest.mark.parametrize("name", ["BatchNorm", "GroupNorm", "LayerNorm, axis=0"])
+def test_each_example_brings_its_own_weights(name, way):
+    def model(axis_name):
+        if name == "BatchNorm":
+            return make(C, axis_name, approach="batch")
+        return made(name, (C, L))[0], None
+
+    def gradients(layer, state, x, dy, *weights):
+        def one(x, weight, bias):
+            y = layer(x, state, weight=weight, bias=bias)
+            return y if state is None else y[0]
+
+        y, pull_back = jax.vjp(jax.vmap(one, axis_name="batch"), x, *weights)
+        return y, *pull_back(dy)
+
+    x, dy, _ = arguments(CASE)
+    weights = (jax.random.normal(jax.random.key(i), (len(x), C)) for i in range(2))
+    arrays, mesh = (x, dy, *weights), mesh_of(devices=DEVICES)
+    placed = jax.device_put(arrays, NamedSharding(mesh, SPLIT))
+    if way == "jit":
+        outputs, _ = run(gradients, *model("batch"), *placed)
+    else:
+        over_devices = over_mesh(gradients, SPLIT, mesh)
+        outputs, _ = run(over_devices, *model(("batch", "devices")), *placed)
+    assert error(outputs, gradients(*model("batch"), *arrays)) < 1e-5

@@ -32,6 +32,10 @@ def instance_norm(shape, **options):
     return InstanceNorm(shape[0], affine=True, **options)
 
 
+def along_channels(kind):
+    return lambda shape, **options: kind(shape[0], axis=0, **options)
+
+
 def exact_instance_norm(batch, mask=None):
     return exact.group_norm(batch, batch.x.shape[1], mask)
 
@@ -44,7 +48,11 @@ NORMS = {
         exact.batch_norm,
     ),
     "LayerNorm": Norm(LayerNorm, exact.layer_norm),
-    "RMSNorm": Norm(RMSNorm, exact.rms_norm),
+    "RMSNorm": Norm(RMSNorm, functools.partial(exact.layer_norm, centred=False)),
+    "LayerNorm, axis=0": Norm(along_channels(LayerNorm), exact.channel_norm),
+    "RMSNorm, axis=0": Norm(
+        along_channels(RMSNorm), functools.partial(exact.channel_norm, centred=False)
+    ),
     "GroupNorm": Norm(group_norm, functools.partial(exact.group_norm, groups=GROUPS)),
     "InstanceNorm": Norm(instance_norm, exact_instance_norm),
 }

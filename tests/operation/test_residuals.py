@@ -52,14 +52,16 @@ def held(layer, call, x):
 @each_dtype
 @pytest.mark.parametrize(("layer", "call"), LAYERS.values(), ids=LAYERS)
 def test_x_itself_is_kept_and_vectors(layer, call, dtype):
-    """A vector has a number for each channel of each example, or a pair for each channel, or is
-    a parameter. A mask is kept as booleans, once for all channels."""
+    """A vector has a number for each channel or position of each example, or a pair for each
+    channel, or is a parameter. A mask is kept as booleans, once for all channels."""
     x = normal(0, SHAPE).astype(dtype)
     kept = held(layer, call, x)
     vectors = [leaf for leaf in kept if leaf is not x and leaf.dtype != bool]
     assert sum(leaf is x for leaf in kept) == 1
     parameters = jax.tree.leaves(eqx.filter(layer, eqx.is_array))
-    largest = max([math.prod(SHAPE[:2]), *map(jnp.size, parameters)])
+    along_channels = getattr(layer, "axis", None) == 0
+    vector = math.prod(SHAPE) // SHAPE[1] if along_channels else math.prod(SHAPE[:2])
+    largest = max([vector, *map(jnp.size, parameters)])
     assert max(leaf.size for leaf in vectors) <= largest
     assert all(leaf.size < x.size for leaf in kept if leaf.dtype == bool)
 

@@ -1,0 +1,221 @@
+"""Tests scale and shift of one call, `layer(x, weight=w, bias=b)`, and `weight_offset`."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from tests import exact
+from tests.compiling import jit
+from tests.exact import EPS, Answer, Batch
+from tests.helpers import bits, copy, make, normal, over_batch
+from tests.layers.accuracy import BOUNDS
+from tests.layers.norms import NORMS, each_norm, made, with_parameters
+
+N, SHAPE = 4, (6, 5, 7)
+# What each example brings: a number for each channel (or the layer's own shape), one for each
+# value, and one of each.
+KINDS = {"own": (False, False), "values": (True, True), "both": (False, True)}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def mapped(layer: Any, state: Any = None, inference: bool | None = None) -> Any:
+    """Returns a function of x, weight, bias and mask of a batch that returns y."""
+
+    def one(x, weight, bias, mask):
+        options = {"weight": weight, "bias": bias, "mask": mask}
+        if not isinstance(layer, BatchNorm):
+            return layer(x, **options)
+        return layer(x, copy(state), inference=inference, **options)[0]
+
+    def call(x, weight=None, bias=None, mask=None, *, axis: int | None = 0):
+        return jax.vmap(one, (0, axis, axis, 0), axis_name="batch")(x, weight, bias, mask)
+
+    return call
+
+
+def layer_of(name, **options):
+    layer = NORMS[name].make(SHAPE, eps=EPS, **options)
+    return layer if name == "BatchNorm" else (layer, None)
+
+
+def drawn(name, kind, dtype=np.float32):
+    """Returns x, dy, and a weight and bias for each example."""
+    random = np.random.default_rng(0)
+    x, dy = (random.standard_normal((N, *SHAPE)).astype(dtype) for _ in range(2))
+    own = made(name, SHAPE)[0].weight.shape
+    shapes = [SHAPE if per_value else own for per_value in kind]
+    return x + dtype(10), dy, *(random.standard_normal((N, *s)).astype(dtype) for s in shapes)
+
+
+def like_x(v):
+    return v if v.shape == (N, *SHAPE) else v.reshape(N, -1, 1, 1)
+
+
+def summed(values, like):
+    """Returns the sum over what the examples' weights of one number share."""
+    axes = () if like.shape == values.shape else tuple(range(2, values.ndim))
+    return values.sum(axes).reshape(like.shape)
+
+
+@each_kind
+@each_norm
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+def test_in_extended_precision(name, kind, masked):
+    """Holds y and the gradients of x, weight and bias to each layer's bounds. The norm is that
+    without weights, whose dy is multiplied by those of the call."""
+    x, dy, weight, bias = drawn(name, kind)
+    mask = np.arange(N * 35).reshape(N, 5, 7) % 3 > 0 if masked else None
+    scale, shift, g = (like_x(v).astype(np.longdouble) for v in (weight, bias, dy))
+    plain, units = NORMS[name].exact(Batch(x, g * scale, None, None), mask=mask)
+    counted = 1 if mask is None else mask[:, None]
+    g = np.broadcast_to(g * counted, x.shape)
+    y = np.where(counted, plain.y * scale + shift, 0)
+    expected = Answer(y, None, plain.dx, summed(g * plain.y, weight), summed(g, bias))
+    # Of one number: of dy plus that of rstd; of several: of their sum.
+    sums = summed(np.abs(g), weight) + exact.RSTD_UNIT * np.abs(summed(g * plain.y, weight))
+    units = Answer(
+        units.y * np.maximum(1, np.abs(scale)), None, units.dx, sums, summed(np.abs(g), bias)
+    )
+
+    @jit
+    def outputs(*arrays):
+        y, pull_back = jax.vjp(lambda *a: mapped(*layer_of(name))(*a, mask), *arrays)
+        return y, *pull_back(dy)
+
+    y, dx, dweight, dbias = map(np.asarray, outputs(x, weight, bias))
+    assert dweight.shape == weight.shape
+    batch = Batch(x, dy, weight, bias)
+    errors = exact.errors(
+        batch, exact.Exact(expected, units), Answer(y, None, dx, dweight, dbias)
+    )
+    bounds = {**BOUNDS, "variance": np.inf}
+    assert not {k: v for k, v in errors._asdict().items() if v > bounds[k]}
+
+
+@each_norm
+def test_half_precision_is_rounded_once(name):
+    """Scale and shift by hand, in bfloat16, round three times."""
+    arrays = [np.asarray(v, jnp.bfloat16) for v in drawn(name, KINDS["own"])]
+    x, _, weight, bias = arrays
+    layer, state = layer_of(name, weight_offset=1.0)
+    y = mapped(layer, state)(x, weight, bias)
+    x, _, weight, bias = (np.asarray(v, np.float64) for v in arrays)
+    plain = NORMS[name].exact(Batch(x, x, None, None)).answer.y
+    expected = plain * (1 + like_x(weight)) + like_x(bias)
+    assert y.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(y, np.longdouble) - expected)
+    most = exact.half_ulp(expected, np.dtype(jnp.bfloat16)) + 1e-5 * np.abs(expected).max()
+    assert (error <= most).all()
+
+
+@each_norm
+def test_they_replace_the_layer_s_own(name):
+    """One of them, or both; the layer's own have no gradient then, and need not exist."""
+    x, dy, weight, bias = drawn(name, KINDS["own"])
+    layer, state = layer_of(name, activation=jax.nn.silu)
+    own = layer.weight + 1, layer.bias + 2
+    layer = with_parameters(layer, *own)
+    bare = with_parameters(layer, None, None)
+    share = lambda v: jnp.broadcast_to(v, (N, *v.shape))  # noqa: E731
+    for given in ((weight, None), (None, bias), (weight, bias)):
+        filled = [share(o) if v is None else v for v, o in zip(given, own, strict=True)]
+        y = mapped(layer, state)(x, *given)
+        assert bits(y) == bits(mapped(bare, state)(x, *filled))
+    gradient = eqx.filter_grad(lambda m: jnp.vdot(mapped(m, state)(x, weight, bias), dy))
+    assert not any(np.any(v) for v in jax.tree.leaves(gradient(layer)))
+
+
+@each_norm
+def test_a_layer_without_them_pays_nothing(name):
+    """The traced program is that of a layer that is given its own."""
+    layer, state = layer_of(name)
+    arrays, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def program(*names):
+        def loss(arrays, x):
+            layer = eqx.combine(arrays, static)
+            own = [getattr(layer, name) for name in names]
+            return mapped(layer, state)(x, *own, axis=None).sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(arrays, normal(0, (N, *SHAPE))))
+
+    assert program() == program("weight", "bias")
+
+
+def test_inference():
+    layer, state = layer_of("BatchNorm")
+    x, _, weight, bias = drawn("BatchNorm", KINDS["both"])
+    _, state = over_batch(layer)(x, state)
+    plain = mapped(with_parameters(layer, None, None), state, True)(x)
+    y = mapped(layer, state, True)(x, weight, bias)
+    np.testing.assert_allclose(y, plain * like_x(weight) + bias, rtol=1e-6, atol=1e-6)
+
+
+def test_what_does_not_fit_is_an_error():
+    layer, x = LayerNorm(6), jnp.ones(6)
+    group, image = GroupNorm(2, 6), jnp.ones(SHAPE)
+    errors = [
+        (
+            lambda: layer(x, weight=jnp.ones(5)),
+            ValueError,
+            r"weight= has shape \(5,\).*\(6,\)\.",
+        ),
+        (lambda: layer(x, bias=jnp.ones((4, 6))), ValueError, r"jax.vmap\(lambda x, bias"),
+        (lambda: group(image, weight=jnp.ones(5)), ValueError, r"or one for each value of x"),
+        (lambda: layer(x, bias=1j * jnp.ones(6)), TypeError, "bias= has dtype complex64"),
+        (lambda: LayerNorm(6, weight_offset=np.inf), ValueError, "^weight_offset=inf"),
+    ]
+    for call, kind, message in errors:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+# --- Weights around one.
+
+
+@each_norm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_new_layer_multiplies_by_one(name, dtype):
+    """The weight starts at 0, not at 1, which would multiply by 2:
+    https://github.com/huggingface/transformers/issues/40796."""
+    make_layer = functools.partial(layer_of, name, dtype=dtype)
+    layer, state = make_layer(weight_offset=1.0)
+    assert not layer.weight.any()
+    x = normal(0, (N, *SHAPE))
+    plain, plain_state = make_layer()
+    y, expected = (mapped(m, s)(x) for m, s in ((layer, state), (plain, plain_state)))
+    assert bits(y) == bits(expected)
+
+
+def test_it_is_added_in_float32():
+    """In bfloat16, 1 + 0.002 is 1:
+    https://github.com/NVIDIA/TransformerEngine/pull/1690."""
+    layer = RMSNorm(8, use_bias=False, dtype=jnp.bfloat16, weight_offset=1.0)
+    weight = jnp.full(8, 0.002, jnp.bfloat16)
+    x = normal(0, (8,))
+    plain = RMSNorm(8, use_weight=False, use_bias=False)
+    np.testing.assert_allclose(layer(x, weight=weight), plain(x) * 1.002, rtol=1e-5)
+
+
+def test_a_user_s_batch_norm_with_classes():
+    """Conditional batch normalisation: each example has the weight of its class."""
+    layer, state = make(6, "batch", approach="batch", channelwise_affine=False)
+    table, classes = normal(1, (3, 2, 6)), jnp.array([0, 2, 1, 2])
+    x = normal(0, (N, *SHAPE))
+
+    def loss(table):
+        y = mapped(layer, state)(x, table[classes, 0], table[classes, 1])
+        return jnp.vdot(y, jnp.sin(y)), y
+
+    (gradient, y) = jax.grad(loss, has_aux=True)(table)
+    plain = mapped(layer, state)(x)
+    weight, bias = (table[classes][:, i, :, None, None] for i in (0, 1))
+    np.testing.assert_allclose(y, plain * weight + bias, rtol=1e-5, atol=1e-5)
+    assert gradient.shape == table.shape
+    assert gradient.any()

@@ -1,0 +1,76 @@
+"""Tests that the functions for models keep outputs where a layer's `weight_offset` changes."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from eqx_norm import LayerNorm, RMSNorm
+from eqx_norm.models import fold_pairs, from_torch, reconfigure, swap, to_torch, unswap
+from tests.helpers import normal
+from tests.layers.norms import moved
+from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm
+
+X = normal(0, (8, C))
+
+
+def every_norm(nn, key):
+    norms = nn.LayerNorm(C, use_bias=False), nn.GroupNorm(1, C), nn.RMSNorm(C)
+    return [norm(nn), eqx.nn.Linear(C, C, key=key), *norms]
+
+
+def with_other_weights(model):
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    return eqx.combine(moved(arrays), static)
+
+
+def close(a, b):
+    for actual, expected in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def weights(model):
+    return jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+
+
+@pytest.mark.parametrize("members", [0, 2])
+def test_reconfigure_there_and_back(members):
+    model, state = made(every_norm, OURS, members=members)
+    model = with_other_weights(model)
+    x = normal(0, (members, 8, C)[not members :])
+    around_zero = reconfigure(model, state, weight_offset=1.0)
+    assert around_zero[0][2].weight_offset == 1.0
+    close(call(*around_zero, x)[0], call(model, state, x)[0])
+    close(weights(reconfigure(*around_zero, weight_offset=0.0)[0]), weights(model))
+
+
+def test_swap_and_unswap():
+    model, state = made(every_norm, THEIRS)
+    model = with_other_weights(model)
+    ours = swap(model, state, weight_offset=1.0)
+    close(call(*ours, X)[0], call(*swap(model, state), X)[0])
+    close(weights(unswap(*ours)[0]), weights(model))
+    along = [LayerNorm(C, axis=0)]
+    with pytest.raises(ValueError, match=r"^\[0\]: axis=0: Equinox's layer has none"):
+        unswap(along, state)
+
+
+def test_fold():
+    def build(nn, key):
+        norm = nn.BatchNorm(C, "batch", approach="batch")
+        return [eqx.nn.Linear(C, C, key=KEY), norm]
+
+    model, state = made(build, OURS)
+    _, state = call(model := with_other_weights(model), state, X)
+    model = eqx.nn.inference_mode(model)
+    folded = fold_pairs(*reconfigure(model, state, weight_offset=1.0), {"[0]": "[1]"})
+    close(folded, fold_pairs(model, state, {"[0]": "[1]"}))
+
+
+def test_from_and_to_torch_copy_what_is_stored():
+    """A twin of Gemma's norm, whose checkpoint has the weight minus one."""
+    layer = {"norm": RMSNorm(C, use_bias=False, weight_offset=1.0)}
+    stored = np.array([0.25, -0.5, 0.0], np.float32)
+    loaded, *_ = from_torch(layer, None, {"norm.weight": stored})
+    np.testing.assert_array_equal(loaded["norm"].weight, stored)
+    np.testing.assert_array_equal(to_torch(loaded)["norm.weight"], stored)
