@@ -48,6 +48,7 @@ DIRECTIONS = (FORWARD, BOTH, APART, FROZEN, OF_X, INFERENCE)
 RELU, BETWEEN = "BatchNorm + ReLU", "conv, BatchNorm + ReLU, conv"
 ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
 SINGLE = LAYER, RMS, GROUP, INSTANCE = "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"
+CHANNEL = peers.CHANNEL_NORM
 PALLAS = (OURS_PALLAS,)
 NO_NORM, MASKED, TWO = "no norm", "eqx-norm, masks", (OURS, EQUINOX)
 DTYPES, LAYERS = ("bfloat16", "float32"), (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
@@ -57,6 +58,8 @@ LARGE = (256, 64, 112, 112), (256, 256, 56, 56), (256, 512, 28, 28)
 SHAPES = {GPU: (DENSE, IMAGES, ROWS), TPU: ((524288, 512), LARGE, ((131072, 2048),))}
 # Shapes of a ResNet-50, with the channels last as convolutions return them on a GPU.
 COLUMNS = (DENSE, (802816, 64), (6272, 1024), (1568, 2048))
+# The first and the last of a ConvNeXt-T.
+CONVNEXT = (256, 96, 56, 56), (2048, 768, 7, 7)
 CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination is compiled
 GRIDS: dict[str, tuple[Any, ...]] = {
     target: (
@@ -66,6 +69,7 @@ GRIDS: dict[str, tuple[Any, ...]] = {
         ((INSTANCE,), images[:1], DIRECTIONS[:5], TWO),
         ((RELU, GROUP, INSTANCE), images[:1], (FORWARD, BOTH), (MASKED,)),
         ((RELU,), (vectors, images[0]), DIRECTIONS[:3], (OURS_SEPARATE,)),
+        ((CHANNEL,), CONVNEXT, DIRECTIONS[:5], TWO),
     )
     for target, (vectors, images, rows) in SHAPES.items()
 }
@@ -109,7 +113,7 @@ def build(device: Any, f: Any, *arguments: Any) -> tuple[Any, float]:
 def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
     """Returns a norm, and its activation if the program has one."""
     channels, relu = shape[1], ALONE.get(program, jax.nn.relu)
-    if program in SINGLE:
+    if program in (*SINGLE, CHANNEL):
         groups = min(32, channels // 8)
         return peers.example_norm(program, layer, shape[1:], eps=EPS, groups=groups)
     if layer == NO_NORM:
@@ -206,6 +210,7 @@ MOST: dict[str, dict[str, Any]] = {
         "GroupNorm of images: at most 8.2": ((GROUP,), IMAGES, (BOTH,), (OURS,), 8.2),
         "InstanceNorm: at most 8.2": ((INSTANCE,), (), (BOTH,), (OURS,), 8.2),
         "BatchNorm, forward: at most 4.1": ((RELU,), (), (FORWARD,), (OURS,), 4.1),
+        "LayerNorm, axis=0: at most 8.7": ((CHANNEL,), (), (BOTH,), (OURS,), 8.7),
         "of one example, forward: at most 2.2": (SINGLE, (), (FORWARD,), (OURS,), 2.2),
         "of one example, gradient of x: at most 3.1": (SINGLE, (), (OF_X,), (OURS,), 3.1),
         "of one example, with y: at most 5.3": (SINGLE, (), (FROZEN,), (OURS,), 5.3),
@@ -217,6 +222,7 @@ MOST: dict[str, dict[str, Any]] = {
         "GroupNorm of images: at most 8.1": ((GROUP,), LARGE, (BOTH,), (OURS,), 8.1),
         "InstanceNorm: at most 8.1": ((INSTANCE,), (), (BOTH,), (OURS,), 8.1),
         "of images, forward: at most 4.1": ((), LARGE, (FORWARD,), (OURS,), 4.1),
+        "LayerNorm, axis=0: at most 8.1": ((CHANNEL,), (), (BOTH,), (OURS,), 8.1),
         "rows by Pallas, forward: at most 2.1": ((LAYER, RMS), (), (FORWARD,), PALLAS, 2.1),
         "rows by Pallas, both ways: at most 5.1": (
             (LAYER, RMS),
@@ -247,6 +253,7 @@ SMALL = 0.07
 LIMITS = {
     (GROUP, SHAPES[GPU][0]): "groups of 8: a float32 of each group is moved for 8 values",
     (GROUP, SHAPES[TPU][0]): "groups of 16: a float32 of each group is moved for 16 values",
+    (CHANNEL, CONVNEXT[0]): "of each 96 values a mean, its rest and rstd are kept in float32",
     (BETWEEN, IMAGES[0]): "not known; the program moves less than with Equinox's layer",
 }
 

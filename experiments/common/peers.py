@@ -55,6 +55,7 @@ COLOURS: dict[str, str] = {
 IMPLEMENTATIONS: dict[str, Any] = {OURS_PALLAS: "pallas"}  # "auto" for the others
 # Layers that normalise one example, by their names in Equinox, Flax and this package.
 LAYER_NORM, GROUP_NORM, RMS_NORM = "LayerNorm", "GroupNorm", "RMSNorm"
+CHANNEL_NORM = "LayerNorm, axis=0"  # in Equinox, mapped over the positions
 INSTANCE_NORM = "InstanceNorm"  # in Equinox, a group norm with a group for each channel
 GROUPS = 8  # of a group norm
 AXIS = "batch"  # the mapped axis of layers that take one example
@@ -148,9 +149,17 @@ def example_norm(
         elif kind in (GROUP_NORM, INSTANCE_NORM):
             number = groups if kind == GROUP_NORM else shape[0]
             layer = library.GroupNorm(number, shape[0], eps, weight, **options)
+        elif kind == CHANNEL_NORM and library is eqx_norm:
+            layer = library.LayerNorm(shape[0], eps, weight, bias, axis=0)
+        elif kind == CHANNEL_NORM:
+            layer = library.LayerNorm(shape[0], eps, weight, bias)
         else:
             layer = getattr(library, kind)(shape, eps, weight, bias, **options)
-        return jax.vmap(_masked(_with_affine(layer, affine)))(*x_and_mask), memory
+        call: Any = _with_affine(layer, affine)
+        if kind == CHANNEL_NORM and library is eqx.nn:
+            for _ in shape[1:]:
+                call = jax.vmap(call, 1, 1)
+        return jax.vmap(_masked(call))(*x_and_mask), memory
 
     def in_flax(affine: Affine, memory: Any, x: Array) -> tuple[Array, Any]:
         axes = tuple(range(1, 1 + len(shape)))
