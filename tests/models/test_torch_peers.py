@@ -114,14 +114,15 @@ def name(path: str) -> str:
     )
 
 
-def torchvision_s() -> Any:
+@functools.cache
+def torchvision_models() -> Any:
     # torchvision's operators are compiled for one build of PyTorch, and are not there beside
     # another. Importing it describes two, which must have been declared; none is called.
     declared = torch().library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         if not hasattr(torch().ops.torchvision, operator):
             declared.define(f"{operator}(Tensor dets, Tensor scores, float over) -> Tensor")
-    return importlib.import_module("torchvision.models").resnet18(num_classes=10)
+    return importlib.import_module("torchvision.models")
 
 
 # Convolutions in float64 take ten times as long without optimisation.
@@ -142,7 +143,7 @@ def test_a_published_resnet18_swapped_infers_and_trains_as_torchvision_s(monkeyp
     In float64: to 1e-13, measured. In float32 two programs part by 1e-2 after a few steps,
     whatever they are: sooner or later a value near 0 is cut off by a ReLU in one of them alone.
     """
-    module = randomised(torchvision_s()).double()
+    module = randomised(torchvision_models().resnet18(num_classes=10)).double()
     optimiser = torch().optim.SGD(module.parameters(), lr=1e-3)
     with jax.enable_x64(True):
         model, state = resnet18(monkeypatch)
