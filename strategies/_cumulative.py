@@ -44,7 +44,7 @@ class Cumulative(AbstractStrategy[Seen]):
     def init(self, channels: int, dtype: DTypeLike) -> Seen:
         return self.load(Moments.zero(channels, dtype))
 
-    def update(self, batch: TrainingBatch, memory: Seen) -> tuple[TrainingBatch, Seen]:
+    def update(self, batch: TrainingBatch, memory: Seen) -> tuple[Moments, Seen]:
         before = memory.count_pair
         count = before + batch.count
         share = rounded(batch.count / jnp.where(count.value > 0, count.value, 1))

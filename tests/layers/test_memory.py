@@ -5,12 +5,14 @@ Over many steps: tests/strategies/test_recursions.py; test_approaches.py, test_p
 
 import functools
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import BatchNorm
 from tests.compiling import filter_jit
 from tests.helpers import (
     bits,
@@ -19,6 +21,7 @@ from tests.helpers import (
     copy,
     each_approach,
     make,
+    member,
     normal,
     over_batch,
     quick_call,
@@ -72,6 +75,60 @@ def test_with_and_without_a_gradient_it_is_the_same(approach):
     scanned, _ = scan(copy(state), X[None])
     for other in (with_gradient, without_jit, checkpointed, scanned):
         assert same(without, other)
+
+
+class Block(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: BatchNorm
+
+    def __init__(self, approach, key):
+        self.linear = eqx.nn.Linear(3, 3, key=key)
+        self.norm = BatchNorm(3, "batch", approach=approach, activation=jax.nn.relu)
+
+    def __call__(self, x, state):
+        y, state = self.norm(self.linear(x), state)
+        return x + y, state
+
+
+@pytest.mark.x32  # slow
+@each_approach
+def test_stacked_layers_in_a_scan_are_a_loop_over_the_layers(approach):
+    """Equinox #934: each layer of the stack has its own running statistics."""
+    make_block = eqx.nn.make_with_state(functools.partial(Block, approach))
+    blocks, states = eqx.filter_vmap(make_block)(jax.random.split(jax.random.key(0), 3))
+
+    def scanned(blocks, states, x):
+        arrays, static = eqx.partition(blocks, eqx.is_array)
+
+        def step(x, layer):
+            arrays, state = layer
+            return over_batch(eqx.combine(arrays, static))(x, state)
+
+        return jax.lax.scan(step, x, (arrays, states))
+
+    def looped(blocks, states, x):
+        after = []
+        for i in range(3):
+            x, state = over_batch(member(blocks, i))(x, copy(member(states, i)))
+            after.append(state)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
+
+    def training(forward):
+        def loss(blocks, states, x, dy):
+            y, states = forward(blocks, states, x)
+            return jnp.sum(y * dy), (y, states)
+
+        return filter_jit(eqx.filter_grad(loss, has_aux=True))
+
+    x, dy = normal(5, (8, 3)), normal(6, (8, 3))
+    for _ in range(2):
+        answer, expected = (training(f)(blocks, states, x, dy) for f in (scanned, looped))
+        chex.assert_trees_all_close(answer, expected, rtol=1e-5, atol=1e-5)
+        states = answer[1][1]
+    assert (states.get(blocks.norm.memory_index).accepted == 2).all()
+    inference = eqx.nn.inference_mode(blocks)
+    y, expected = (filter_jit(f)(inference, states, x)[0] for f in (scanned, looped))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 @each_approach
