@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
+from eqx_norm._normalise import jaxprs
 from tests import exact
 from tests.compiling import jit
 from tests.exact import EPS, Answer, Batch
@@ -146,6 +147,29 @@ def test_a_layer_without_them_pays_nothing(name):
         return str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(arrays, normal(0, (N, *SHAPE))))
 
     assert program() == program("weight", "bias")
+
+
+@each_norm
+def test_x_is_kept_and_one_pass_sums_for_all(name):
+    """As with the layer's own weights: x is all of its size that is kept, and their gradients
+    take no pass of their own, though there is one for each example."""
+    layer, state = layer_of(name)
+    x, dy, weight, bias = map(jnp.asarray, drawn(name, KINDS["own"]))
+
+    def gradients(axis, *arrays):
+        call = functools.partial(mapped(layer, state), axis=axis)
+        _, pull_back = jax.vjp(call, *arrays)
+        return pull_back(dy), jax.tree.leaves(pull_back)
+
+    def passes(axis, *arrays):
+        traced = jax.make_jaxpr(lambda *a: gradients(axis, *a)[0])(*arrays)
+        names = [equation.primitive.name for equation in jaxprs.equations(traced.jaxpr)]
+        return names.count("eqx_norm_sums"), names.count("eqx_norm_affine")
+
+    kept = [leaf for leaf in gradients(0, x, weight, bias)[1] if leaf.size >= x.size]
+    assert sum(leaf is x for leaf in kept) == 1
+    assert len(kept) == 1 + 2 * (weight.size == x.size)  # and what has a number per value
+    assert passes(0, x, weight, bias) == passes(None, x, weight[0], bias[0])
 
 
 def test_inference():

@@ -6,6 +6,7 @@ weights. test_accuracy.py holds what was lowered to the bounds; what they compil
 """
 
 import functools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -58,6 +59,25 @@ def test_lowered_for_every_platform(name, dtype):
         mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None
         f = functools.partial(every_direction, call, mask, static, weights)
         jax.jit(f).trace(x).lower(lowering_platforms=("cuda", "tpu"))
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("shape", [(C,), (C, 7), SHAPE], ids=str)
+def test_nothing_is_transposed_along_the_channels(kind, shape):
+    x = np.random.default_rng(0).standard_normal((N, *shape)).astype(np.float32)
+    layer, rows = moved(kind(C, axis=0)), moved(kind(C))
+    f = y_and_dx(layer)
+    for platform in ("cpu", "cuda", "tpu"):
+        lowered = jax.jit(f).trace(x).lower(lowering_platforms=(platform,))
+        moved_axes = re.findall(
+            r"stablehlo.transpose .* -> tensor<([\dx]+)xf32>", lowered.as_text()
+        )
+        sizes = [np.prod([*map(int, sizes.split("x"))]) for sizes in moved_axes]
+        assert all(size < x.size for size in sizes)  # vectors
+    for _ in shape[1:]:
+        rows = jax.vmap(rows, 1, 1)
+    for actual, expected in zip(f(x), y_and_dx(rows)(x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def y_and_dx(layer):
