@@ -8,6 +8,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from eqx_norm._normalise.reference import compute_dtype
+
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5. Of the 38 decades of float32
 # that leaves 8 for the factors it is multiplied by.
 _LEAST_EPS = 1e-20
@@ -54,8 +56,13 @@ def weights(
     weight = layer.weight if weight is None else _checked_weight("weight", weight, shape, x)
     bias = layer.bias if bias is None else _checked_weight("bias", bias, shape, x)
     if weight is not None and layer.weight_offset != 0:
-        weight = layer.weight_offset + weight.astype(jnp.promote_types(weight.dtype, "float32"))
+        weight = layer.weight_offset + widened(weight)
     return weight, bias
+
+
+def widened(array: Array) -> Array:
+    """Returns the array in float32 or better."""
+    return array.astype(compute_dtype(array.dtype))
 
 
 def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> Array:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from eqx_norm._arguments import widened
+
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]
 Where = Callable[[str, Any], Any]
@@ -65,8 +67,7 @@ def at_offset(layer: Any, weight_offset: float) -> Any:
     """Returns a norm with another `weight_offset`, and the weight for which it is the same."""
     weight, change = layer.weight, layer.weight_offset - weight_offset
     if weight is not None and change:
-        exact = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-        weight = (exact + change).astype(weight.dtype)
+        weight = (widened(weight) + change).astype(weight.dtype)
     return copied(layer, weight=weight, weight_offset=weight_offset)
 
 
