@@ -75,13 +75,20 @@ def test_norms_of_one_example_as_torch(name: str):
     functional = torch.nn.functional
     random = np.random.default_rng(0)
     batch = make_batch(random, 3 + 2 * random.standard_normal((5, 6, 7), np.float32), norm=name)
-    if name == "RMSNorm":  # PyTorch's has no bias
+    if name.startswith("RMSNorm"):  # PyTorch's has no bias
         batch = batch._replace(bias=np.zeros_like(batch.bias))
     x, dy, weight, bias = (torch.from_numpy(values).requires_grad_() for values in batch)
-    shape = x.shape[1:]
+    shape, last = x.shape[1:], x.transpose(1, 2)
+    channels = shape[:1]
     expected = {
         "LayerNorm": lambda: functional.layer_norm(x, shape, weight, bias, EPS),
         "RMSNorm": lambda: functional.rms_norm(x, shape, weight, EPS),
+        "LayerNorm, axis=0": lambda: functional.layer_norm(
+            last, channels, weight, bias, EPS
+        ).transpose(1, 2),
+        "RMSNorm, axis=0": lambda: functional.rms_norm(last, channels, weight, EPS).transpose(
+            1, 2
+        ),
         "GroupNorm": lambda: functional.group_norm(x, 3, weight, bias, EPS),
         "InstanceNorm": lambda: functional.instance_norm(x, None, None, weight, bias, eps=EPS),
     }[name]()
