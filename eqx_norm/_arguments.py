@@ -1,6 +1,7 @@
 """Checks the arguments that several layers share."""
 
 import math
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 
 def checked_offset(weight_offset: float) -> float:
     """Returns `weight_offset`; raises `ValueError` unless it is a finite number."""
-    if not math.isfinite(weight_offset):
+    if not isinstance(weight_offset, numbers.Real) or not math.isfinite(weight_offset):
         raise ValueError(
             f"weight_offset={weight_offset!r}: it is added to the weight, so it must be a "
             "finite number: 0.0, or 1.0 for weights around zero."

@@ -117,7 +117,10 @@ def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
         groups = min(32, channels // 8)
         return peers.example_norm(program, layer, shape[1:], eps=EPS, groups=groups)
     if layer == NO_NORM:
-        alone: Any = lambda affine, memory, x: (relu(x), memory)  # noqa: E731
+
+        def alone(affine: Any, memory: Any, x: Any) -> Any:
+            return relu(x), memory
+
         return peers.Layer((), alone, alone)
     return peers.batch_norm(layer, channels, momentum=0.99, eps=EPS, activation=relu)
 

@@ -47,7 +47,9 @@ Calls = tuple[Callable[[Any], Any], Callable[[Any], NDArray], Callable[[], list[
 
 def scanned(apply: peers.Apply) -> peers.Apply:
     def scan(affine: Any, memory: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        body: Any = lambda memory, x: apply(affine, memory, x)[::-1]  # noqa: E731
+        def body(memory: Any, x: jax.Array) -> Any:
+            return apply(affine, memory, x)[::-1]
+
         memory, y = jax.lax.scan(body, memory, x[None])
         return y[0], memory
 

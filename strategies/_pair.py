@@ -48,6 +48,7 @@ class Pair(NamedTuple):
             lax.index_in_dim(self.parts, 1, self.parts.ndim - 2, keepdims=False)
         )
 
+    # A pair is a named tuple, and adding two adds numbers, not lengths.
     def __add__(self, other: "ArrayLike | Pair") -> "Pair":  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the sum with a pair, or with a float per number."""
         other = Pair.of(other)

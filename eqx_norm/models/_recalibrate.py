@@ -92,8 +92,9 @@ def recalibrate(
     pooling = functools.partial(copied, **settings)
     pooler, after = replaced(model, state, norms, pooling, _empty)
     count = 0
-    for count, batch in enumerate(batches, 1):  # noqa: B007
+    for batch in batches:
         after = _step(forward, pooler, after, batch)
+        count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
     notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0

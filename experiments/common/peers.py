@@ -149,10 +149,9 @@ def example_norm(
         elif kind in (GROUP_NORM, INSTANCE_NORM):
             number = groups if kind == GROUP_NORM else shape[0]
             layer = library.GroupNorm(number, shape[0], eps, weight, **options)
-        elif kind == CHANNEL_NORM and library is eqx_norm:
-            layer = library.LayerNorm(shape[0], eps, weight, bias, axis=0)
         elif kind == CHANNEL_NORM:
-            layer = library.LayerNorm(shape[0], eps, weight, bias)
+            options = {"axis": 0} if library is eqx_norm else {}
+            layer = library.LayerNorm(shape[0], eps, weight, bias, **options)
         else:
             layer = getattr(library, kind)(shape, eps, weight, bias, **options)
         call: Any = _with_affine(layer, affine)
@@ -202,8 +201,12 @@ def _masked(layer: Any, *state: Any) -> Callable[..., Any]:
 
 
 def _with_affine(layer: Any, affine: Affine) -> Any:
-    parameters: Any = lambda layer: (layer.weight, layer.bias)  # noqa: E731
-    return eqx.tree_at(parameters, layer, affine, is_leaf=lambda leaf: leaf is None)
+    return eqx.tree_at(
+        lambda layer: (layer.weight, layer.bias),
+        layer,
+        affine,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:

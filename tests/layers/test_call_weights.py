@@ -99,6 +99,15 @@ def test_in_extended_precision(name, kind, masked):
     assert not {k: v for k, v in errors._asdict().items() if v > bounds[k]}
 
 
+@pytest.mark.parametrize("name", ["BatchNorm", "GroupNorm", "InstanceNorm"])
+def test_a_number_per_value_of_one_position(name):
+    """There a number per value is one per channel."""
+    x, *weights = np.random.default_rng(0).standard_normal((3, N, 6, 1, 1)).astype(np.float32)
+    f = mapped(*layer_of(name))
+    per_channel = f(x, *(v.reshape(N, 6) for v in weights))
+    assert bits(f(x, *weights)) == bits(per_channel)
+
+
 @each_norm
 def test_half_precision_is_rounded_once(name):
     """Scale and shift by hand, in bfloat16, round three times."""
@@ -123,9 +132,11 @@ def test_they_replace_the_layer_s_own(name):
     own = layer.weight + 1, layer.bias + 2
     layer = with_parameters(layer, *own)
     bare = with_parameters(layer, None, None)
-    share = lambda v: jnp.broadcast_to(v, (N, *v.shape))  # noqa: E731
     for given in ((weight, None), (None, bias), (weight, bias)):
-        filled = [share(o) if v is None else v for v, o in zip(given, own, strict=True)]
+        filled = [
+            jnp.broadcast_to(o, (N, *o.shape)) if v is None else v
+            for v, o in zip(given, own, strict=True)
+        ]
         y = mapped(layer, state)(x, *given)
         assert bits(y) == bits(mapped(bare, state)(x, *filled))
     gradient = eqx.filter_grad(lambda m: jnp.vdot(mapped(m, state)(x, weight, bias), dy))
@@ -170,6 +181,21 @@ def test_x_is_kept_and_one_pass_sums_for_all(name):
     assert sum(leaf is x for leaf in kept) == 1
     assert len(kept) == 1 + 2 * (weight.size == x.size)  # and what has a number per value
     assert passes(0, x, weight, bias) == passes(None, x, weight[0], bias[0])
+
+
+@each_kind
+@each_norm
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_lowered_for_every_platform(name, kind, dtype):
+    x, dy, weight, bias = drawn(name, kind, dtype)
+    for mask in (None, np.ones((N, 5, 7), bool)):
+
+        def outputs(*arrays, mask=mask):
+            y, pull_back = jax.vjp(lambda *a: mapped(*layer_of(name))(*a, mask), *arrays)
+            return y, pull_back(dy)
+
+        traced = jax.jit(outputs).trace(x, weight, bias)
+        traced.lower(lowering_platforms=("cuda", "tpu"))
 
 
 def test_inference():
