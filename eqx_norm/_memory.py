@@ -50,15 +50,30 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
+_MAKE = (
+    "Make both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
+    "state that each call returns to the next."
+)
+
+
+def checked_state(state: Any) -> eqx.nn.State:
+    """Returns the state; raises `ValueError` for `None` and other objects."""
+    if not isinstance(state, eqx.nn.State):
+        raise ValueError(
+            f"state={eqx.tree_pformat(state)} is no eqx.nn.State, which holds the running "
+            f"statistics. {_MAKE}"
+        )
+    return state
+
+
 def recall(layer: Any, state: eqx.nn.State) -> Remembered:
     """Returns what a `BatchNorm` remembers; raises as `check` does, and if there is nothing."""
     try:
-        remembered = state.get(layer.memory_index)
+        remembered = checked_state(state).get(layer.memory_index)
     except KeyError:
         raise ValueError(
-            "The state given has no entry for this layer: it was made for another model. Make "
-            "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
-            "state that each call returns to the next."
+            "The state given has no entry for this layer: it was made for another model. "
+            + _MAKE
         ) from None
     check(remembered.statistics, layer.approach, layer.input_size)
     return remembered

@@ -17,6 +17,16 @@ class AbstractWrapper(AbstractStrategy[Any]):
 
     strategy: eqx.AbstractVar[AbstractStrategy[Any]]
 
+    def __check_init__(self):
+        inner: Any = self.strategy
+        if not isinstance(inner, AbstractStrategy) or self.learns > inner.learns:
+            name = type(self).__name__
+            raise ValueError(
+                f"strategy={inner!r}: {name} wraps a strategy object that learns, for example "
+                f"eqx_norm.strategies.Batch(), with the parentheses. Only Frozen({name}(...)) "
+                f"freezes it."
+            )
+
     @property
     def momentum(self) -> float | None:
         """Returns the wrapped strategy's momentum, or `None`."""
