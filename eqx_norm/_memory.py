@@ -50,18 +50,12 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
-_MAKE = (
-    "Make both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
-    "state that each call returns to the next."
-)
-
-
 def checked_state(state: Any) -> eqx.nn.State:
     """Returns the state; raises `ValueError` for `None` and other objects."""
     if not isinstance(state, eqx.nn.State):
         raise ValueError(
             f"state={eqx.tree_pformat(state)} is no eqx.nn.State, which holds the running "
-            f"statistics. {_MAKE}"
+            "statistics: `model, state = eqx.nn.make_with_state(Model)(...)` makes it."
         )
     return state
 
@@ -72,8 +66,9 @@ def recall(layer: Any, state: eqx.nn.State) -> Remembered:
         remembered = checked_state(state).get(layer.memory_index)
     except KeyError:
         raise ValueError(
-            "The state given has no entry for this layer: it was made for another model. "
-            + _MAKE
+            "The state given has no entry for this layer: it was made for another model. Make "
+            "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
+            "state that each call returns to the next."
         ) from None
     check(remembered.statistics, layer.approach, layer.input_size)
     return remembered

@@ -12,7 +12,7 @@ from ._moments import Moments
 class AbstractWrapper(AbstractStrategy[Any]):
     """Passes everything but `update` on to the wrapped strategy, and has its memory.
 
-    **Fields:** `strategy`: the strategy to wrap.
+    **Fields:** `strategy`: the strategy to wrap; only `Frozen` may wrap a frozen one.
     """
 
     strategy: eqx.AbstractVar[AbstractStrategy[Any]]
@@ -24,7 +24,7 @@ class AbstractWrapper(AbstractStrategy[Any]):
             raise ValueError(
                 f"strategy={inner!r}: {name} wraps a strategy object that learns, for example "
                 f"eqx_norm.strategies.Batch(), with the parentheses. Only Frozen({name}(...)) "
-                f"freezes it."
+                "freezes it."
             )
 
     @property

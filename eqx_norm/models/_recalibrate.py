@@ -68,9 +68,10 @@ def recalibrate(
     **Returns:** the new state, in which the counts of accepted and rejected batches go on.
 
     **Raises:** `ValueError` if there are no batches or no batch norms, if no batch norm got a
-    finite batch, or if a strategy cannot `load`. As in training, a batch norm skips and counts
-    batches whose statistics are not finite. A warning at the end reports them, and names the
-    layers that got no finite batch and so keep their statistics.
+    finite batch, if a strategy cannot `load`, or for an ensemble without `forward`. As in
+    training, a batch norm skips and counts batches whose statistics are not finite. A warning
+    at the end reports them, and names the layers that got no finite batch and so keep their
+    statistics.
 
     PyTorch's `torch.optim.swa_utils.update_bn` is similar, but weighs all batches equally and
     ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
