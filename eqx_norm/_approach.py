@@ -27,7 +27,7 @@ def resolve(
         _warn_of_the_default()
         approach = "batch"
     if isinstance(approach, str):
-        return named(approach, 0.99 if momentum is None else float(momentum))
+        return named(approach, 0.99 if momentum is None else momentum)
     if not isinstance(approach, AbstractStrategy):
         raise ValueError(
             f"approach={approach!r} is neither a name nor a strategy object. Write "
@@ -51,11 +51,11 @@ def _warn_of_the_default() -> None:
         "eqx.nn.BatchNorm is mode='ema'. Write approach='batch' to avoid this warning, or "
         "approach='ema' to train as Equinox does by default; see "
         "https://github.com/patrick-kidger/equinox/issues/659.",
-        stacklevel=_stacklevel(),
+        stacklevel=stacklevel(),
     )
 
 
-def _stacklevel() -> int:
+def stacklevel() -> int:
     """Returns the `stacklevel` with which a warning points to the user's innermost line."""
     # From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
     level, frame = 0, inspect.currentframe()

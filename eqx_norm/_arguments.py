@@ -1,7 +1,6 @@
 """Checks the arguments that several layers share."""
 
 import math
-import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from eqx_norm._normalise.reference import compute_dtype
+from eqx_norm.strategies._numbers import is_count, number
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5. Of the 38 decades of float32
 # that leaves 8 for the factors it is multiplied by.
@@ -17,19 +17,20 @@ _LEAST_EPS = 1e-20
 
 
 def checked_eps(eps: float) -> float:
-    """Returns `eps`; raises `ValueError` if it is too small."""
-    if not eps >= _LEAST_EPS:
+    """Returns `eps`; raises `ValueError` for what is no number, too small or infinite."""
+    value = number(eps)
+    if not (isinstance(value, float) and _LEAST_EPS <= value < math.inf):
         raise ValueError(
             f"eps={eps!r}: values of variance 0 are divided by sqrt(eps), and their gradients "
-            f"by its powers, so eps must be at least {_LEAST_EPS}, for example 1e-5."
+            f"by its powers, so eps must be a finite number, at least {_LEAST_EPS}, as 1e-5."
         )
-    return float(eps)
+    return value
 
 
 def checked_sizes(argument: str, value: Any) -> tuple[int, ...]:
     """Returns one size or several as a tuple; raises `ValueError` for what is no size."""
     sizes = tuple(value) if np.iterable(value) else (value,)
-    if not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
+    if not all(map(is_count, sizes)):
         raise ValueError(f"{argument}={value!r}: sizes must be ints of 1 or more.")
     return tuple(map(int, sizes))
 
@@ -41,12 +42,13 @@ def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 
 def checked_offset(weight_offset: float) -> float:
     """Returns `weight_offset`; raises `ValueError` unless it is a finite number."""
-    if not isinstance(weight_offset, numbers.Real) or not math.isfinite(weight_offset):
+    value = number(weight_offset)
+    if not (isinstance(value, float) and math.isfinite(value)):
         raise ValueError(
             f"weight_offset={weight_offset!r}: it is added to the weight, so it must be a "
             "finite number: 0.0, or 1.0 for weights around zero."
         )
-    return float(weight_offset)
+    return value
 
 
 def weights(

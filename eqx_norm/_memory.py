@@ -50,10 +50,20 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
+def checked_state(state: Any) -> eqx.nn.State:
+    """Returns the state; raises `ValueError` for `None` and other objects."""
+    if not isinstance(state, eqx.nn.State):
+        raise ValueError(
+            f"state={eqx.tree_pformat(state)} is no eqx.nn.State, which holds the running "
+            "statistics: `model, state = eqx.nn.make_with_state(Model)(...)` makes it."
+        )
+    return state
+
+
 def recall(layer: Any, state: eqx.nn.State) -> Remembered:
     """Returns what a `BatchNorm` remembers; raises as `check` does, and if there is nothing."""
     try:
-        remembered = state.get(layer.memory_index)
+        remembered = checked_state(state).get(layer.memory_index)
     except KeyError:
         raise ValueError(
             "The state given has no entry for this layer: it was made for another model. Make "

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from ._base import AbstractStrategy
 from ._moments import Moments, select
+from ._numbers import is_count
 from ._training_batch import TrainingBatch
 from ._wrapper import AbstractWrapper
 
@@ -60,17 +61,17 @@ class Accumulated(AbstractWrapper):
     - `strategy`: the strategy to wrap.
     - `every`: the number of micro-batches in a batch, 1 or more.
 
-    **Raises:** `ValueError` if `every` is less than 1.
+    **Raises:** `ValueError` for another `every`, or a `strategy` that is none, or frozen.
     """
 
     strategy: AbstractStrategy[Any]
     every: int = eqx.field(static=True)
 
     def __check_init__(self):
-        if self.every < 1:
+        if not is_count(self.every):
             raise ValueError(
                 f"every={self.every!r}: it is the number of micro-batches to remember as one "
-                "batch, and must be 1 or more."
+                "batch, and must be an int of 1 or more."
             )
 
     def init(self, channels: int, dtype: DTypeLike) -> Accumulation:

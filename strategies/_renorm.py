@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from ._moments import Moments
+from ._numbers import number
 from ._running import AbstractRunningStrategy, Running
 from ._training_batch import TrainingBatch
 
@@ -71,8 +73,12 @@ class Renorm(AbstractRunningStrategy):
     Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
     """
 
-    r_max: float | Schedule = eqx.field(default=Ramp(1, 3, 5_000, 40_000), static=True)
-    d_max: float | Schedule = eqx.field(default=Ramp(0, 5, 5_000, 25_000), static=True)
+    r_max: float | Schedule = eqx.field(
+        default=Ramp(1, 3, 5_000, 40_000), static=True, converter=number
+    )
+    d_max: float | Schedule = eqx.field(
+        default=Ramp(0, 5, 5_000, 25_000), static=True, converter=number
+    )
 
     @classmethod
     def crossq(cls, momentum: float = 0.99) -> "Renorm":
@@ -86,11 +92,14 @@ class Renorm(AbstractRunningStrategy):
         for name, least in (("r_max", 1), ("d_max", 0)):
             bound = getattr(self, name)
             ends = (bound.start, bound.end) if isinstance(bound, Ramp) else (bound,)
-            numbers = [end for end in ends if not callable(end)]
-            if not all(isinstance(n, int | float) and n >= least for n in numbers):
+            with jax.ensure_compile_time_eval():
+                first = jnp.zeros((), jnp.int32)
+                ends = [number(end(first)) if callable(end) else end for end in ends]
+            if not all(isinstance(end, float) and end >= least for end in ends):
                 raise ValueError(
-                    f"{name}={bound!r}: it bounds the correction of a batch, and must be "
-                    f"{least} or more ({least}: no correction), or a function of the step."
+                    f"{name}={bound!r}: it bounds the correction of a batch, and must be a "
+                    f"number of {least} or more ({least}: no correction), or a function of the "
+                    f"step that returns one. At step 0 it is {ends[0]!r}."
                 )
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:

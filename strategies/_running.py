@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments
+from ._numbers import number
 from ._pair import Pair
 
 # Gives the weight 1 for any momentum up to 1 - 1e-10. It is finite, because averages of states,
@@ -108,13 +109,13 @@ class AbstractRunningStrategy(AbstractStrategy[Running]):
     **Arguments:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
     """
 
-    momentum: float = eqx.field(default=0.99, static=True)
+    momentum: float = eqx.field(default=0.99, static=True, converter=number)
 
     def __check_init__(self):
-        if not 0 < self.momentum < 1:
+        if not (isinstance(self.momentum, float) and 0 < self.momentum < 1):
             raise ValueError(
                 f"momentum={self.momentum!r}: it is the weight of the past in the running "
-                "statistics, and must be strictly between 0 and 1. (PyTorch's momentum is the "
+                "statistics, a number strictly between 0 and 1. (PyTorch's momentum is the "
                 "weight of the new batch: its 0.1 is 0.9 here.)"
             )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ._base import AbstractStrategy
 from ._batch import Batch
 from ._moments import Moments
+from ._numbers import is_count, number
 from ._training_batch import TrainingBatch
 from ._wrapper import AbstractWrapper
 
@@ -40,19 +41,19 @@ class VarianceClip(AbstractWrapper):
     """
 
     strategy: AbstractStrategy[Any] = Batch()
-    ratio: float = eqx.field(default=4.0, static=True)
+    ratio: float = eqx.field(default=4.0, static=True, converter=number)
     start: int = eqx.field(default=200, static=True)
 
     def __check_init__(self):
-        if not self.ratio > 1:
+        if not (isinstance(self.ratio, float) and self.ratio > 1):
             raise ValueError(
                 f"ratio={self.ratio!r}: the variance is clipped to within this factor of the "
-                "running variance, so it must be greater than 1."
+                "running variance, so it must be a number greater than 1."
             )
-        if self.start < 1:
+        if not is_count(self.start):
             raise ValueError(
                 f"start={self.start!r}: there is no running variance before the first batch, "
-                "so clipping can start after 1 batch at the earliest."
+                "so clipping can start after 1 batch at the earliest; give an int."
             )
 
     def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:

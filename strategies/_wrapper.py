@@ -12,10 +12,20 @@ from ._moments import Moments
 class AbstractWrapper(AbstractStrategy[Any]):
     """Passes everything but `update` on to the wrapped strategy, and has its memory.
 
-    **Fields:** `strategy`: the strategy to wrap.
+    **Fields:** `strategy`: the strategy to wrap; only `Frozen` may wrap a frozen one.
     """
 
     strategy: eqx.AbstractVar[AbstractStrategy[Any]]
+
+    def __check_init__(self):
+        inner: Any = self.strategy
+        if not isinstance(inner, AbstractStrategy) or self.learns > inner.learns:
+            name = type(self).__name__
+            raise ValueError(
+                f"strategy={inner!r}: {name} wraps a strategy object that learns, for example "
+                f"eqx_norm.strategies.Batch(), with the parentheses. Only Frozen({name}(...)) "
+                "freezes it."
+            )
 
     @property
     def momentum(self) -> float | None:

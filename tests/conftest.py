@@ -22,6 +22,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("eqx_norm")
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Turns the checks of annotations off: users have none, and here they would speak first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_programs_are_dropped():
     """Drops a file's compiled programs; those of all files together take 5 GB."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from eqx_norm._arguments import widened
+from eqx_norm._memory import checked_state
 
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]
@@ -113,8 +114,9 @@ def over_members(function: Function, number: Any) -> Function:
 
 
 def entries(state: eqx.nn.State) -> dict[Any, Any]:
-    """Returns the entries of a state by the markers of its indices; the state stays valid."""
-    values, markers = state.tree_flatten()
+    """Returns the entries of a state by the markers of its indices; the state stays valid.
+    Raises `ValueError` for what is no state."""
+    values, markers = checked_state(state).tree_flatten()
     return dict(zip(markers, values, strict=True))
 
 

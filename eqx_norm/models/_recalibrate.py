@@ -68,9 +68,10 @@ def recalibrate(
     **Returns:** the new state, in which the counts of accepted and rejected batches go on.
 
     **Raises:** `ValueError` if there are no batches or no batch norms, if no batch norm got a
-    finite batch, or if a strategy cannot `load`. As in training, a batch norm skips and counts
-    batches whose statistics are not finite. A warning at the end reports them, and names the
-    layers that got no finite batch and so keep their statistics.
+    finite batch, if a strategy cannot `load`, or for an ensemble without `forward`. As in
+    training, a batch norm skips and counts batches whose statistics are not finite. A warning
+    at the end reports them, and names the layers that got no finite batch and so keep their
+    statistics.
 
     PyTorch's `torch.optim.swa_utils.update_bn` is similar, but weighs all batches equally and
     ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
@@ -82,19 +83,26 @@ def recalibrate(
     # A batch of one value has no unbiased variance; all batches together have one.
     settings: Any = {"approach": Cumulative(), "inference": False, "unbiased": False}
     if forward is None:
-        axis_name = next(iter(norms.values())).axis_name
-        axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
-        # Partials of equal arguments are equal, so `_step` is compiled once.
-        forward = jax.tree_util.Partial(_over_batch, axis_name)
-        batches = map(_first, batches)
         settings["memory_axis_name"] = ()  # the batch is one group
 
     pooling = functools.partial(copied, **settings)
     pooler, after = replaced(model, state, norms, pooling, _empty)
+    if forward is None:
+        first = next(iter(norms.values()))
+        axis_name = first.axis_name
+        axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
+        if after.get(first.memory_index).accepted.ndim:
+            raise ValueError(_ENSEMBLE.format(axis_name))
+        # Partials of equal arguments are equal, so `_step` is compiled once.
+        forward = jax.tree_util.Partial(_over_batch, axis_name)
+        batches = map(_first, batches)
     count = 0
-    for batch in batches:
-        after = _step(forward, pooler, after, batch)
-        count += 1
+    with warnings.catch_warnings():
+        if len(norms) == 1:  # no other norm takes statistics of what it returns
+            warnings.filterwarnings("ignore", "In training, x of .* hold one value")
+        for batch in batches:
+            after = _step(forward, pooler, after, batch)
+            count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
     notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0
@@ -146,6 +154,12 @@ def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.
     return result
 
 
+_ENSEMBLE = """The model is an ensemble, so say which member sees which data. If all see all:
+    of_one = lambda model, state, x: jax.vmap(
+        model, axis_name={!r}, in_axes=(0, None), out_axes=(0, None))(x, state)
+    axes = eqx.if_array(0), eqx.if_array(0), None
+    states = recalibrate(models, states, batches, eqx.filter_vmap(of_one, in_axes=axes))
+Or recalibrate the members one by one, and stack their states."""
 _FIX = "Pass forward=lambda model, state, batch: ..., which returns the new state."
 
 

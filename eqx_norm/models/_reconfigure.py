@@ -11,6 +11,7 @@ from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy
 
 from ._carry import carry
+from ._freeze import freeze, is_frozen
 from ._layers import Model, Where, at_offset, chosen, copied, layers_of, replaced
 
 _OURS = BatchNorm, AbstractExampleNorm
@@ -40,7 +41,8 @@ def reconfigure(
         other layers have `eps`, `activation`, `implementation` and `weight_offset`, and ignore
         the rest. A new `weight_offset` changes the weight, and outputs stay. An approach given
         by name keeps the layer's momentum. `approach` may also be a function of the layer's
-        strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`.
+        strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`. A frozen layer
+        stays frozen: its approach changes inside of `Frozen`; `unfreeze` makes it train.
 
     **Returns:** a new model and a new state, with the tree structure of a model made with these
     settings. The running statistics are carried over, so inference is as before; a layer that
@@ -72,19 +74,22 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         fresh = LayerNorm(1, **settings)
         layer = at_offset(layer, fresh.weight_offset)
         return copied(layer, **{name: getattr(fresh, name) for name in settings})
-    kept = "axis_name", "memory_axis_name", "approach", "weight_offset"
+    kept = "axis_name", "memory_axis_name", "weight_offset"
+    strategy: Any = layer.approach
+    strategy = strategy.strategy if is_frozen(layer) else strategy
     settings = {name: getattr(layer, name) for name in kept} | settings
-    approach: Any = settings["approach"]
+    approach: Any = settings.get("approach", strategy)
     if callable(approach) and not isinstance(approach, type):
-        approach = approach(layer.approach)
+        approach = approach(strategy)
     if isinstance(approach, str):
         settings = {"momentum": layer.momentum} | settings
     elif "momentum" in settings and isinstance(approach, AbstractStrategy):
         approach = _with_momentum(approach, settings.pop("momentum"))
     settings["approach"] = approach
     fresh = BatchNorm(layer.input_size, **settings)
-    layer = at_offset(layer, fresh.weight_offset)
-    return copied(layer, **{name: getattr(fresh, name) for name in settings})
+    changed = at_offset(layer, fresh.weight_offset)
+    changed = copied(changed, **{name: getattr(fresh, name) for name in settings})
+    return freeze(changed) if is_frozen(layer) else changed
 
 
 def _with_momentum(approach: AbstractStrategy[Any], momentum: float) -> AbstractStrategy[Any]:

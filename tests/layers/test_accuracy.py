@@ -122,6 +122,7 @@ def hard(case, random, dtype: Any = np.float32):
         yield case.batch(random, with_outlier, place, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:In training, x of")  # of one value
 @each_case(*VECTORS, *SPATIAL, *ROWS, *IMAGES, *ELSEWHERE, *ONE_KERNEL)
 @hypothesis.given(seeds)
 @few_examples

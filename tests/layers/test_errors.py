@@ -5,23 +5,16 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, ghost_batches
-from eqx_norm.strategies import NAMED, Batch, Ema, VarianceClip
+from eqx_norm.strategies import NAMED, Batch, Ema, Frozen, VarianceClip
 from tests.helpers import Cumulative, cast, copy, make, normal, over_batch
 from tests.helpers import quick_call as call
 from tests.processes import ROOT, python
 
 X = normal(0, (6, 3, 2))
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Turns the checks of annotations off: users have none, and here they would speak first."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 # --- Of the constructors, and of functions.
@@ -45,6 +38,7 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (batch_norm, {"approach": Ema}, "Ema.*with the parentheses"),
         (batch_norm, {"approach": 3}, "approach=3 is neither a name nor a strategy"),
         (batch_norm, {"momentum": 1.0}, "momentum=1.0.*strictly between 0 and 1"),
+        (batch_norm, {"momentum": "0.9"}, "momentum='0.9'.*a number strictly between"),
         (batch_norm, {"approach": Ema(), "momentum": 0.9}, "=0.9 was given beside .*Ema"),
         (batch_norm, {"mode": "ema", "approach": "batch"}, "mode='ema' and .*Leave one of"),
         (batch_norm, {"input_size": 0}, "input_size=0: sizes must be ints of 1 or more"),
@@ -52,17 +46,24 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (batch_norm, {"implementation": "cuda"}, UNAVAILABLE),
         (batch_norm, {"eps": 9e-21}, "eps=9e-21.*at least 1e-20"),
         (batch_norm, {"eps": float("nan")}, "eps=nan.*at least 1e-20"),
+        (batch_norm, {"eps": None}, "eps=None.*must be a finite number"),
+        (batch_norm, {"axis_name": {"b"}}, "axis_name={'b'} and.*{'b'} is no name.*='batch'"),
+        (batch_norm, {"axis_name": iter("b")}, "iterator.* is no name of an axis.*='batch'"),
         (batch_norm, {"axis_name": ("b", "b")}, "name 'b' more than once.*each name once"),
         (batch_norm, {"memory_axis_name": ["a", "batch"]}, "'batch' more than once.*separate"),
         (layer_norm, {"eps": 0.0}, "eps=0.0.*at least 1e-20"),
+        (layer_norm, {"eps": float("inf")}, "eps=inf.*must be a finite number"),
         (layer_norm, {"implementation": "cuda"}, UNAVAILABLE),
         (layer_norm, {"shape": (3, -1)}, r"shape=\(3, -1\)"),
         (layer_norm, {"shape": 4.0}, "shape=4.0: sizes must be ints"),
         (RMSNorm, {"shape": (2, 0)}, r"shape=\(2, 0\)"),
         (GroupNorm, {"groups": 2.0, "channels": 4}, "groups=2.0: sizes must be ints"),
+        (GroupNorm, {"groups": True, "channels": 4}, "groups=True: sizes must be ints"),
         (GroupNorm, {"groups": 4, "channels": 6}, "groups=4 and channels=6.*multiple"),
         (GroupNorm, {"groups": 2}, "channels=None.*channelwise_affine=False"),
         (InstanceNorm, {"channels": 0}, "channels=0"),
+        (InstanceNorm, {"channels": 4, "eps": True}, "eps=True.*must be a finite number"),
+        (ghost_batches, {"batch": X, "size": 3.0}, "size=3.0: sizes must be ints"),
         (ghost_batches, {"batch": X, "size": 4}, "batch of 6 examples.*nearest.*: 3, 6"),
         (ghost_batches, {"batch": (X, X[:5]), "size": 3}, "same number of examples"),
     ],
@@ -94,33 +95,43 @@ def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
 WARNED = """
 import warnings
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from eqx_norm import BatchNorm
 from eqx_norm.strategies import Batch
 
 class Model(eqx.Module):
     norm: BatchNorm
     def __init__(self):
-        self.norm = BatchNorm(3, "b")  # the user's line
+        self.norm = BatchNorm(3, "b")  # the user's first line
+    def __call__(self, x, state):
+        return self.norm(x, state)  # the user's second line
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
-        model, _ = eqx.nn.make_with_state(Model)()
+        model, state = eqx.nn.make_with_state(Model)()
+        over_batch = jax.vmap(model, axis_name="b", in_axes=(0, None), out_axes=(0, None))
+        over_batch(jnp.ones((1, 3)), state)
 assert model.norm.approach == Batch(0.99)
-(warning,) = caught
-print(warning.filename, warning.lineno, warning.message, sep="|")
+for warning in caught:
+    print(warning.filename, warning.lineno, warning.message, sep="|")
 """
 
 
 @pytest.mark.x32  # a process, which has no dtypes to look at
-def test_without_an_approach_it_is_batch_and_one_warning_points_to_the_user_s_line(tmp_path):
+def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
+    """Without an approach, which is then batch, and in training with one value per channel."""
     path = tmp_path / "model.py"
     path.write_text(WARNED)
-    file, line, message = python(path, PYTHONPATH=str(ROOT)).stdout.split("|")
-    assert file == str(path)
-    assert WARNED.splitlines()[int(line) - 1].endswith("# the user's line")
-    for words in ("uses approach='batch'", "mode='ema'", "issues/659"):
-        assert words in message
+    first, second = python(path, PYTHONPATH=str(ROOT)).stdout.splitlines()
+    words = ("uses approach='batch'", "mode='ema'", "issues/659")
+    others = ("x of shape (3,) and axis_name='b' hold one value", "='ema'", "or GroupNorm")
+    for warning, nth, expected in ((first, "first", words), (second, "second", others)):
+        file, line, message = warning.split("|")
+        assert file == str(path)
+        assert WARNED.splitlines()[int(line) - 1].endswith(f"# the user's {nth} line")
+        assert all(part in message for part in expected)
 
 
 # --- Of calls. The state was not touched, so that the right call after it succeeds.
@@ -157,6 +168,7 @@ CALLS = [
         ValueError(r"mask has shape \(3,\).*\(3, 2\).*shape \(\),.*the channels share it"),
     ),
     ({"mask": np.ones(2, np.float32)}, TypeError("dtype float32.*give booleans.*mask > 0")),
+    ({"state": None}, ValueError("state=None is no eqx.nn.State.*make_with_state")),
     ({"state": in_a_model()[1]}, ValueError("made for another model.*make_with_state")),
     # `make_with_state` gives both states the same key, so their form has to be looked at.
     ({"state": single(4)[1]}, ValueError("belongs to another layer.*input_size=3")),
@@ -169,6 +181,10 @@ GROUPED, _ = make(3, "batch", approach="batch", memory_axis_name="group")
 IN_TRAINING = [
     ({"x": jnp.ones((3, 0))}, ValueError("hold 0 examples: 0 values per channel")),
     ({"layer": OTHER_NAME}, NameError("'another' is not bound.*vmap.*axis_name='another'")),
+    (
+        {"layer": OTHER_NAME, "inference": jnp.array(True)},  # as jax.jit(model) traces it
+        NameError("'another' is not bound.*is a traced value.*filter_jit, or close over"),
+    ),
     ({"layer": GROUPED}, NameError("'group' is not bound.*axis_name='group'")),
 ]
 
@@ -200,6 +216,25 @@ def test_unbiased_variance_of_one_value():
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(over_batch(layer), jnp.ones((1, 3, 1)), copy(state))  # at trace time
     call(layer, state, X)
+
+
+ONE = X[:1, :, :1]
+
+
+@pytest.mark.parametrize("approach", ["batch", "variance_clip", Cumulative()], ids=str)
+def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(approach):
+    """Where warnings are errors, a call without one is silent."""
+    layer, state = single(3, approach=approach)
+    with pytest.warns(UserWarning, match="hold one value per channel") as caught:
+        y, _ = over_batch(layer)(ONE, copy(state))
+    assert len(caught) == 1
+    np.testing.assert_array_equal(y, 0)
+    for quiet in ({"mask": jnp.ones(1, bool)}, {"inference": jnp.array(False)}):
+        over_batch(functools.partial(layer, **quiet))(ONE, copy(state))
+    for x in (X[:1], X[:, :, :1]):
+        over_batch(layer)(x, copy(state))
+    for other in ("ema", "renorm", Frozen(Batch())):
+        over_batch(single(3, approach=other)[0])(ONE, single(3, approach=other)[1])
 
 
 MASKED = functools.partial(GroupNorm(2, 6), mask=jnp.ones(6, bool))

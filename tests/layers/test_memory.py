@@ -169,6 +169,7 @@ def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad)
     assert not same(before.statistics, after.statistics)
 
 
+@pytest.mark.filterwarnings("ignore:In training, x of")
 @each_approach
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1, 1)], ids=str)
 def test_one_value_per_channel(approach, shape):

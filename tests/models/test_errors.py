@@ -5,7 +5,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -50,6 +49,7 @@ ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.re
 UNLOADED = make(C, "batch", approach=Unloaded())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
+NO_STATE: Any = None
 LOADED: dict[str, Any] = {"running_mean": np.ones(C), "running_var": np.ones(C)}
 
 
@@ -89,6 +89,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: swap(*SWAPPED, eps=0.0), r"^\[0\]: eps=0.0: "),
     (lambda: swap(*SWAPPED, where=PATH), r"^where='\[0\]' is not callable"),
     (lambda: swap(SWAPPED[0], STATE), r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),
+    (lambda: swap(SWAPPED[0], NO_STATE), "^state=None is no eqx.nn.State.*make_with_state"),
     (lambda: swap(*TIED), "eqx.nn.Shared shares an index of this layer"),
     (lambda: unswap(MODEL, STATE, mode="adam"), "^mode='adam': .*mode='batch'"),
     (lambda: unswap(*swap(*SWAPPED, "adam")), r"^\[0\]: approach=Adam\("),
@@ -105,6 +106,7 @@ ERRORS: list[tuple[Any, str]] = [
         r"^\[0\]: momentum=0.5: .*Cumulative",
     ),
     (lambda: reconfigure(NORM, UNLOADED[1], approach="ema"), "^BatchNorm: .*another layer"),
+    (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^state=None is no eqx.nn.State"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
     (lambda: unfreeze(MODEL), "nothing to unfreeze: .*holds no frozen BatchNorm"),
@@ -153,7 +155,6 @@ ERRORS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "error"), ERRORS, ids=[error for _, error in ERRORS])
-def test_errors(monkeypatch, call, error):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+def test_errors(unchecked, call, error):
     with pytest.raises(ValueError, match=error):
         call()

@@ -1,8 +1,10 @@
 """Tests that recalibrated statistics are those of all data, and nothing else changes."""
 
+import textwrap
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,6 +74,12 @@ def test_batches_of_one_value_have_an_unbiased_variance_together():
     check(layer, recalibrate(layer, state, list(x[:, None])), x, unbiased=True)
 
 
+def test_batches_of_one_value_are_warned_of_if_a_later_norm_sees_what_they_become(deep):
+    model, state = deep
+    with pytest.warns(UserWarning, match=r"x of shape \(3, 1\) .* hold one value"):
+        recalibrate(model, state, list(data(n=12)[:, None, :, :1]))
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_deep_network_normalises_by_each_batch(deep, inference):
     """The second norm's statistics are those of its inputs in training with these batches."""
@@ -122,6 +130,13 @@ def test_a_norm_that_is_not_called_keeps_its_memory(deep):
 def test_an_ensemble():
     models, states = made(norm, OURS, members=2)
     batches = np.asarray(data(n=48)[..., 0].reshape(3, 2, 8, 3))
+    with pytest.raises(ValueError, match="The model is an ensemble") as raised:
+        recalibrate(models, states, batches[:, 0])
+    names = {"eqx": eqx, "jax": jax, "recalibrate": recalibrate, "models": models}
+    names |= {"states": states, "batches": batches[:, 0]}
+    exec(textwrap.dedent(str(raised.value).partition("\n")[2].rpartition("\n")[0]), names)
+    expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
+    np.testing.assert_allclose(inferred(models, names["states"]), expected, rtol=1e-5)
     after = recalibrate(models, states, batches, forward)
     expected = batches.mean((0, 2)), batches.var((0, 2))
     np.testing.assert_allclose(inferred(models, after), expected, rtol=1e-5)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
-from eqx_norm.models import freeze, reconfigure
+from eqx_norm.models import freeze, reconfigure, trainable, unfreeze
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import (
     Accumulated,
@@ -58,7 +58,8 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
     expected: Any = trained(new, members, 0)
     if isinstance(new, str) and model[0].momentum is not None:  # it is kept
         expected = reconfigure(*expected, momentum=model[0].momentum)
-    assert shapes((other, other_state)) == shapes(reconfigure(*expected, eps=1e-3))
+    if isinstance(old, Frozen):  # it stays so
+        expected = freeze(expected[0]), expected[1]
     x = normal(9, (members, 8, C)[not members :], 3, 2)
     before, after = (
         call(eqx.nn.inference_mode(reconfigure(m, s, eps=1e-5)[0]), s, x)[0]
@@ -67,8 +68,28 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
     assert same(before, after)
     if old in RUNNING and new in RUNNING:
         assert same(state, other_state)
+    assert shapes((other, other_state)) == shapes(reconfigure(*expected, eps=1e-3))
     if not steps:
         assert same(entries(other_state), entries(expected[1]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"approach": "ema"},
+        {"approach": Cumulative()},
+        {"approach": lambda strategy: Accumulated(strategy, 4)},
+        {"momentum": 0.5, "weight_offset": 1.0},
+    ],
+    ids=("name", "object", "function", "others"),
+)
+def test_a_frozen_layer_stays_frozen_and_trains_with_its_new_approach_once_unfrozen(settings):
+    model, state = trained()
+    frozen, after = reconfigure(freeze(model), state, **settings)
+    expected = reconfigure(model, state, **settings)
+    assert not any(jax.tree.leaves(trainable(frozen[0])))
+    assert eqx.tree_equal((unfreeze(frozen), after), expected)
+    assert eqx.tree_equal(frozen, freeze(expected[0]))
 
 
 def test_what_is_wrapped_keeps_its_memory_to_the_bit():

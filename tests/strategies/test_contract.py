@@ -1,8 +1,8 @@
 """Tests the contract of all strategies, and what the layer does with a user's own."""
 
 import dataclasses
-import functools
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -57,29 +57,49 @@ def test_the_contract(strategy):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
 
 
-BOUNDS = [("r_max", 0.5), ("d_max", -1.0), ("r_max", jnp.nan)]
-BOUNDS += [("r_max", Ramp(0, 3, 1, 9)), ("d_max", Ramp(5, -5, 1, 9))]
-ARGUMENTS = [
-    (functools.partial(made, momentum), rf"momentum={momentum}.*strictly between 0 and 1")
-    for made in NAMED.values()
-    for momentum in (0.0, 1.0, -0.5, 99.0, float("nan"))
-]
-ARGUMENTS += [
-    (lambda: VarianceClip(ratio=1.0), r"ratio=1\.0.*greater than 1"),
-    (lambda: VarianceClip(start=0), "start=0.*after 1 batch at the earliest"),
-    (lambda: Accumulated(Batch(), every=0), "^every=0: it is the number of micro-batches"),
-    (lambda: Ramp(1, 3, 10, 5), "begin=10 and finish=5.*begin= must be smaller"),
+def half(step):
+    return 0.5
+
+
+# The function, its argument, values that are refused, and the reason.
+NUMBERS: list[Any] = [
     *(
-        (functools.partial(Renorm, **{name: bound}), re.escape(f"{name}={bound!r}: it bounds"))
-        for name, bound in BOUNDS
+        (
+            made,
+            "momentum",
+            (0.0, 1.0, -0.5, 99.0, float("nan"), None, "0.9", True),
+            "the weight of the past .* strictly between 0 and 1",
+        )
+        for made in NAMED.values()
     ),
+    (VarianceClip, "ratio", (1.0, None), "must be a number greater than 1"),
+    (VarianceClip, "start", (0, 1.5, True), "after 1 batch at the earliest; give an int"),
+    (Accumulated, "every", (0, 2.5, True), "number of micro-batches .* int of 1 or more"),
+    (Renorm, "r_max", (0.5, jnp.nan, "3", Ramp(0, 3, 1, 9)), "it bounds .* 1 or more"),
+    (Renorm, "r_max", (half,), "it bounds .* or a function .* At step 0 it is 0.5"),
+    (Renorm, "d_max", (-1.0, True, Ramp(5, -5, 1, 9)), "it bounds .* 0 or more"),
+    (Accumulated, "strategy", ("batch", Batch), r"Accumulated wraps .* with the parentheses"),
+    (VarianceClip, "strategy", (Frozen(Batch()),), r"Only Frozen\(VarianceClip\(...\)\)"),
 ]
 
 
-@pytest.mark.parametrize(("made", "words"), ARGUMENTS)
-def test_arguments(made, words):
-    with pytest.raises(ValueError, match=words):
-        made()
+@pytest.mark.parametrize(("function", "argument", "values", "reason"), NUMBERS)
+def test_arguments(unchecked, function, argument, values, reason):
+    others = {"strategy": Batch(), "every": 2} if function is Accumulated else {}
+    for value in values:
+        words = f"^{re.escape(f'{argument}={value!r}')}: .*{reason}"
+        with pytest.raises(ValueError, match=words):
+            function(**{**others, argument: value})
+
+
+def test_a_ramp_goes_forwards():
+    with pytest.raises(ValueError, match="begin=10 and finish=5.*begin= must be smaller"):
+        Ramp(1, 3, 10, 5)
+
+
+def test_numbers_of_numpy_are_numbers():
+    three: Any = np.float32(3)
+    assert Renorm(r_max=three) == Renorm(r_max=3)
 
 
 class Told(Cumulative):
