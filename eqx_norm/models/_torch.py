@@ -42,13 +42,11 @@ def from_torch(
     `names` does not say otherwise. It is one of:
 
     - a mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
-        (`layer1.0.bn1`). For a `DataParallel` pass `{"": "module"}`; `{"head": None}` leaves
-        the head unchanged;
-    - a function of a layer's path that returns such a prefix or `None`;
+        (`layer1.0.bn1`), or a function from the one to the other. For a `DataParallel` pass
+        `{"": "module"}`; `{"head": None}` leaves the head unchanged;
     - `"order"`: layers without an equal name are matched by order, among those whose arrays
-        have the same names and shapes. If one of two such layers is declared first here and the
-        other in PyTorch, they are exchanged: read `report.matched`, edit it, and pass it as
-        `names`.
+        have the same names and shapes. Where PyTorch declares such layers in another order they
+        are exchanged: read `report.matched`, edit it, and pass it as `names`.
 
     **It loads** the norms of this package; Equinox's `LayerNorm`, `GroupNorm`, `RMSNorm`,
     `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has another layout) and
@@ -120,9 +118,8 @@ def to_torch(
 
     - `model`: a layer or a model, as for `from_torch`.
     - `state`: its state; may be `None` if the model has no `BatchNorm`.
-    - `names`: PyTorch's prefixes, a mapping or a function as for `from_torch`, such as its
-        `report.matched`. Other layers get their path with dots, `layers.1.norm`. A layer whose
-        name is `None` is left out.
+    - `names`: PyTorch's prefixes, such as the `report.matched` of `from_torch`. Other layers
+        get their path with dots, `layers.1.norm`. A layer whose name is `None` is left out.
 
     **Returns:** NumPy arrays by PyTorch's names, in PyTorch's layout. Arrays of a dtype that
     NumPy lacks, such as bfloat16, become float32.
