@@ -9,16 +9,17 @@ import pytest
 from jax.interpreters import batching
 
 from eqx_norm import BatchNorm, LayerNorm
-from eqx_norm.models import unswap
+from eqx_norm.models import fold_pairs, propose_pairs, unswap
 from tests.helpers import normal, over_batch
 from tests.models.nested import KEY
+from tests.models.test_torch_peers import resnet18
 
 # What the two packages warn of when they are imported is theirs.
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def check(function, x, monkeypatch):
-    """Checks that ONNX Runtime computes what JAX computes."""
+    """Checks that ONNX Runtime computes what JAX computes; returns the number of operations."""
     # jax lacks it, and it was always None. To be removed with a jax2onnx after 0.13 that does
     # not ask for it.
     monkeypatch.setattr(batching, "not_mapped", None, raising=False)
@@ -28,6 +29,7 @@ def check(function, x, monkeypatch):
     session = onnxruntime.InferenceSession(model.SerializeToString())
     (y,) = session.run(None, {session.get_inputs()[0].name: np.asarray(x)})
     np.testing.assert_allclose(y, function(x), atol=1e-5)
+    return len(model.graph.node)
 
 
 def test_batch_norms_in_inference(monkeypatch):
@@ -39,6 +41,17 @@ def test_batch_norms_in_inference(monkeypatch):
     _, state = over_batch(model)(x, state)
     model = eqx.nn.inference_mode(model)
     check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch)
+
+
+def test_a_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
+    """Tests the numbers in `docs/serving.md`."""
+    model, state = resnet18(monkeypatch)
+    model, x = eqx.nn.inference_mode(model), normal(1, (1, 3, 32, 32))
+    pairs = propose_pairs(model)
+    assert len(pairs) == 20
+    folded, left = fold_pairs(model, state, pairs)
+    assert check(lambda x: over_batch(folded)(x, left)[0], x, monkeypatch) == 49
+    assert check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch) > 900
 
 
 def test_layer_norms_by_unswap(monkeypatch):
