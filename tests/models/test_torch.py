@@ -221,7 +221,7 @@ def test_a_twin_in_another_order_is_an_error_that_offers_what_to_write():
 
     *_, report = from_torch(model, state, state_dict, "order")
     assert report.matched == {"['down']": "w1", "['gate']": "w2", "['norm']": "norm"}
-    names = report.matched | {"['down']": "w2", "['gate']": "w1"}  # as a user edits it
+    names = report.matched | {"down": "w2", "gate": "w1"}  # as a user edits it
     loaded, after, _ = from_torch(model, state, state_dict, names)
     assert same(to_torch(loaded, after), original)
 
