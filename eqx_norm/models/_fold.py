@@ -1,10 +1,11 @@
-"""Defines `fold` and `fold_pairs`, which merge batch norms into the layers before them."""
+"""Defines functions that merge batch norms into the layers before them, and find such pairs."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
@@ -13,7 +14,7 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
 from ._freeze import is_frozen
-from ._layers import Kind, Model, copied, entries, layers_of, listed, state_of, with_nodes
+from ._layers import Model, copied, entries, layers_of, listed, path_of, state_of, with_nodes
 
 Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
@@ -74,6 +75,7 @@ def fold_pairs(
 
     - `model`, `state`: a model whose norms are in inference mode or frozen, and its state.
     - `pairs`: the path of each norm, by the path of the linear layer before it.
+        `propose_pairs(model)` returns such a dictionary to begin with.
 
     **Returns:** the model with a `FoldedBatchNorm` in place of each folded norm, and the state
     without the statistics of the folded norms.
@@ -95,6 +97,48 @@ def fold_pairs(
     return model, state_of(model, entries(state), markers)
 
 
+def propose_pairs(model: Any) -> dict[str, str]:
+    """Returns `pairs` for `fold_pairs`, guessed from the order of the model's layers.
+
+    ```python
+    pairs = propose_pairs(model)
+    print(*pairs.items(), sep="\\n")  # read them, and edit them
+    folded, left = fold_pairs(eqx.nn.inference_mode(model), state, pairs)
+    ```
+
+    A pair is a linear layer or convolution and the batch norm directly after it in the same
+    module, list or dictionary, with one channel for each output. Fields count in the order of
+    the class, entries of a dictionary by sorted keys.
+
+    **It cannot see** how the model calls its layers: a function between the two, in `__call__`
+    or in a static field; an output that also goes elsewhere; a norm that is called before its
+    convolution, or gets a sum. Delete such pairs, and compare the outputs once.
+
+    **It leaves out** layers in different modules; two norms in a row, as where a block declares
+    its convolutions first and then its norms; and layers that `fold_pairs` refuses, which folds
+    all pairs or none. Add those that you know. (Norms of `eqx.nn` are proposed: `swap` them.)
+
+    **Arguments:** `model`: any pytree of layers, in training or inference mode.
+
+    **Returns:** the path of each norm, by the path of the layer before it.
+    """
+
+    def is_layer(node: Any) -> bool:
+        # Layers without arrays, such as one that pools, come between others, too.
+        is_empty = node is not None and not jtu.tree_leaves(node)
+        return is_empty or isinstance(node, (*_LINEAR, *_WRAPPERS, eqx.nn.BatchNorm))
+
+    pairs = dict[str, str]()
+    nodes = [*jtu.tree_leaves_with_path(model, is_leaf=is_layer), ((), None)]
+    triples = zip(nodes, nodes[1:], nodes[2:], strict=False)
+    for (first, linear), (second, norm), (third, other) in triples:
+        is_pair = isinstance(linear, _LINEAR) and isinstance(norm, eqx.nn.BatchNorm)
+        two_norms = isinstance(other, eqx.nn.BatchNorm) and second[:-1] == third[:-1]
+        if is_pair and first[:-1] == second[:-1] and not (two_norms or _mismatch(linear, norm)):
+            pairs[path_of(first)] = path_of(second)
+    return pairs
+
+
 class FoldedBatchNorm(eqx.nn.StatefulLayer):
     """Takes the place of a folded batch norm, and applies its `activation` if it had one."""
 
@@ -110,7 +154,7 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
         return y if state is None else (y, state)
 
 
-def _at(path: str, model: Any, kind: Kind) -> Any:
+def _at(path: str, model: Any, kind: Any) -> Any:
     """Returns the layer at a path; raises `ValueError` for none, and for one in a wrapper."""
     layers = layers_of(model, kind)
     if path not in layers:
@@ -150,6 +194,11 @@ def _obstacle(layer: Any, norm: Any) -> str | None:
         return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"
+    return _mismatch(layer, norm)
+
+
+def _mismatch(layer: Any, norm: Any) -> str | None:
+    """Returns why no norm of this size can be folded into a layer; `None` if one can."""
     calls = next((cls for cls in type(layer).__mro__ if "__call__" in vars(cls)), None)
     if calls not in _LINEAR:
         known = "eqx.nn.Linear, Conv and ConvTranspose"

@@ -1,7 +1,7 @@
 """Defines `from_torch` and `to_torch`, which convert weights and statistics of PyTorch."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ def from_torch(
     model: Model,
     state: State,
     state_dict: Mapping[str, Any],
-    names: Names = None,
+    names: Names | Literal["order"] = None,
     *,
     strict: bool = True,
 ) -> tuple[Model, State, TorchReport]:
@@ -38,11 +38,15 @@ def from_torch(
     copied as they are stored: make the layers of a model that multiplies by `1 + weight`, such
     as Gemma, with `weight_offset=1.0`.
 
-    **Layers are matched** in this order: (1) by `names`, a function of a layer's path or a
-    mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
-    (`layer1.0.bn1`); (2) by equal names; (3) by order, among the remaining layers whose arrays
-    have the same names and shapes. For a `DataParallel` pass `{"": "module"}`; `{"head": None}`
-    leaves the head unchanged.
+    **Layers are matched** by equal names, such as `layers[1].norm` and `layers.1.norm`, where
+    `names` does not say otherwise. It is one of:
+
+    - a mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
+        (`layer1.0.bn1`), or a function from the one to the other. For a `DataParallel` pass
+        `{"": "module"}`; `{"head": None}` leaves the head unchanged;
+    - `"order"`: layers without an equal name are matched by order, among those whose arrays
+        have the same names and shapes. Where PyTorch declares such layers in another order they
+        are exchanged: read `report.matched`, edit it, and pass it as `names`.
 
     **It loads** the norms of this package; Equinox's `LayerNorm`, `GroupNorm`, `RMSNorm`,
     `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has another layout) and
@@ -59,14 +63,16 @@ def from_torch(
     - `state`: its state, which stays valid; may be `None` if the model has no `BatchNorm`.
     - `state_dict`: PyTorch's: tensors on any device, or arrays of NumPy or JAX, by name.
     - `names`: see above.
-    - `strict`: whether unmatched entries on either side are an error. A wrong shape always is.
+    - `strict`: whether unmatched entries on either side are an error. A wrong shape always is,
+        and so is a `state_dict` in which no layer is found.
 
     **Returns:** the model, the state, and a `TorchReport`, which prints as a table.
 
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
     arrays, problems = _arrays(state_dict)
-    report, keyed = match(model, state, arrays, names)
+    by_order = names == "order"
+    report, keyed = match(model, state, arrays, None if by_order else names, by_order)
     loaded = dict[str, jax.Array]()
     for key, slot in keyed:
         if key in arrays:
@@ -83,8 +89,11 @@ def from_torch(
             counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
             learnt[norm.memory_index.marker] = Remembered(memory, counts)
     lines = [listed(problems, "\n    ")] if problems else []
-    if strict and report.leftovers:
-        lines += [*report.leftovers, "Match them by names=, or leave them out by strict=False."]
+    if report.leftovers and (strict or not report.matched):
+        fixes = ['match them by a mapping, such as names={"head": "fc"}']
+        fixes += [] if by_order else ['by order, where shapes are equal: names="order"']
+        fixes += ["leave them out by strict=False"] if strict else []
+        lines += [*report.leftovers, f"You can {'; or '.join(fixes)}."]
     if lines:
         raise ValueError("\n    ".join(["Nothing was loaded:", *lines]))
     after: Any = None if state is None else state_of(model, entries(state) | learnt)
@@ -109,8 +118,8 @@ def to_torch(
 
     - `model`: a layer or a model, as for `from_torch`.
     - `state`: its state; may be `None` if the model has no `BatchNorm`.
-    - `names`: PyTorch's prefixes, as for `from_torch`. Other layers get their path with dots,
-        `layers.1.norm`. A layer whose name is `None` is left out.
+    - `names`: PyTorch's prefixes, such as the `report.matched` of `from_torch`. Other layers
+        get their path with dots, `layers.1.norm`. A layer whose name is `None` is left out.
 
     **Returns:** NumPy arrays by PyTorch's names, in PyTorch's layout. Arrays of a dtype that
     NumPy lacks, such as bfloat16, become float32.
@@ -118,7 +127,7 @@ def to_torch(
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
     state_dict = dict[str, np.ndarray]()
-    for key, slot in match(model, state, {}, names)[1]:
+    for key, slot in match(model, state, {}, names, by_order=False)[1]:
         if key in state_dict:
             raise ValueError(
                 f"{slot.path!r} and another array would both be {key!r}. Give their layers "

@@ -146,12 +146,16 @@ def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
 
 
 def match(
-    model: Any, state: eqx.nn.State | None, arrays: Mapping[str, np.ndarray], names: Names
+    model: Any,
+    state: eqx.nn.State | None,
+    arrays: Mapping[str, np.ndarray],
+    names: Names,
+    by_order: bool,
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
     """Returns which layers and which entries of a `state_dict` belong together, and the arrays
     of all layers that `names` does not leave out, by their keys."""
     slots = _slots_of(model, state)
-    prefixes, named, skipped = _prefixes_of(slots, names)
+    prefixes, skipped = _prefixes_of(slots, names)
 
     def keys(path: str) -> dict[str, Slot]:
         return {_key(prefixes[path], name): slot for name, slot in slots[path].items()}
@@ -159,8 +163,9 @@ def match(
     def is_there(path: str) -> bool:
         return not arrays.keys().isdisjoint(keys(path))
 
-    absent = {p: slots[p] for p in slots if p not in named and not is_there(p)}
-    prefixes |= _by_order(absent, arrays, {*prefixes.values()})
+    if by_order:
+        absent = {path: layer for path, layer in slots.items() if not is_there(path)}
+        prefixes |= _by_order(absent, arrays, {*prefixes.values()})
     chosen = [path for path in slots if path not in skipped]
     matched = {path: prefixes[path] for path in chosen if is_there(path)}
     keyed = [pair for path in chosen for pair in keys(path).items()]
@@ -171,11 +176,14 @@ def match(
     return TorchReport(matched, tuple(skipped), missing, tuple(unexpected)), keyed
 
 
-def _prefixes_of(
-    paths: Iterable[str], names: Names
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns PyTorch's prefix for each path, the paths that `names` decides on, and those of
-    them that it leaves out, whose prefix is the one that they would have otherwise."""
+def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], list[str]]:
+    """Returns PyTorch's prefix for each path, and the paths that `names` leaves out, whose
+    prefix is the one that they would have otherwise."""
+    if not (names is None or callable(names) or isinstance(names, Mapping)):
+        raise ValueError(
+            f"names={names!r} is no mapping of paths to PyTorch's prefixes, such as the "
+            'report.matched of from_torch, and no function. (names="order" is for from_torch.)'
+        )
     dotted = {path: _dotted(path) for path in paths}
     pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
     if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
@@ -183,16 +191,15 @@ def _prefixes_of(
             f"names has {unused}, but no layer's path begins so. The paths are "
             f"{listed(map(repr, dotted))}."
         )
-    rules = [(_dotted(part), prefix) for part, prefix in pairs.items()]
-    rules.sort(key=lambda rule: len(rule[0]), reverse=True)  # the longest decides
-    prefixes, named, skipped = dict[str, str](), list[str](), list[str]()
+    rules = {_dotted(part): prefix for part, prefix in pairs.items()}  # the last one decides
+    rules = sorted(rules.items(), key=lambda rule: len(rule[0]), reverse=True)  # the longest
+    prefixes, skipped = dict[str, str](), list[str]()
     for path, name in dotted.items():
         applicable = [rule for rule in rules if _begins(name, rule[0])]
         part, prefix = next((rule for rule in applicable if rule[1] is not None), ("", ""))
         prefixes[path] = _key(_dotted(prefix or ""), name[len(part) :].removeprefix("."))
-        named += [path] if applicable else []
         skipped += [path] if applicable and applicable[0][1] is None else []
-    return prefixes, named, skipped
+    return prefixes, skipped
 
 
 def _key(prefix: str, name: str) -> str:

@@ -81,9 +81,10 @@ def test_a_convnext_infers_as_torchvision_s():
             torch().nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter.ndim == 1:
             torch().nn.init.normal_(parameter, 0, 0.1)
-    # Equal names match the stages and layer scales; order matches the layers in the blocks.
-    names = {"norm": "classifier.0", "head": "classifier.2"}
-    model, _, report = from_torch(filter_jit(ConvNeXt)(), None, module.state_dict(), names)
+    # Equal names match the stages and layer scales; order matches the layers in the blocks, and
+    # the last two.
+    model, _, report = from_torch(filter_jit(ConvNeXt)(), None, module.state_dict(), "order")
+    assert (report.matched["norm"], report.matched["head"]) == ("classifier.0", "classifier.2")
     assert_back(model, None, module, report.matched)
 
     x, dy = random(2, 3, 64, 64), random(2, 10)

@@ -1,6 +1,7 @@
 """Tests that models are exported by jax2onnx, and that ONNX Runtime computes the same."""
 
 import importlib
+import re
 
 import equinox as eqx
 import jax
@@ -9,16 +10,18 @@ import pytest
 from jax.interpreters import batching
 
 from eqx_norm import BatchNorm, LayerNorm
-from eqx_norm.models import unswap
+from eqx_norm.models import fold_pairs, propose_pairs, unswap
 from tests.helpers import normal, over_batch
 from tests.models.nested import KEY
+from tests.models.test_torch_peers import resnet18
+from tests.processes import ROOT
 
 # What the two packages warn of when they are imported is theirs.
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def check(function, x, monkeypatch):
-    """Checks that ONNX Runtime computes what JAX computes."""
+    """Checks that ONNX Runtime computes what JAX computes; returns the number of operations."""
     # jax lacks it, and it was always None. To be removed with a jax2onnx after 0.13 that does
     # not ask for it.
     monkeypatch.setattr(batching, "not_mapped", None, raising=False)
@@ -28,6 +31,7 @@ def check(function, x, monkeypatch):
     session = onnxruntime.InferenceSession(model.SerializeToString())
     (y,) = session.run(None, {session.get_inputs()[0].name: np.asarray(x)})
     np.testing.assert_allclose(y, function(x), atol=1e-5)
+    return len(model.graph.node)
 
 
 def test_batch_norms_in_inference(monkeypatch):
@@ -39,6 +43,22 @@ def test_batch_norms_in_inference(monkeypatch):
     _, state = over_batch(model)(x, state)
     model = eqx.nn.inference_mode(model)
     check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch)
+
+
+def test_a_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
+    """Tests the numbers in `docs/serving.md`."""
+    model, state = resnet18(monkeypatch)
+    model, x = eqx.nn.inference_mode(model), normal(1, (1, 3, 32, 32))
+    folded, left = fold_pairs(model, state, propose_pairs(model))
+    assert check(lambda x: over_batch(folded)(x, left)[0], x, monkeypatch) == 49
+    assert check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch) > 900
+
+
+def test_the_page_on_serving():
+    """Runs all of its code; `tests/house` leaves out what needs flatbuffers."""
+    text = ROOT.joinpath("docs", "serving.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL))
+    exec(compile(code, "serving.md", "exec"), {"__name__": "document"})
 
 
 def test_layer_norms_by_unswap(monkeypatch):

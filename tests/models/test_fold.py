@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.models import fold, fold_pairs, freeze
+from eqx_norm.models import fold, fold_pairs, freeze, propose_pairs, swap
 from eqx_norm.models._layers import entries, layers_of
 from eqx_norm.strategies import Running
 from tests.compiling import filter_jit
@@ -91,16 +91,64 @@ def test_it_is_computed_in_float64_and_rounded_once(dtype):
     np.testing.assert_array_equal(folded.bias[:, 0], (scale * -mean).astype(dtype))
 
 
-def test_a_network_by_pairs():
-    last = eqx.nn.Sequential([conv(4), norm(activation=jax.nn.relu)])
-    model, state = trained(eqx.nn.Sequential([conv(4), norm(), norm(), last]))
-    pairs = PAIR | {"layers[3].layers[0]": "layers[3].layers[1]"}
-    x = floats(normal(1, (5, 4, 8)))
-    folded, left = check(model, state, x, pairs)
+class Block(eqx.nn.StatefulLayer):
+    """A residual block, as ResNets have it."""
+
+    conv1: Any
+    bn1: Any
+    conv2: Any
+    bn2: Any
+    downsample: Any
+
+    def __init__(self, channels, out):
+        self.conv1, self.conv2 = (conv(c, out, padding=1) for c in (channels, out))
+        self.bn1, self.bn2 = norm(out, activation=jax.nn.relu), norm(out)
+        shortcut = eqx.nn.Sequential([conv(channels, out, 1), norm(out)])
+        self.downsample = None if channels == out else shortcut
+
+    def __call__(self, x, state, *, key):
+        y, state = self.bn1(self.conv1(x), state)
+        y, state = self.bn2(self.conv2(y), state)
+        if self.downsample is not None:
+            x, state = self.downsample(x, state)
+        return jax.nn.relu(x + y), state
+
+
+def test_residual_blocks_by_proposed_pairs():
+    model, state = trained(eqx.nn.Sequential([Block(4, 4), Block(4, 6), norm(6)]))
+    pairs = propose_pairs(eqx.nn.inference_mode(model, False))
+    first, second = "layers[0]", "layers[1]"
+    convs = {f"{b}.conv{i}": f"{b}.bn{i}" for b in (first, second) for i in (1, 2)}
+    branch = f"{second}.downsample.layers"
+    assert pairs == convs | {f"{branch}[0]": f"{branch}[1]"}
+    folded, left = check(model, state, floats(normal(1, (5, 4, 8))), pairs)
     assert [*layers_of(folded, BatchNorm)] == ["layers[2]"]
     indices = layers_of(folded, eqx.nn.StateIndex).values()
     assert [index.marker for index in indices] == list(entries(left))
     assert all(same(left.get(index), state.get(index)) for index in indices)
     # Models that ask `isinstance(layer, eqx.nn.BatchNorm)` give it no state.
-    rest = folded.layers[3].layers[1]
-    np.testing.assert_array_equal(rest(x), jax.nn.relu(x))
+    x = floats([-1, 1])
+    np.testing.assert_array_equal(folded.layers[0].bn1(x), jax.nn.relu(x))
+    names = {"propose_pairs": propose_pairs, "fold_pairs": fold_pairs, "eqx": eqx}
+    names = example(propose_pairs, **names, model=model, state=state)
+    assert eqx.tree_equal(names["folded"], folded)
+
+
+class Double(eqx.Module):  # without leaves
+    def __call__(self, x):
+        return 2 * x
+
+
+def test_what_is_not_proposed():
+    relu, quantised = eqx.nn.Lambda(jax.nn.relu), jax.tree.map(jnp.int8, conv())
+    for between in (relu, jnp.tanh, Double(), eqx.nn.LayerNorm((4, 6)), [conv(4)], conv(4, 5)):
+        assert propose_pairs([conv(), between, norm()]) == {}
+    for first in (conv(out=5), [conv()], eqx.nn.WeightNorm(conv()), quantised):
+        assert propose_pairs([first, norm()]) == {}
+    # Such as the first norm of the next block, or two norms of two convolutions.
+    for rest in ([[norm()]], [conv(4), norm(), norm()]):
+        assert propose_pairs([conv(), *rest]) == {}
+    theirs = eqx.nn.BatchNorm(4, "batch", mode="batch")
+    model, state = eqx.nn.make_with_state(lambda: [conv(3), conv(4), None, theirs])()
+    pairs = {"[1]": "[3]"}
+    assert propose_pairs(model) == propose_pairs(swap(model, state)[0]) == pairs

@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -119,13 +120,15 @@ NET = {"head": "linear", "stem": ["convolution", "norm"]}
 FEATURES = {"conv": r"^stem\.0", "bn": r"^stem\.1"}
 PATHS = {"['head']": "head", "['stem'][0]": "conv", "['stem'][1]": "bn"}
 TWICE, ONE_BY_ONE = [["convolution", "norm"]] * 2, {r"\2\1": r"^(\d)\.(\d)"}
+THRICE, FEWER = [*TWICE, ["convolution"]], ONE_BY_ONE | {"02.kernel": r"^02\.weight"}
 # The model; what is renamed in the `state_dict`; `names`; the prefix that each layer is loaded
 # from; and the prefixes that are left over. The `state_dict` has its keys in reverse order.
 MATCHES: dict[str, tuple[Any, dict[str, str], Any, str, str]] = {
     "equal names go before the order": (QKV, {}, None, "k q v", ""),
-    "the only one left": (QKV, {"w": "^q"}, None, "k w v", ""),
-    "by order among equal layers": (TWICE, ONE_BY_ONE, None, "01 11 00 10", ""),
-    "not if there are more": (TWICE, ONE_BY_ONE, {"[0][0]": None}, "- 11 - 10", "00 01"),
+    "the only one left": (QKV, {"w": "^q"}, "order", "k w v", ""),
+    "not by order unless asked": (QKV, {"w": "^q"}, None, "k - v", "w"),
+    "by order among equal layers": (TWICE, ONE_BY_ONE, "order", "01 11 00 10", ""),
+    "not if there are more": (THRICE, FEWER, "order", "- 11 - 10 -", "00 01 02"),
     "by the longest beginning": (
         NET,
         FEATURES,
@@ -137,7 +140,6 @@ MATCHES: dict[str, tuple[Any, dict[str, str], Any, str, str]] = {
     "in a DataParallel": (NET, {r"m.\g<0>": "^.+"}, {"": "m"}, "m.head m.stem.0 m.stem.1", ""),
     "a head is left out": (NET, {}, {"head": None}, "- stem.0 stem.1", ""),
     "one of another name, too": (NET, {"fc": "^head"}, {"head": None}, "- stem.0 stem.1", "fc"),
-    "and goes into no other layer": (QKV, {"old.": r"^k\."}, {"q": None}, "old - v", ""),
 }
 
 
@@ -192,11 +194,47 @@ def test_what_is_left_over_is_an_error_if_strict():
     text = error(model, state, state_dict)
     assert "only in the model: 2.bias" in text
     assert "only in the state_dict: extra.weight" in text
+    assert "order" in text
+    assert "order" not in error(model, state, state_dict, "order")
     names = {"[2]": None, "[0]": "0"}
     loaded, _, report = from_torch(model, state, state_dict, names, strict=False)
     assert same(loaded[2], model[2])
     rows = ["[0]  <-  0", "[1]  <-  1", "[3]  <-  3", "left out by names: [2]"]
     assert str(report).splitlines() == [*rows, "only in the state_dict: extra.weight"]
+
+
+TWIN = {"down": "linear", "gate": "linear", "norm": "norm"}
+
+
+def test_a_twin_in_another_order_is_an_error_that_offers_what_to_write():
+    """`w1` belongs to `gate` and `w2` to `down`, but `w1` comes first."""
+    model, state = built(TWIN)
+    original = filled(model, state)
+    state_dict = renamed(original, w1="^gate", w2="^down")
+    assert [*state_dict][:4] == ["w2.weight", "w2.bias", "w1.weight", "w1.bias"]
+    state_dict = dict(sorted(state_dict.items()))
+    text = error(model, state, state_dict)
+    assert "only in the model: down.weight, down.bias, gate.weight, gate.bias\n" in text
+    assert "only in the state_dict: w1.bias, w1.weight, w2.bias, w2.weight\n" in text
+    assert 'names="order"' in text
+    assert "strict=False" in text
+
+    *_, report = from_torch(model, state, state_dict, "order")
+    assert report.matched == {"['down']": "w1", "['gate']": "w2", "['norm']": "norm"}
+    names = report.matched | {"down": "w2", "gate": "w1"}  # as a user edits it
+    loaded, after, _ = from_torch(model, state, state_dict, names)
+    assert same(to_torch(loaded, after), original)
+
+    text = error(model, state, renamed(original, other="^"), strict=False)
+    assert "only in the model: down.weight" in text  # nothing in common
+    assert "strict=" not in text
+
+
+def test_to_torch_has_no_order(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+    order: Any = "order"
+    with pytest.raises(ValueError, match=r"^names='order' is no mapping .*report\.matched"):
+        to_torch(linear(), None, order)
 
 
 def test_the_error_for_a_very_different_model_is_short():
