@@ -102,7 +102,7 @@ def forward(model: Any, state: eqx.nn.State, images: Float[Array, "n 1 28 28"]) 
     return mapped(images, state)
 
 
-infer = eqx.filter_jit(forward)
+infer: Any = eqx.filter_jit(forward)
 
 
 def loss_of(model: Any, state: eqx.nn.State, images: Array, labels: Int[Array, " n"]) -> Any:
