@@ -102,9 +102,6 @@ def forward(model: Any, state: eqx.nn.State, images: Float[Array, "n 1 28 28"]) 
     return mapped(images, state)
 
 
-infer: Any = eqx.filter_jit(forward)
-
-
 def loss_of(model: Any, state: eqx.nn.State, images: Array, labels: Int[Array, " n"]) -> Any:
     log_probabilities, normed, state = forward(model, state, images)
     of_labels = jnp.take_along_axis(log_probabilities, labels[:, None], axis=1)  # [n, 1]
@@ -138,6 +135,9 @@ def train_step(
         **norms,
     }
     return eqx.apply_updates(model, updates), state, memory, recorded
+
+
+infer: Any = eqx.filter_jit(forward)
 
 
 def accuracy_of(model: Any, state: eqx.nn.State) -> float:

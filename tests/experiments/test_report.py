@@ -56,7 +56,8 @@ def test_sigterm_leaves_nothing_behind(tmp_path):
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout and process.stdout.readline() == b"started\n"
+        assert process.stdout
+        assert process.stdout.readline() == b"started\n"
         process.terminate()
     assert process.returncode == 143  # as shells report a process that SIGTERM has ended
     assert not [*tmp_path.iterdir()]
