@@ -1,6 +1,6 @@
 """Compares the training stability of batch normalisations: Equinox issue #659, on MNIST.
 
-    python -m experiments.stability                  about 2 minutes on 2 cores
+    python -m experiments.stability                  about 3 minutes on 2 cores
     python -m experiments.stability --quick          under 30 seconds; fails if a claim fails
     python -m experiments.stability --network large
 
