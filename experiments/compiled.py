@@ -48,7 +48,7 @@ DIRECTIONS = (FORWARD, BOTH, APART, FROZEN, OF_X, INFERENCE)
 RELU, BETWEEN = "BatchNorm + ReLU", "conv, BatchNorm + ReLU, conv"
 ALONE = {RELU: jax.nn.relu, "BatchNorm + GELU": jax.nn.gelu, "BatchNorm + SiLU": jax.nn.silu}
 SINGLE = LAYER, RMS, GROUP, INSTANCE = "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"
-CHANNEL = peers.CHANNEL_NORM
+CHANNEL, OF_ROWS = peers.CHANNEL_NORM, (LAYER, RMS)
 PALLAS = (OURS_PALLAS,)
 NO_NORM, MASKED, TWO = "no norm", "eqx-norm, masks", (OURS, EQUINOX)
 DTYPES, LAYERS = ("bfloat16", "float32"), (OURS, OURS_PALLAS, OURS_SEPARATE, EQUINOX)
@@ -64,7 +64,7 @@ CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination 
 GRIDS: dict[str, tuple[Any, ...]] = {
     target: (
         ((RELU,), (vectors, images[0]), DIRECTIONS, TWO),
-        ((LAYER, RMS), rows, DIRECTIONS[:5], TWO),
+        (OF_ROWS, rows, DIRECTIONS[:5], TWO),
         ((GROUP,), (*images, vectors), DIRECTIONS[:5], TWO),
         ((INSTANCE,), images[:1], DIRECTIONS[:5], TWO),
         ((RELU, GROUP, INSTANCE), images[:1], (FORWARD, BOTH), (MASKED,)),
@@ -78,7 +78,7 @@ GRIDS[GPU] += (
     ((BETWEEN,), IMAGES, (BOTH,), (NO_NORM, *LAYERS)),
     ((RELU,), (*COLUMNS, *IMAGES), (FORWARD, APART), (OURS_PALLAS,)),
 )
-GRIDS[TPU] += (((LAYER, RMS), SHAPES[TPU][2], DIRECTIONS[:5], (OURS_PALLAS,)),)
+GRIDS[TPU] += ((OF_ROWS, SHAPES[TPU][2], DIRECTIONS[:5], (OURS_PALLAS,)),)
 UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
 MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
 
@@ -130,7 +130,7 @@ def count(device: Any, case: tuple[Any, ...]) -> Row:
     row: Row = dict(zip(CASE, case, strict=True))
     program, shape, direction, layer, dtype = case
     norm, channels, conv = norm_of(program, layer, shape), shape[1], eqx.nn.Identity()
-    weight = jnp.ones(shape[1:] if program in (LAYER, RMS) else channels)
+    weight = jnp.ones(shape[1:] if program in OF_ROWS else channels)
     if program == BETWEEN:
         key = jax.random.key(0)
         conv = eqx.nn.Conv2d(channels, channels, 3, padding=1, dtype=dtype, key=key)
@@ -226,14 +226,8 @@ MOST: dict[str, dict[str, Any]] = {
         "InstanceNorm: at most 8.1": ((INSTANCE,), (), (BOTH,), (OURS,), 8.1),
         "of images, forward: at most 4.1": ((), LARGE, (FORWARD,), (OURS,), 4.1),
         "LayerNorm, axis=0: at most 8.1": ((CHANNEL,), (), (BOTH,), (OURS,), 8.1),
-        "rows by Pallas, forward: at most 2.1": ((LAYER, RMS), (), (FORWARD,), PALLAS, 2.1),
-        "rows by Pallas, both ways: at most 5.1": (
-            (LAYER, RMS),
-            (),
-            (BOTH, APART),
-            PALLAS,
-            5.1,
-        ),
+        "rows by Pallas, forward: at most 2.1": (OF_ROWS, (), (FORWARD,), PALLAS, 2.1),
+        "rows by Pallas, both ways: at most 5.1": (OF_ROWS, (), (BOTH, APART), PALLAS, 5.1),
     },
 }
 

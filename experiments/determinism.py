@@ -18,7 +18,6 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, determinism
@@ -137,7 +134,6 @@ class Result(NamedTuple):
     final_loss: str
     parts: str  # the first difference from the first run of the setting, or empty
     by_step: tuple[int, ...]  # numbers of the bits that the probes saw in each step
-    by_probe: tuple[int, ...]  # and of each probe in the first step with a difference
 
 
 def start(run: Run, ledger: Path) -> Any:
@@ -147,8 +143,8 @@ def start(run: Run, ledger: Path) -> Any:
     return processes.start("determinism", described, run.devices, **threads)[1]
 
 
-def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]]:
-    """Returns the results and first differences of the runs, and the probes in order."""
+def compare(setting: str, runs: dict[str, Run]) -> list[Result]:
+    """Returns the results and first differences of the runs."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(runs))]
         ended = pool.map(start, runs.values(), ledgers)
@@ -157,13 +153,9 @@ def compare(setting: str, runs: dict[str, Run]) -> tuple[list[Result], list[str]
         compared = [determinism.compare(ledgers[0], ledger) for ledger in ledgers]
     steps = range(rows[0][-1].step + 1)  # seen: by run and step, the probes' fingerprints
     seen = [[tuple(r.fingerprint for r in of if r.step == i) for i in steps] for of in rows]
-    step = min((found.step for found in compared if found.step is not None), default=0)
     parts = ["" if found.same else found.text.splitlines()[0] for found in compared]
-    numbers = numbered(seen), numbered([of_run[step] for of_run in seen])
-    lines: Any = zip(runs, outcomes, parts, *numbers, strict=True)
-    results = [Result(setting, name, *outcome, *rest) for name, outcome, *rest in lines]
-    names = [row.place.partition(": ")[2] for row in rows[0] if row.step == step]
-    return results, [name.replace("`", "") for name in names]
+    lines: Any = zip(runs, outcomes, parts, numbered(seen), strict=True)
+    return [Result(setting, name, *outcome, *rest) for name, outcome, *rest in lines]
 
 
 def numbered(runs: list[Any]) -> list[tuple[int, ...]]:
@@ -172,12 +164,8 @@ def numbered(runs: list[Any]) -> list[tuple[int, ...]]:
     return list(zip(*numbers, strict=True))
 
 
-OUTPUTS, APPENDED = "outputs", "outputs, into a ledger"
-
-
 class Cost(NamedTuple):
     network: str
-    transport: str  # how the fingerprints leave a step
     probes: int
     bytes: int  # that leave the device in a step, for all probes
     median: float  # of the time with / without probes, round by round; and percentiles
@@ -185,8 +173,9 @@ class Cost(NamedTuple):
     high: float
 
 
-def probe(network: str, rounds: int) -> Iterator[Cost]:  # a round's ratio is 0.9 to 1.2
-    """Times a training step in which each layer's output and cotangent are monitored."""
+def probe(network: str, rounds: int) -> Cost:  # a round's ratio is 0.9 to 1.2
+    """Times a training step in which each layer's output and cotangent are monitored, into a
+    ledger."""
     data, first, steps = mnist.load().train, slice(training.BATCH_SIZE), itertools.count()
     batch = jnp.asarray(mnist.scaled(data.images[first])), jnp.asarray(data.labels[first], int)
     plain, probed = (*make(network), *batch), (*make(network, monitor_module), *batch)
@@ -198,15 +187,13 @@ def probe(network: str, rounds: int) -> Iterator[Cost]:  # a round's ratio is 0.
             ledger.append(next(steps), record)
             return output, record
 
-        calls = {OUTPUTS: lambda: step(*probed), APPENDED: append}
-        calls[""] = lambda: training.train_step(*plain)
+        calls = {"with": append, "without": lambda: training.train_step(*plain)}
         programs = {name: timer.Program(call) for name, call in calls.items()}
         times = timer.interleave(programs, rounds, title=f"probes, {network} network")
     _, record = step(*probed)
     counts = len(record.fingerprints), sum(x.nbytes for x in jax.tree.leaves(record))
-    for name in (OUTPUTS, APPENDED):
-        ratios = map(float, np.percentile(times[name] / times[""], (50, 10, 90)))
-        yield Cost(network, name, *counts, *ratios)
+    ratios = np.percentile(times["with"] / times["without"], (50, 10, 90)).tolist()
+    return Cost(network, *counts, *ratios)
 
 
 def sets_of_bits(runs: list[Result]) -> int:
@@ -237,33 +224,6 @@ def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
     return claim, "; ".join(filter(None, (gave(runs), parting(runs)))), holds
 
 
-def draw(results: dict[str, list[Result]], probes: list[str]) -> Figure:
-    """Draws each run's bits by step and by probe."""
-    colors = [report.SKY, report.VERMILION, report.ORANGE, report.GREEN, report.PURPLE]
-    sizes = [len(runs) for runs in results.values()]
-    figure = report.figure(11, 0.19 * sum(sizes) + 0.5 * len(sizes) + 1.8)
-    panels = figure.subplots(len(sizes), 2, sharex="col", squeeze=False, height_ratios=sizes)
-    for (left, right), (setting, runs) in zip(panels, results.items(), strict=True):
-        for panel, column in (left, "by_step"), (right, "by_probe"):
-            bits = np.array([getattr(row, column) for row in runs])
-            panel.imshow(ListedColormap(colors)(bits), aspect="auto", interpolation="nearest")
-            panel.set_yticks(np.arange(len(runs) - 1) + 0.5, minor=True)
-            panel.grid(False)
-            panel.grid(which="minor", axis="y", color="white", linewidth=1.5, alpha=1)
-            panel.tick_params(which="both", length=0)
-            panel.spines[:].set_visible(False)
-        left.set_yticks(range(len(runs)), [row.run for row in runs], fontsize=7)
-        right.set_yticks([])
-        left.set_title(f"{setting}: {gave(runs)}", loc="left", fontsize=9)
-        right.set_title(parting(runs), loc="left", fontsize=8)
-    panels[-1, 0].set_xlabel("training step")
-    panels[-1, 1].set_xticks(range(len(probes)), probes, rotation=90, fontsize=5.5)
-    panels[-1, 1].set_xlabel("what the probes saw in the step in which they part, in order")
-    about = "Light blue: the bits of the first; other colours: other bits"
-    figure.suptitle(f"Runs on MNIST, one a row. {about}")
-    return figure
-
-
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
     about = "used internally: run one process, with these fields of Run"
@@ -273,22 +233,21 @@ def main() -> int:
         print(json.dumps(train(Run(**json.loads(options.run)))))
         return 0
 
-    results, probes = {}, []
+    results = {}
     if options.quick:  # optimising takes longer than these few steps
         fast = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = fast
     for setting, runs in runs_of(options.quick).items():
-        results[setting], probes = compare(setting, runs)
+        results[setting] = compare(setting, runs)
     rounds = {"small": 1} if options.quick else {"small": 100, "large": 100}
-    costs = [cost for network in rounds for cost in probe(network, rounds[network])]
-    report.save_figure(options.out, "determinism", draw(results, probes))
+    costs = [probe(network, number) for network, number in rounds.items()]
     rows = itertools.chain(*results.values())
     report.save_csv(options.out, "determinism", Result._fields, rows)
     report.save_csv(options.out, "determinism_overhead", Cost._fields, costs)
     found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
     ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
-    times = [(*cost[:4], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
-    cost_table = report.table((*Cost._fields[:4], "time with / without probes"), times)
+    times = [(*cost[:3], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
+    cost_table = report.table((*Cost._fields[:3], "time with / without probes"), times)
     verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
     aim = "a step with all probes: at most 1.05 times as long (small; large network)"
     return report.publish(
@@ -299,7 +258,7 @@ def main() -> int:
         answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
         tables=[report.table(("MNIST", "result", "first difference"), found), cost_table],
         verdicts=verdicts,
-        goals=[(aim, "; ".join(ratios[::2]), "each fingerprint reads its value once more")],
+        goals=[(aim, "; ".join(ratios), "each fingerprint reads its value once more")],
         steps=len(results[RECIPE][0].by_step),
     )
 

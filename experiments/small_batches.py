@@ -157,7 +157,7 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
     return dict(zip(MEASURED, np.array(found, np.float64).T, strict=True))
 
 
-def draw(runs: Runs) -> Figure:
+def draw(runs: Runs, images: int) -> Figure:
     """Draws test accuracy over batch size, a panel for each mode."""
     figure = report.figure(9, 5)
     panels = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
@@ -173,11 +173,15 @@ def draw(runs: Runs) -> Figure:
         column[1].set_xscale("log", base=2)
         column[1].set_xticks(SIZES, map(str, SIZES))
     # Two scales: all but smooth_start are above 75%.
-    for row, limits, step in zip(panels, ((0.75, 0.97), (0.3, 0.75)), (0.05, 0.2), strict=True):
+    for row, limits, step in zip(panels, ((0.75, 0.97), (0.3, 0.7)), (0.05, 0.2), strict=True):
         row[0].set_ylim(*limits)
         row[0].yaxis.set_major_locator(MultipleLocator(step))
         row[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     panels[0, 0].set_ylabel("test accuracy")
+    steps = (
+        f"{images // 2:,} steps with batches of 2, in {images // 64} with 64 or ghost groups"
+    )
+    figure.suptitle(f"All see {images:,} images: in {steps}")
     report.legend_below(figure)
     return figure
 
@@ -262,7 +266,7 @@ def main() -> int:
             progress.set_description("{} {}".format(*setting))
             runs[setting] = train(setting, settings, data, progress)
 
-    report.save_figure(options.out, "small_batches", draw(runs))
+    report.save_figure(options.out, "small_batches", draw(runs, settings.images))
     by_seed = {k: zip(settings.seeds, *runs[k].values(), strict=True) for k in runs}
     lines = ((*each, *line) for each, found in by_seed.items() for line in found)
     header = ("norm", "batch size", "seed", *MEASURED)

@@ -226,6 +226,7 @@ WAYS = {
     "LayerNorm": (LAYER_NORM, BOTH, OURS),
     "GroupNorm": (GROUP_NORM, BOTH, OURS),
     "RMSNorm": (RMS_NORM, BOTH, OURS),
+    "LayerNorm inference": (LAYER_NORM, INFERENCE, OURS),
 }
 
 
@@ -341,7 +342,7 @@ def a_dozen(rows: list[Row]) -> dict[str, list[Row]]:
     """Returns the times to show: of about a dozen shapes, ordered by size."""
     where = {"layer": BATCH_NORM, "program": BOTH, "dtype": "float32", "unit": MS}
     shown = [row for row in chosen(rows, **where) if row.cache != HOT]
-    shapes = sorted({row.shape for row in shown}, key=lambda s: Case(BATCH_NORM, s).bytes)
+    shapes = sorted({row.shape for row in shown}, key=lambda s: (Case(BATCH_NORM, s).bytes, s))
     return {s: chosen(shown, shape=s) for s in shapes[:: math.ceil(len(shapes) / 12)]}
 
 

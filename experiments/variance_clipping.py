@@ -111,7 +111,7 @@ def train(setting: Setting, seed: int) -> Curves:
         ink = CORRUPTIONS[corruption]((images + np.float32(1)) / np.float32(2))
         return (2 * ink - 1).astype(np.float32)
 
-    def observe(model: Perceptron, state: eqx.nn.State) -> dict[str, Array]:
+    def observe(_: int, model: Perceptron, state: eqx.nn.State) -> dict[str, Array]:
         running = state.get(model.norm.memory_index).statistics
         return {"running_variance": running.variance.mean()}
 

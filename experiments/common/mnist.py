@@ -1,5 +1,6 @@
 """Reads a subset of MNIST, the handwritten digits: 10,000 training and 2,000 test images."""
 
+import functools
 import lzma
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ class Mnist(NamedTuple):
     test: Split
 
 
+@functools.cache
 def load() -> Mnist:
     """Returns the images and labels in `experiments/data/mnist`."""
     splits = (

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,12 @@ Goal = tuple[str, str, str]  # a goal, the measurement, and what limits it
 
 
 def parser(name: str, about: str | None, quick: str) -> argparse.ArgumentParser:
-    """Returns a parser with `--quick` and `--out`; `quick` says what `--quick` runs."""
+    """Returns a parser with `--quick` and `--out`; `quick` says what `--quick` runs.
+
+    From then on SIGTERM ends the process as `sys.exit` does: temporary files are removed, and
+    the processes that it has started are awaited.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     made = argparse.ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=about,

@@ -137,11 +137,14 @@ def train_step(
     return eqx.apply_updates(model, updates), state, memory, recorded
 
 
-@eqx.filter_jit
-def accuracy_of(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> Array:
-    """Returns the accuracy in inference mode."""
-    log_probabilities, _, _ = forward(eqx.nn.inference_mode(model), state, images)
-    return (log_probabilities.argmax(axis=1) == labels).mean()
+infer: Any = eqx.filter_jit(forward)
+
+
+def accuracy_of(model: Any, state: eqx.nn.State) -> float:
+    """Returns the accuracy in inference mode, on all test images."""
+    images, labels = mnist.load().test
+    log_probabilities, _, _ = infer(eqx.nn.inference_mode(model), state, mnist.scaled(images))
+    return float((np.argmax(log_probabilities, axis=1) == labels).mean())
 
 
 def run(
@@ -151,24 +154,22 @@ def run(
     evaluated: Container[int],
     *,
     change: Callable[[int, NDArray], NDArray] = lambda step, images: images,
-    observe: Callable[[Any, eqx.nn.State], dict[str, Array]] = lambda model, state: {},
+    observe: Callable[[int, Any, eqx.nn.State], dict[str, Any]] = lambda *trained: {},
 ) -> Curves:
     """Trains a model, with its state, on MNIST; the batches depend only on the seed.
 
     Returns arrays [steps]: the records of `train_step`, those of `observe`, and
     "test_accuracy", which is NaN except after the `evaluated` steps. `change` may change the
-    images of a step.
+    images of a step, and `observe` takes the step, the model and its state.
     """
-    (model, state), data = made, mnist.load()
+    (model, state), data = made, mnist.load().train
     memory = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
-    images, labels = mnist.scaled(data.train.images), data.train.labels.astype(np.int32)
-    test = jnp.asarray(mnist.scaled(data.test.images)), jnp.asarray(data.test.labels, jnp.int32)
-    recorded = []
+    images, labels, recorded = mnist.scaled(data.images), data.labels.astype(np.int32), []
     for step, chosen in enumerate(batches(len(images), steps, seed), start=1):
         batch = jnp.asarray(change(step, images[chosen])), jnp.asarray(labels[chosen])
         model, state, memory, record = train_step(model, state, memory, *batch)
-        accuracy = accuracy_of(model, state, *test) if step in evaluated else np.nan
-        recorded.append({**record, **observe(model, state), "test_accuracy": accuracy})
+        accuracy = accuracy_of(model, state) if step in evaluated else np.nan
+        recorded.append({**record, **observe(step, model, state), "test_accuracy": accuracy})
     return stack(jax.device_get(recorded))
 
 

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import experiments
 from experiments import __main__ as every
 from experiments.common import report
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("name", ["matplotlib", "optax", "tqdm"])
@@ -34,6 +37,30 @@ def test_what_is_published(holds, status, tmp_path, capsys):
     written = json.loads((tmp_path / "results" / "made.json").read_text())
     assert written["verdicts"] == [list(verdict) for verdict in verdicts]
     assert {"processor", "cores", "python", "jax"} <= set(written["environment"])
+
+
+# Runs what an experiment does before its results are written.
+UNFINISHED = """
+import tempfile, time
+from experiments.common import report
+
+report.parser("made", None, "").parse_args([])
+with tempfile.TemporaryDirectory():
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path):
+    command, variables = [sys.executable, "-c", UNFINISHED], {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"started\n"
+        process.terminate()
+    assert process.returncode == 143  # as shells report a process that SIGTERM has ended
+    assert not [*tmp_path.iterdir()]
 
 
 def test_csv_cells(tmp_path):

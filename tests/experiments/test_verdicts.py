@@ -11,7 +11,7 @@ from experiments.accuracy import Row
 from experiments.common import peers
 from tests.exact import Errors
 
-RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0), (0,))
+RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0))
 OTHER = RUN._replace(run="before step 1", fingerprint="bb", parts="step 1: `loss` forward")
 PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
 LINE = dict.fromkeys(("layer", *(claim[0] for claim in state_consistency.CLAIMS.values())), "")
