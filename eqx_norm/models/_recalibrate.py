@@ -97,12 +97,9 @@ def recalibrate(
         forward = jax.tree_util.Partial(_over_batch, axis_name)
         batches = map(_first, batches)
     count = 0
-    with warnings.catch_warnings():
-        if len(norms) == 1:  # no other norm takes statistics of what it returns
-            warnings.filterwarnings("ignore", "In training, x of .* hold one value")
-        for batch in batches:
-            after = _step(forward, pooler, after, batch)
-            count += 1
+    for batch in batches:
+        after = _step(forward, pooler, after, batch)
+        count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
     notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0

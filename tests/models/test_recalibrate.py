@@ -74,12 +74,6 @@ def test_batches_of_one_value_have_an_unbiased_variance_together():
     check(layer, recalibrate(layer, state, list(x[:, None])), x, unbiased=True)
 
 
-def test_batches_of_one_value_are_warned_of_if_a_later_norm_sees_what_they_become(deep):
-    model, state = deep
-    with pytest.warns(UserWarning, match=r"x of shape \(3, 1\) .* hold one value"):
-        recalibrate(model, state, list(data(n=12)[:, None, :, :1]))
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_deep_network_normalises_by_each_batch(deep, inference):
     """The second norm's statistics are those of its inputs in training with these batches."""

@@ -119,7 +119,6 @@ def test_momentum_and_example():
 # --- Cumulative
 
 
-@pytest.mark.filterwarnings("ignore:In training, x of")  # of one value
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize("sizes", [(300,), (100, 200), (1,) * 300], ids=len)
 def test_it_remembers_all_values_however_they_were_cut(sizes, mean):
