@@ -14,6 +14,7 @@ NAMES = sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
 @pytest.mark.parametrize("name", NAMES)
 def test_help_teaches(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # SIGTERM ends pytest as before
     with pytest.raises(SystemExit):
         importlib.import_module(f"experiments.{name}").main()
     printed = capsys.readouterr().out
