@@ -28,7 +28,7 @@ def programs():
     """Yields a name and the code of each section; in the API, also of each public name."""
     for path in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")]):
         document = str(path.relative_to(ROOT))
-        for section in re.split(r"^(?:## |::: )", text_of(document), flags=re.MULTILINE)[1:]:
+        for section in re.split(r"^(?:###? |::: )", text_of(document), flags=re.MULTILINE)[1:]:
             heading, _, text = section.partition("\n")
             code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
             # That one comes before JAX starts: tests/determinism/test_recipe.py.
