@@ -1,4 +1,4 @@
-"""Prepares the classes of eqx_norm for the site: an extension of griffe, named in mkdocs.yml."""
+"""Prepares eqx_norm for the API's pages: an extension of griffe, named in mkdocs.yml."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -23,9 +23,10 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "experiments/README.md"
+# An experiment in it: the name, what was asked, and the rest.
 SECTION = re.compile(r"^## (\w+)\n\n(.+?\?) (.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 EXPERIMENTS = {
-    name: f"# {asked}\n\n{text}"
+    name: f"# {asked}\n\n{text}\nSettings and versions: [{name}.json](results/{name}.json).\n"
     for name, asked, text in SECTION.findall((ROOT / RESULTS).read_text(encoding="utf-8"))
 }
 # Where a page or figure comes from, by its place in the site.
@@ -49,8 +50,6 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|/)([^)#\s]*)(#[^)\s]*)?(?=\))")
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\(?:\((.*?)\\\)|\[(.*?)\\\])</\1>', re.DOTALL
 )
-
-
 CODE = re.compile(r"<pre[^>]*>(.*?)</pre>", re.DOTALL)
 COLUMNS = 88  # of code, in a window of 1280 pixels
 # What a browser asks for by itself; the theme's "source" asks for the stars of the repository.
@@ -80,6 +79,12 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, **_:
     """Returns the text with links that work in the site."""
     here = page.file.src_uri
     source = SOURCES.get(here, f"docs/{here}").partition("#")[0]
+    if here.startswith("api/"):
+        page.meta["search"] = {"boost": 4}  # a name is found first where it is defined
+    if source.endswith(".ipynb"):
+        title, _, text = markdown.partition("\n\n")
+        link = f"[The notebook]({config.repo_url}/blob/main/{source}) of this page"
+        markdown = f"{title}\n\n{link}\n\n{text}"
 
     def resolved(link: re.Match[str]) -> str:
         target, anchor = link.groups(default="")
