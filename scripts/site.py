@@ -83,7 +83,8 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, **_:
         page.meta["search"] = {"boost": 4}  # a name is found first where it is defined
     if source.endswith(".ipynb"):
         title, _, text = markdown.partition("\n\n")
-        link = f"[The notebook]({config.repo_url}/blob/main/{source}) of this page"
+        name = posixpath.basename(source)
+        link = f"This page as a notebook: [{name}]({config.repo_url}/blob/main/{source})"
         markdown = f"{title}\n\n{link}\n\n{text}"
 
     def resolved(link: re.Match[str]) -> str:
