@@ -10,6 +10,8 @@ X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
 X64_TESTS := -m "not peers and not long and not x32" tests/strategies tests/layers \
 	tests/operation/test_activations.py
 TO := $(if $(OUT),--out $(OUT))
+# Code in documents and notebooks is as wide as the site shows it: scripts/site.py.
+DOCUMENTS := --line-length 84 $(wildcard *.md */*.md docs/*/*.md notebooks/*.ipynb)
 
 .PHONY: always help setup stability accuracy benchmark experiments gpu-compile-check \
 	tpu-compile-check gpu test test-long test-peers test-newest linters lint format docs \
@@ -80,11 +82,13 @@ linters: .venv
 lint: linters ## ruff and pyright
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
+	.venv/bin/ruff format --check $(DOCUMENTS)
 	.venv/bin/pyright
 
 format: linters ## let ruff put the sources in order
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+	.venv/bin/ruff format $(DOCUMENTS)
 
 docs: .venv-docs ## build the site into build/site
 	.venv-docs/bin/mkdocs build --strict --site-dir build/site

@@ -47,12 +47,11 @@ def overview() -> str:
     """Returns the table of all experiments."""
     lines = []
     for name, result in results().items():
-        drawn = figures(name)
-        link = f"[figure](figures/{drawn[0].name})" if drawn else "-"
+        question, mark, thread = result["asked"].partition("?")
         holding = sum(holds for _, _, holds in result["verdicts"])
         claims = f"{holding} of {len(result['verdicts'])}"
-        lines.append((f"[{name}](#{name})", result["asked"], result["answer"], claims, link))
-    return table(("experiment", "asked", "answer", "claims that hold", "figure"), lines)
+        lines.append((f"[{question}{mark}](#{name}){thread}", result["answer"], claims))
+    return table(("asked", "answer", "claims that hold"), lines)
 
 
 def beside() -> str:

@@ -28,7 +28,7 @@ def programs():
     """Yields a name and the code of each section; in the API, also of each public name."""
     for path in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")]):
         document = str(path.relative_to(ROOT))
-        for section in re.split(r"^(?:## |::: )", text_of(document), flags=re.MULTILINE)[1:]:
+        for section in re.split(r"^(?:###? |::: )", text_of(document), flags=re.MULTILINE)[1:]:
             heading, _, text = section.partition("\n")
             code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
             # That one comes before JAX starts: tests/determinism/test_recipe.py.
@@ -65,6 +65,9 @@ def test_the_example_of_batch_norm_trains_then_infers():
 def test_notebook_runs(path, tmp_path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    # It says so if it needs the repository, not only the package.
+    needs_checkout = any("from experiments" in cell for cell in code)
+    assert needs_checkout == ("in a checkout" in "".join(cells[0]["source"]))
     program = tmp_path / "notebook.py"
     program.write_text("\n\n".join(code), encoding="utf-8")
     # Pictures are drawn, and not shown.
