@@ -25,7 +25,7 @@ def reconfigure(
     """Returns the model with other settings in its layers, and a state that fits them.
 
     ```python
-    model, state = reconfigure(model, state, approach="smooth_start", momentum=0.9)
+    model, state = reconfigure(model, state, approach="renorm", momentum=0.9)
     first = lambda path, layer: path == "layers[1]"
     model, state = reconfigure(model, state, first, activation=jax.nn.relu)
     ```
