@@ -178,10 +178,8 @@ def draw(runs: Runs, images: int) -> Figure:
         row[0].yaxis.set_major_locator(MultipleLocator(step))
         row[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     panels[0, 0].set_ylabel("test accuracy")
-    steps = (
-        f"{images // 2:,} steps with batches of 2, in {images // 64} with 64 or ghost groups"
-    )
-    figure.suptitle(f"All see {images:,} images: in {steps}")
+    steps = f"{images // 2:,} steps with batches of 2, in {images // 64} with 64"
+    figure.suptitle(f"All see {images:,} images: in {steps} or ghost groups")
     report.legend_below(figure)
     return figure
 

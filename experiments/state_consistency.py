@@ -17,6 +17,7 @@ import functools
 import itertools
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ QUICK = (*OURS, peers.EQUINOX_EMA, peers.EQUINOX_BATCH)
 WHOLE = (*QUICK, peers.FLAX, peers.TORCH)
 SHAPE = (1, 2, 3)  # the thread's: batch, channels, space
 ONE_VALUE = ((1, 6), (1, 6, 1))  # per channel
+warnings.filterwarnings("ignore", "In training, x of .* one value")  # which is asked here
 BAD = ("nan", "inf", "-inf", "3e38")
 
 # To train on a batch, which gives output and gradients; to evaluate one; to read the memory:

@@ -25,10 +25,12 @@ def text_of(name):
 
 
 def programs():
-    """Yields a name and the code of each section; in the API, also of each public name."""
+    """Yields a name and the code of each section; in the API, also of each public name, and in
+    the FAQ of each question."""
     for path in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")]):
         document = str(path.relative_to(ROOT))
-        for section in re.split(r"^(?:###? |::: )", text_of(document), flags=re.MULTILINE)[1:]:
+        headings = r"^### " if path.stem == "faq" else r"^(?:## |::: )"
+        for section in re.split(headings, text_of(document), flags=re.MULTILINE)[1:]:
             heading, _, text = section.partition("\n")
             code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
             # That one comes before JAX starts: tests/determinism/test_recipe.py.
