@@ -16,6 +16,7 @@ from eqx_norm.strategies import (
     Ema,
     Frozen,
     Moments,
+    Renorm,
     SmoothStart,
     VarianceClip,
 )
@@ -152,7 +153,7 @@ def test_the_example_in_the_docstring():
 
     model, state = made(build, OURS)
     layers = example(reconfigure, **globals(), model=model, state=state)["model"].layers
-    assert [n.approach for n in layers] == [SmoothStart(0.9), SmoothStart(0.9)]
+    assert [n.approach for n in layers] == [Renorm(momentum=0.9), Renorm(momentum=0.9)]
     assert [n.activation is None for n in layers] == [True, False]
 
 
