@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -27,12 +26,11 @@ def checked_eps(eps: float) -> float:
     return value
 
 
-def checked_sizes(argument: str, value: Any) -> tuple[int, ...]:
-    """Returns one size or several as a tuple; raises `ValueError` for what is no size."""
-    sizes = tuple(value) if np.iterable(value) else (value,)
-    if not all(map(is_count, sizes)):
-        raise ValueError(f"{argument}={value!r}: sizes must be ints of 1 or more.")
-    return tuple(map(int, sizes))
+def checked_size(argument: str, value: Any) -> int:
+    """Returns a size as an `int`; raises `ValueError` for what is no size."""
+    if not is_count(value):
+        raise ValueError(f"{argument}={value!r}: it must be an int of 1 or more.")
+    return int(value)
 
 
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:

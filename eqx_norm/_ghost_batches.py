@@ -45,8 +45,8 @@ def ghost_batches(batch: Batch, size: int) -> Batch:
             "number of examples along its first axis, to be cut into the same groups."
         )
     (n,) = lengths
-    (size,) = _arguments.checked_sizes("size", size)
-    if n % size:
+    size = _arguments.checked_size("size", size)
+    if not n or n % size:
         divisors = [d for d in range(1, n + 1) if n % d == 0]
         near = [d for d in divisors if d < size][-1:] + [d for d in divisors if d > size][:1]
         raise ValueError(

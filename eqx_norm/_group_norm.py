@@ -56,13 +56,13 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "channels=None: the layer makes a weight and a bias for each channel, so give "
                 "the number of channels, or channelwise_affine=False."
             )
-        sizes = () if channels is None else _arguments.checked_sizes("channels", channels)
-        (self.groups,) = _arguments.checked_sizes("groups", groups)
-        self.channels = sizes[0] if sizes else None
+        shape = () if channels is None else (_arguments.checked_size("channels", channels),)
+        self.groups = _arguments.checked_size("groups", groups)
+        self.channels = shape[0] if shape else None
         self._check_groups(self.channels or self.groups)
         self.channelwise_affine = affine = bool(channelwise_affine)
         weights = affine, affine, dtype
-        super().__init__(sizes, eps, *weights, activation, weight_offset, implementation)
+        super().__init__(shape, eps, *weights, activation, weight_offset, implementation)
 
     def _check_groups(self, channels: int) -> None:
         if channels % self.groups:

@@ -1,5 +1,6 @@
 """Defines what `BatchNorm` keeps in `eqx.nn.State`, reads it from there, and checks it."""
 
+import textwrap
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -53,9 +54,10 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
 def checked_state(state: Any) -> eqx.nn.State:
     """Returns the state; raises `ValueError` for `None` and other objects."""
     if not isinstance(state, eqx.nn.State):
+        given = textwrap.shorten(eqx.tree_pformat(state), 120)
         raise ValueError(
-            f"state={eqx.tree_pformat(state)} is no eqx.nn.State, which holds the running "
-            "statistics: `model, state = eqx.nn.make_with_state(Model)(...)` makes it."
+            f"state={given} is no eqx.nn.State, which holds the running statistics: "
+            "`model, state = eqx.nn.make_with_state(Model)(...)` makes it."
         )
     return state
 

@@ -64,5 +64,5 @@ def public(path: str, pkg: griffe.Module) -> str:
     if parts[0] != pkg.name:
         return path
     *folders, name = [part for part in parts[1:] if not part.startswith("_")]
-    module = pkg["".join(folders)] if folders else pkg
+    module = pkg[".".join(folders)] if folders else pkg
     return ".".join((pkg.name, *folders, name)) if name in module.members else ""

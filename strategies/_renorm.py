@@ -1,11 +1,12 @@
 """Defines `Renorm` (Batch Renormalisation), and `Ramp`, a schedule for its bounds."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
 
@@ -28,16 +29,19 @@ class Ramp(eqx.Module):
     **Arguments:** `start`, `end`: floats; `begin`, `finish`: ints, numbers of batches.
     """
 
-    start: float = eqx.field(static=True, converter=float)
-    end: float = eqx.field(static=True, converter=float)
+    start: float = eqx.field(static=True, converter=number)
+    end: float = eqx.field(static=True, converter=number)
     begin: int = eqx.field(static=True)
     finish: int = eqx.field(static=True)
 
     def __check_init__(self):
-        if not self.begin < self.finish:
+        ends, steps = (self.start, self.end), (self.begin, self.finish)
+        are_numbers = all(isinstance(end, float) and math.isfinite(end) for end in ends)
+        are_steps = all(isinstance(step, int | np.integer) for step in steps)
+        if not (are_numbers and are_steps and self.begin < self.finish):
             raise ValueError(
-                f"begin={self.begin!r} and finish={self.finish!r}: the ramp goes from step "
-                "begin= to step finish=, so begin= must be smaller."
+                f"{self}: it goes from start= at step begin= to end= at step finish=. Give "
+                "finite numbers for start= and end=, and two ints, begin= the smaller one."
             )
 
     def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
@@ -68,7 +72,8 @@ class Renorm(AbstractRunningStrategy):
         remembered so far. The defaults are the paper's: 1 and 0 for 5,000 batches, then
         linearly to 3 at 40,000 and to 5 at 25,000. Scale them to the length of your run.
 
-    **Raises:** `ValueError` for an `r_max` below 1 or a `d_max` below 0.
+    **Raises:** `ValueError` for an `r_max` below 1 or a `d_max` below 0, at step 0 if it is a
+    function; at later steps these count as 1 and 0, no correction.
 
     Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
     """
@@ -92,18 +97,18 @@ class Renorm(AbstractRunningStrategy):
         for name, least in (("r_max", 1), ("d_max", 0)):
             bound = getattr(self, name)
             ends = (bound.start, bound.end) if isinstance(bound, Ramp) else (bound,)
-            with jax.ensure_compile_time_eval():
-                first = jnp.zeros((), jnp.int32)
-                ends = [number(end(first)) if callable(end) else end for end in ends]
+            # Not an array, which would start JAX.
+            ends = [number(end(np.int32(0))) if callable(end) else end for end in ends]
             if not all(isinstance(end, float) and end >= least for end in ends):
                 raise ValueError(
                     f"{name}={bound!r}: it bounds the correction of a batch, and must be a "
                     f"number of {least} or more ({least}: no correction), or a function of the "
-                    f"step that returns one. At step 0 it is {ends[0]!r}."
+                    f"step that returns one. It gives {', '.join(map(repr, ends))}."
                 )
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:
-        r_max, d_max = (self._bound(bound, batch) for bound in (self.r_max, self.d_max))
+        r_max = self._bound(self.r_max, 1, batch)
+        d_max = self._bound(self.d_max, 0, batch)
         running, first = memory.moments, memory.batches == 0
         sigma_b = jnp.sqrt(batch.variance + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
@@ -125,6 +130,6 @@ class Renorm(AbstractRunningStrategy):
         return used, memory.push(batch, self.momentum)
 
     @staticmethod
-    def _bound(bound: float | Schedule, batch: TrainingBatch) -> Float[Array, ""]:
+    def _bound(bound: float | Schedule, least: int, batch: TrainingBatch) -> Float[Array, ""]:
         value = bound(batch.step) if callable(bound) else bound
-        return jnp.asarray(value, batch.m2.dtype)
+        return jnp.maximum(jnp.asarray(value, batch.m2.dtype), least)

@@ -35,7 +35,8 @@ class VarianceClip(AbstractWrapper):
     - `ratio`: the constant $c$, greater than 1.
     - `start`: the number of batches (`TrainingBatch.step`) before clipping starts, 1 or more.
 
-    **Raises:** `ValueError` for other values of `ratio` and `start`.
+    **Raises:** `ValueError` for another `ratio` or `start`, or a `strategy` that is none, or
+    frozen.
 
     Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """

@@ -12,19 +12,18 @@ from ._moments import Moments
 class AbstractWrapper(AbstractStrategy[Any]):
     """Passes everything but `update` on to the wrapped strategy, and has its memory.
 
-    **Fields:** `strategy`: the strategy to wrap; only `Frozen` may wrap a frozen one.
+    **Fields:** `strategy`: the strategy to wrap, which is not frozen.
     """
 
     strategy: eqx.AbstractVar[AbstractStrategy[Any]]
 
     def __check_init__(self):
         inner: Any = self.strategy
-        if not isinstance(inner, AbstractStrategy) or self.learns > inner.learns:
-            name = type(self).__name__
+        if not (isinstance(inner, AbstractStrategy) and inner.learns):
             raise ValueError(
-                f"strategy={inner!r}: {name} wraps a strategy object that learns, for example "
-                f"eqx_norm.strategies.Batch(), with the parentheses. Only Frozen({name}(...)) "
-                "freezes it."
+                f"strategy={inner!r}: {type(self).__name__} wraps a strategy object that "
+                "learns, for example eqx_norm.strategies.Batch(), with the parentheses. Only "
+                "the outermost may be Frozen."
             )
 
     @property

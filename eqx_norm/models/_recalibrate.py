@@ -83,19 +83,15 @@ def recalibrate(
     # A batch of one value has no unbiased variance; all batches together have one.
     settings: Any = {"approach": Cumulative(), "inference": False, "unbiased": False}
     if forward is None:
+        axis_name = next(iter(norms.values())).axis_name
+        axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
+        # Partials of equal arguments are equal, so `_step` is compiled once.
+        forward = jax.tree_util.Partial(_over_batch, axis_name)
+        batches = map(_first, batches)
         settings["memory_axis_name"] = ()  # the batch is one group
 
     pooling = functools.partial(copied, **settings)
     pooler, after = replaced(model, state, norms, pooling, _empty)
-    if forward is None:
-        first = next(iter(norms.values()))
-        axis_name = first.axis_name
-        axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
-        if after.get(first.memory_index).accepted.ndim:
-            raise ValueError(_ENSEMBLE.format(axis_name))
-        # Partials of equal arguments are equal, so `_step` is compiled once.
-        forward = jax.tree_util.Partial(_over_batch, axis_name)
-        batches = map(_first, batches)
     count = 0
     for batch in batches:
         after = _step(forward, pooler, after, batch)
@@ -151,13 +147,13 @@ def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.
     return result
 
 
+_FIX = "Pass forward=lambda model, state, batch: ..., which returns the new state."
 _ENSEMBLE = """The model is an ensemble, so say which member sees which data. If all see all:
     of_one = lambda model, state, x: jax.vmap(
         model, axis_name={!r}, in_axes=(0, None), out_axes=(0, None))(x, state)
     axes = eqx.if_array(0), eqx.if_array(0), None
     states = recalibrate(models, states, batches, eqx.filter_vmap(of_one, in_axes=axes))
 Or recalibrate the members one by one, and stack their states."""
-_FIX = "Pass forward=lambda model, state, batch: ..., which returns the new state."
 
 
 def _first(batch: Any) -> Array | np.ndarray:
@@ -174,6 +170,9 @@ def _over_batch(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> An
     try:
         return mapped(x, state)
     except Exception as error:
+        norms = layers_of(model, BatchNorm).values()
+        if any(state.get(norm.memory_index).accepted.ndim for norm in norms):
+            raise ValueError(_ENSEMBLE.format(axis_name)) from error
         raise ValueError(
             f"The model was mapped over {axis_name!r}, the first axis of a batch of shape "
             f"{x.shape}, and failed on an example of shape {x.shape[1:]}: {error}\n{_FIX}"

@@ -191,7 +191,8 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
             f"names has {unused}, but no layer's path begins so. The paths are "
             f"{listed(map(repr, dotted))}."
         )
-    rules = {_dotted(part): prefix for part, prefix in pairs.items()}  # the last one decides
+    # Of a path written in two ways the last one decides: `report.matched | {...}` adds it.
+    rules = {_dotted(part): prefix for part, prefix in pairs.items()}
     rules = sorted(rules.items(), key=lambda rule: len(rule[0]), reverse=True)  # the longest
     prefixes, skipped = dict[str, str](), list[str]()
     for path, name in dotted.items():

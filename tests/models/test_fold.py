@@ -92,7 +92,7 @@ def test_it_is_computed_in_float64_and_rounded_once(dtype):
 
 
 class Block(eqx.nn.StatefulLayer):
-    """A residual block, as ResNets have it."""
+    """Is a residual block of a ResNet."""
 
     conv1: Any
     bn1: Any

@@ -67,6 +67,7 @@ def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
     assert same(entries(state), values)  # which stays valid
 
 
+@pytest.mark.filterwarnings("ignore:.* hold one value per channel")
 def test_batches_of_one_value_have_an_unbiased_variance_together():
     settings: Any = {"unbiased": True, "memory_axis_name": "devices"}  # which batches lack
     layer, state = make(3, "batch", approach="batch", **settings)
@@ -128,12 +129,33 @@ def test_an_ensemble():
         recalibrate(models, states, batches[:, 0])
     names = {"eqx": eqx, "jax": jax, "recalibrate": recalibrate, "models": models}
     names |= {"states": states, "batches": batches[:, 0]}
-    exec(textwrap.dedent(str(raised.value).partition("\n")[2].rpartition("\n")[0]), names)
+    code = str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
+    exec(textwrap.dedent(code), names)
     expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
     np.testing.assert_allclose(inferred(models, names["states"]), expected, rtol=1e-5)
     after = recalibrate(models, states, batches, forward)
     expected = batches.mean((0, 2)), batches.var((0, 2))
     np.testing.assert_allclose(inferred(models, after), expected, rtol=1e-5)
+
+
+class Stacked(eqx.Module):
+    """Maps over norms of its own."""
+
+    norms: BatchNorm
+
+    def __init__(self):
+        self.norms = eqx.filter_vmap(lambda _: BatchNorm(3, "batch", approach="batch"))(
+            jnp.arange(2)
+        )
+
+    def __call__(self, x, state):
+        return eqx.filter_vmap(lambda norm, state: norm(x, state))(self.norms, state)
+
+
+def test_a_model_that_maps_over_norms_is_no_ensemble():
+    model, state = eqx.nn.make_with_state(Stacked)()
+    after = recalibrate(model, state, cut(data()))
+    assert after.get(model.norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
 
 
 def test_batches_may_be_tuples_and_a_generator(deep):

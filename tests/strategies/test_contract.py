@@ -76,10 +76,11 @@ NUMBERS: list[Any] = [
     (VarianceClip, "start", (0, 1.5, True), "after 1 batch at the earliest; give an int"),
     (Accumulated, "every", (0, 2.5, True), "number of micro-batches .* int of 1 or more"),
     (Renorm, "r_max", (0.5, jnp.nan, "3", Ramp(0, 3, 1, 9)), "it bounds .* 1 or more"),
-    (Renorm, "r_max", (half,), "it bounds .* or a function .* At step 0 it is 0.5"),
+    (Renorm, "r_max", (half,), "it bounds .* or a function .* It gives 0.5"),
     (Renorm, "d_max", (-1.0, True, Ramp(5, -5, 1, 9)), "it bounds .* 0 or more"),
     (Accumulated, "strategy", ("batch", Batch), r"Accumulated wraps .* with the parentheses"),
-    (VarianceClip, "strategy", (Frozen(Batch()),), r"Only Frozen\(VarianceClip\(...\)\)"),
+    (VarianceClip, "strategy", (Frozen(Batch()),), "Only the outermost may be Frozen"),
+    (Frozen, "strategy", ("batch", Frozen(Batch())), "Only the outermost may be Frozen"),
 ]
 
 
@@ -92,9 +93,13 @@ def test_arguments(unchecked, function, argument, values, reason):
             function(**{**others, argument: value})
 
 
-def test_a_ramp_goes_forwards():
-    with pytest.raises(ValueError, match="begin=10 and finish=5.*begin= must be smaller"):
-        Ramp(1, 3, 10, 5)
+@pytest.mark.parametrize(
+    "wrong", [(1, 3, 10, 5), (1, "3", 1, 9), (1, np.inf, 1, 9), (1, 3, None, 9), (1, 3, 0.5, 9)]
+)
+def test_a_ramp_goes_forwards_between_numbers(wrong, unchecked):
+    arguments = re.escape(f"begin={wrong[2]!r}, finish={wrong[3]!r}")
+    with pytest.raises(ValueError, match=f"{arguments}.*begin= the smaller one"):
+        Ramp(*wrong)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -121,6 +121,7 @@ def test_momentum_and_example():
 
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize("sizes", [(300,), (100, 200), (1,) * 300], ids=len)
+@pytest.mark.filterwarnings("ignore:.* hold one value per channel")
 def test_it_remembers_all_values_however_they_were_cut(sizes, mean):
     drift = np.linspace(0, 2, 300)[:, None]
     x = np.asarray(floats(np.asarray(normal(0, (300, C), mean)) + drift))
