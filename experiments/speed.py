@@ -1,6 +1,6 @@
 """Times the layers of this package, Equinox, Flax and PyTorch, on a CPU or a GPU.
 
-    python -m experiments.speed                about 15 minutes on 2 cores
+    python -m experiments.speed                about 10 minutes on 2 cores
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
     python -m experiments.speed --device gpu   on a machine with a GPU
 
@@ -227,6 +227,8 @@ WAYS = {
     "GroupNorm": (GROUP_NORM, BOTH, OURS),
     "RMSNorm": (RMS_NORM, BOTH, OURS),
     "LayerNorm inference": (LAYER_NORM, INFERENCE, OURS),
+    "GroupNorm inference": (GROUP_NORM, INFERENCE, OURS),
+    "RMSNorm inference": (RMS_NORM, INFERENCE, OURS),
 }
 
 
