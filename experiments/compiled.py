@@ -1,6 +1,6 @@
 """Counts the bytes that the layers move on an H200 or a TPU v5e, in compiled programs.
 
-    make gpu-compile-check, make tpu-compile-check  all of it, without such a device (6 minutes)
+    make gpu-compile-check, make tpu-compile-check  all of it, without a device (6 minutes each)
     python -m experiments.compiled                  the same, if jax's plugin is installed
     python -m experiments.compiled --quick          a few programs, under 30 seconds
 

@@ -1,6 +1,6 @@
 """Tests which runs agree to the last bit, and where the others first differ.
 
-    python -m experiments.determinism           about 4 minutes on 2 cores
+    python -m experiments.determinism           about 7 minutes on 2 cores
     python -m experiments.determinism --quick   under 30 seconds; fails if a claim fails
 
 It is the table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911), for JAX.

@@ -1,6 +1,6 @@
 """Tests whether several processes train as one, restore a checkpoint, and notice a crash.
 
-    python -m experiments.distributed           2 and 4 processes: about a minute on 2 cores
+    python -m experiments.distributed           2 and 4 processes: about 3 minutes on 2 cores
     python -m experiments.distributed --quick   2, under 30 seconds; fails if a claim fails
 
 Each process trains the network of the stability experiment on its part of each batch of MNIST,

@@ -34,7 +34,7 @@ class NoNorm(eqx.Module):
 
 
 class Small(eqx.Module):
-    """Equinox's tutorial CNN with a norm after the first linear layer, as in issue #659."""
+    """Is Equinox's tutorial CNN with a norm after the first linear layer, as in issue #659."""
 
     conv: eqx.nn.Conv2d
     pool: eqx.nn.MaxPool2d
