@@ -77,12 +77,11 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
 @pytest.mark.parametrize(
     "settings",
     [
-        {"approach": "ema"},
         {"approach": Cumulative()},
         {"approach": lambda strategy: Accumulated(strategy, 4)},
         {"momentum": 0.5, "weight_offset": 1.0},
     ],
-    ids=("name", "object", "function", "others"),
+    ids=("object", "function", "others"),
 )
 def test_a_frozen_layer_stays_frozen_and_trains_with_its_new_approach_once_unfrozen(settings):
     model, state = trained()

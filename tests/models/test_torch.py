@@ -10,7 +10,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -230,8 +229,7 @@ def test_a_twin_in_another_order_is_an_error_that_offers_what_to_write():
     assert "strict=" not in text
 
 
-def test_to_torch_has_no_order(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users
+def test_to_torch_has_no_order(unchecked):
     order: Any = "order"
     with pytest.raises(ValueError, match=r"^names='order' is no mapping .*report\.matched"):
         to_torch(linear(), None, order)
