@@ -1,8 +1,8 @@
 """Compares the training stability of batch normalisations: Equinox issue #659, on MNIST.
 
-    python -m experiments.stability                  about 9 minutes on 2 cores
+    python -m experiments.stability                  about 3 minutes on 2 cores
     python -m experiments.stability --quick          under 30 seconds; fails if a claim fails
-    python -m experiments.stability --network large  about 23 minutes
+    python -m experiments.stability --network large  about 8 minutes
 
 Batch normalisation keeps a running mean and variance for inference. `ema` also normalises
 training batches by them. At momentum 0.99 they stay near those of the first batch while the
