@@ -24,21 +24,29 @@ def update(
         )
     used, learnt = result
     used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
-    learnt = _plain(learnt)
-    if form(learnt) != form(memory):
-        raise ValueError(
-            f"{name} returned a memory of another structure, shape or dtype:\n"
-            f"    {eqx.tree_pformat(learnt)}\nwhere it was given\n"
-            f"    {eqx.tree_pformat(memory)}\n"
-            "Return a memory of the form that `init` has given it."
-        )
-    return used, learnt
+    return used, _memory(_plain(learnt), memory, name)
 
 
 def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
     """Returns `approach.infer(memory)`; raises unless it is `Moments` of that shape."""
     name = f"{type(approach).__name__}.infer"
     return _moments(approach.infer(memory), (channels,), f"{name} returned")
+
+
+def load(approach: AbstractStrategy[Any], learnt: Moments, empty: Any) -> Any:
+    """Returns `approach.load(learnt)`; raises unless it has the form of the `empty` memory."""
+    return _memory(_plain(approach.load(learnt)), empty, f"{type(approach).__name__}.load")
+
+
+def _memory(returned: Any, given: Any, name: str) -> Any:
+    if form(returned) != form(given):
+        raise ValueError(
+            f"{name} returned a memory of another structure, shape or dtype:\n"
+            f"    {eqx.tree_pformat(returned)}\nwhere `init` has made\n"
+            f"    {eqx.tree_pformat(given)}\n"
+            "Return a memory of that form."
+        )
+    return returned
 
 
 def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from eqx_norm import _memory
+from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Running
@@ -45,7 +45,8 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
             return start
         moments = old.approach.infer(statistics)
         # A strategy that keeps counts makes the unbiased variance from its count.
-        loaded = new.approach.load(dataclasses.replace(moments, ddof=int(new.unbiased)))
+        learnt = dataclasses.replace(moments, ddof=int(new.unbiased))
+        loaded = _contract.load(new.approach, learnt, start)
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
 
     statistics = over_members(one, memory.accepted)(memory.statistics, fresh)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqx_norm import _memory
+from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative
@@ -122,11 +122,13 @@ def recalibrate(
 
 
 def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
-    """Returns an empty memory; raises for strategies without `load` before any data is read."""
+    """Returns an empty memory; before any data is read, raises for a strategy that cannot take
+    over what will be learnt."""
 
     def one(statistics: Any) -> Any:
-        empty = new.approach.init(old.input_size, _memory.dtype_of(statistics))
-        old.approach.load(new.approach.infer(empty))
+        sizes = old.input_size, _memory.dtype_of(statistics)
+        empty = new.approach.init(*sizes)
+        _contract.load(old.approach, new.approach.infer(empty), old.approach.init(*sizes))
         return empty
 
     statistics = over_members(one, memory.accepted)(memory.statistics)

@@ -39,6 +39,11 @@ class Standardised(eqx.nn.Conv1d):
         return super().__call__(x - x.mean(), key=key)
 
 
+class Wrong(Unloaded):
+    def load(self, learnt):
+        return learnt.mean
+
+
 MODEL, STATE = made(two, OURS)
 _, STATE = call(MODEL, STATE, normal(0, (4, C)))
 SWAPPED = made(two, THEIRS)
@@ -106,6 +111,7 @@ ERRORS: list[tuple[Any, str]] = [
         r"^\[0\]: momentum=0.5: .*Cumulative",
     ),
     (lambda: reconfigure(NORM, UNLOADED[1], approach="ema"), "^BatchNorm: .*another layer"),
+    (lambda: reconfigure(MODEL, STATE, approach=Wrong()), r"(?s)^\[0\]: Wrong\.load .*has made"),
     (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^state=None is no eqx.nn.State"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),

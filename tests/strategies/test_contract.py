@@ -174,11 +174,11 @@ TRAINING = {
     "(memory, batch)": r"before the memory, Running\(.*Return the \.moments of this",
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
     r"m2 of shape \(2,\), but this layer has 3 channels",
-    "(batch, 0.5)": r"another structure, shape or dtype.*f\d\d\[\]\s+where it was given",
+    "(batch, 0.5)": r"another structure, shape or dtype.*f\d\d\[\]\s+where `init` has made",
     "(batch, None)": r"Answers\.update returned a memory of another structure"
     r".*averages=Pair\(parts=f\d\d\[2,2,3\]",
     f"(batch, {HALVES})": r"returned a memory of another structure, shape or dtype"
-    r".*averages=Pair\(parts=f16\[2,2,3\].*it was given.*averages=Pair\(parts=f\d\d\[2,2,3\]",
+    r".*averages=Pair\(parts=f16\[2,2,3\].*has made.*averages=Pair\(parts=f\d\d\[2,2,3\]",
 }
 INFERENCE = {
     "memory": r"Answers\.infer returned Running\(.*Return the \.moments of this",
