@@ -62,7 +62,7 @@ def checked_state(state: Any) -> eqx.nn.State:
     return state
 
 
-def recall(layer: Any, state: eqx.nn.State) -> Remembered:
+def recall(layer: Any, state: Any) -> Remembered:
     """Returns what a `BatchNorm` remembers; raises as `check` does, and if there is nothing."""
     try:
         remembered = checked_state(state).get(layer.memory_index)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
@@ -85,7 +86,8 @@ def from_torch(
         mean, variance = (loaded.get(f"{path}.{name}") for name in (MEAN, VARIANCE))
         if mean is not None and variance is not None:
             with located(path, norm):
-                memory = norm.approach.load(Moments.of(mean, variance))
+                before = _memory.recall(norm, state).statistics
+                memory = _contract.load(norm.approach, Moments.of(mean, variance), before)
             counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
             learnt[norm.memory_index.marker] = Remembered(memory, counts)
     lines = [listed(problems, "\n    ")] if problems else []

@@ -52,6 +52,7 @@ MEMBERS = made(two, OURS, members=2)
 NORM, NORM_STATE = make(C, "batch", approach="batch", inference=True)
 ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
 UNLOADED = make(C, "batch", approach=Unloaded())
+WRONG = make(C, "batch", approach=Wrong())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
 NO_STATE: Any = None
@@ -111,7 +112,10 @@ ERRORS: list[tuple[Any, str]] = [
         r"^\[0\]: momentum=0.5: .*Cumulative",
     ),
     (lambda: reconfigure(NORM, UNLOADED[1], approach="ema"), "^BatchNorm: .*another layer"),
-    (lambda: reconfigure(MODEL, STATE, approach=Wrong()), r"(?s)^\[0\]: Wrong\.load .*has made"),
+    (
+        lambda: reconfigure(MODEL, STATE, approach=Wrong()),
+        r"(?s)^\[0\]: Wrong\.load .*has made",
+    ),
     (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^state=None is no eqx.nn.State"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
@@ -146,6 +150,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(*SWAPPED, {}), r"^\[0\]: .*eqx_norm\.models\.swap"),
     (lambda: from_torch(MODEL, None, {}), r"^\[0\]: .*in the model's state"),
     (lambda: from_torch(*UNLOADED, LOADED, strict=False), "^BatchNorm: Cumulative cannot take"),
+    (lambda: from_torch(*WRONG, LOADED, strict=False), "^BatchNorm: Wrong.load returned"),
     (lambda: from_torch(*MEMBERS, {}), "ensemble"),
     (lambda: to_torch(*MEMBERS), "ensemble"),
     (lambda: from_torch(NORM, NORM_STATE, PATH), r"a str\. .* module\.state_dict\(\) returns"),
