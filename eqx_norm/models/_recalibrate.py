@@ -139,12 +139,18 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
 @eqx.filter_jit
 def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.nn.State:
     """Returns the state after one batch."""
+    structure = jax.tree.structure(state)
     result = forward(model, state, batch)
     result = result[-1] if isinstance(result, tuple) and result else result
     if not isinstance(result, eqx.nn.State):
         raise ValueError(
             f"forward(model, state, batch) returned {type(result).__name__}, but must return "
             "the new state, alone or last in a tuple, for example (y, state)."
+        )
+    if jax.tree.structure(result) != structure:
+        raise ValueError(
+            "forward(model, state, batch) returned the state of another model: it must call "
+            "the model that it is given, with the state that it is given."
         )
     return result
 

@@ -81,6 +81,11 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
     approach: Any = settings.get("approach", strategy)
     if callable(approach) and not isinstance(approach, type):
         approach = approach(strategy)
+    if approach is None:
+        raise ValueError(
+            "approach= is None, or a function that returned None: give a name, a strategy "
+            "object, or a function that returns one."
+        )
     if isinstance(approach, str):
         settings = {"momentum": layer.momentum} | settings
     elif "momentum" in settings and isinstance(approach, AbstractStrategy):

@@ -47,6 +47,7 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (batch_norm, {"eps": float("nan")}, "eps=nan.*at least 1e-20"),
         (batch_norm, {"eps": None}, "eps=None.*must be a finite number"),
         (batch_norm, {"axis_name": {"b"}}, "axis_name={'b'} and.*{'b'} is no name.*='batch'"),
+        (batch_norm, {"axis_name": None}, "axis_name=None and.*None is no name.*='batch'"),
         (batch_norm, {"axis_name": iter("b")}, "iterator.* is no name of an axis.*='batch'"),
         (batch_norm, {"axis_name": ("b", "b")}, "name 'b' more than once.*each name once"),
         (batch_norm, {"memory_axis_name": ["a", "batch"]}, "'batch' more than once.*separate"),

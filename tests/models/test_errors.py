@@ -116,6 +116,7 @@ ERRORS: list[tuple[Any, str]] = [
         lambda: reconfigure(MODEL, STATE, approach=Wrong()),
         r"(?s)^\[0\]: Wrong\.load .*has made",
     ),
+    (lambda: reconfigure(MODEL, STATE, approach=lambda s: None), r"^\[0\]: approach= is None"),
     (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^state=None is no eqx.nn.State"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
@@ -143,6 +144,10 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: recalibrated([]), "^batches is empty"),
     (lambda: recalibrated([{"x": 1}]), "a dict, not arrays. Pass forward=lambda model, state"),
     (lambda: recalibrated([X], forward=lambda m, s, x: x), "returned .*, but must return"),
+    (
+        lambda: recalibrated([X], forward=lambda *_: STATE),
+        "the state of another model: .*given",
+    ),
     (lambda: recalibrated([X], LINEAR[0]), "nothing to recalibrate: .*that is not frozen"),
     (lambda: recalibrated([X], MODEL), r"^\[0\]: .*to another model"),
     (lambda: recalibrated([X * np.nan]), "No batch norm got .* 1 batches: the model"),
