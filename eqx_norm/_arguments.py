@@ -26,10 +26,12 @@ def checked_eps(eps: float) -> float:
     return value
 
 
-def checked_size(argument: str, value: Any) -> int:
-    """Returns a size as an `int`; raises `ValueError` for what is no size."""
+def checked_size(argument: str, value: Any, given: Any = None) -> int:
+    """Returns a size as an `int`; raises `ValueError` for what is no size, which quotes the
+    value, or the sequence `given` that it is from."""
     if not is_count(value):
-        raise ValueError(f"{argument}={value!r}: it must be an int of 1 or more.")
+        quoted = value if given is None else given
+        raise ValueError(f"{argument}={quoted!r}: a size must be an int of 1 or more.")
     return int(value)
 
 

@@ -16,6 +16,7 @@ C, MOMENTUM = 3, 0.9
 
 
 CLOSED = [Renorm(MOMENTUM), Renorm.crossq(MOMENTUM), Renorm(MOMENTUM, r_max=1.0, d_max=0.0)]
+CLOSED += [Renorm(MOMENTUM, lambda step: 1.0 - step, lambda step: -1.0 * step)]  # too small
 OPEN = Renorm(MOMENTUM, r_max=3.0, d_max=5.0)
 
 
