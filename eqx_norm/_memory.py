@@ -7,9 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from eqx_norm.strategies import AbstractStrategy
+from eqx_norm.strategies._moments import largest
 
 
 def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -72,8 +73,19 @@ def recall(layer: Any, state: Any) -> Remembered:
             "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
             "state that each call returns to the next."
         ) from None
-    check(remembered.statistics, layer.approach, layer.input_size)
+    check(layer, remembered)
     return remembered
+
+
+def stays_finite(before: Any, after: Any) -> Bool[Array, ""]:
+    """Returns whether each array of a memory that was finite before an update is so after it:
+    squares of finite values may overflow. A strategy may start from infinities."""
+    stay = jnp.array(True)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if eqx.is_inexact_array(new):
+            was, remains = map(jnp.isfinite, largest(old, new))
+            stay &= remains | ~was
+    return stay
 
 
 def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
@@ -82,10 +94,11 @@ def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
     return structure, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves]
 
 
-def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
-    """Raises `ValueError` unless the memory has the form of `approach.init(channels)`."""
-    init = jax.eval_shape(lambda: approach.init(channels, dtype_of(memory)))
-    structure, shapes, dtypes = form(memory)
+def check(layer: Any, remembered: Remembered) -> None:
+    """Raises `ValueError` unless what a `BatchNorm` remembers has the form of a new layer's."""
+    channels, approach, memory = layer.input_size, layer.approach, remembered.statistics
+    init = jax.eval_shape(lambda: new(approach, channels, dtype_of(memory)))
+    structure, shapes, dtypes = form(remembered)
     expected_structure, expected_shapes, expected_dtypes = form(init)
     if structure != expected_structure or shapes != expected_shapes:
         is_stacked = [shape[1:] for shape in shapes] == expected_shapes
@@ -97,7 +110,7 @@ def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
                 else "The state given belongs to another layer."
             )
             + f" This layer, with input_size={channels} and approach={approach}, remembers\n"
-            f"    {eqx.tree_pformat(init, struct_as_array=True)}\n"
+            f"    {eqx.tree_pformat(init.statistics, struct_as_array=True)}\n"
             f"but the state holds\n    {eqx.tree_pformat(memory)}"
         )
     for actual, expected in zip(dtypes, expected_dtypes, strict=True):
@@ -106,20 +119,27 @@ def check(memory: Any, approach: AbstractStrategy[Any], channels: int) -> None:
 
 
 def _of_another_dtype(actual: jnp.dtype, expected: jnp.dtype) -> str:
-    convert = f"lambda a: a.astype('{expected}') if a.dtype == '{actual}' else a"
-    back = f"    state = jax.tree.map({convert}, state)"
     x64 = statistics_dtype(float) == "float64"
-    if {actual.name, expected.name} in ({"float32", "float64"}, {"complex64", "complex128"}):
-        return (
-            f"The state given holds {actual}, but with jax_enable_x64={x64} this layer "
-            f"remembers {expected}: the state was made under the other setting. Set that, "
-            f"jax.config.update('jax_enable_x64', {not x64}), or convert the state:\n{back}"
+    if jnp.issubdtype(expected, jnp.integer):
+        cause = (
+            f"counts in {expected}: an average of all leaves of a state makes other numbers of "
+            "counts. Average the floats alone, where eqx.is_inexact_array(leaf)"
         )
-    cast = f"lambda a: a.astype('{actual}') if eqx.is_inexact_array(a) else a"
+    elif {actual.name, expected.name} in ({"float32", "float64"}, {"complex64", "complex128"}):
+        cause = (
+            f"remembers {expected} with jax_enable_x64={x64}: the state was made under the "
+            f"other setting. Set that, jax.config.update('jax_enable_x64', {not x64})"
+        )
+    else:
+        cast = f"lambda a: a.astype('{actual}') if eqx.is_inexact_array(a) else a"
+        cause = (
+            f"remembers {expected} whatever the dtypes of weights and input (a running average "
+            "in half precision stops moving). Cast the model and leave its state as it is, "
+            f"model = jax.tree.map({cast}, model)"
+        )
     return (
-        f"The state given holds {actual}, but this layer remembers {expected} whatever the "
-        "dtypes of weights and input (a running average in half precision stops moving). Cast "
-        f"the model and leave its state as it is:\n    model = jax.tree.map({cast}, model)\n"
-        "If you have only the cast state, this restores its dtype, but not the digits lost by "
-        f"rounding:\n{back}"
+        f"The state given holds {actual}, but this layer {cause}. A new state has the dtypes "
+        "that restore this one, without the digits that rounding has lost:\n"
+        "    _, like = eqx.nn.make_with_state(Model)(...)\n"
+        "    state = jax.tree.map(lambda a, b: a.astype(b.dtype), state, like)"
     )

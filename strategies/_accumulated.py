@@ -31,8 +31,9 @@ class Accumulation(eqx.Module):
     @classmethod
     def begun(cls, remembered: Any, channels: int, dtype: DTypeLike) -> "Accumulation":
         """Returns `remembered` with no pending micro-batch; `dtype` is that of the mean."""
-        zero = jnp.zeros((), jnp.int32)
-        return cls(remembered, Moments.zero(channels, dtype), zero, zero)
+        # Two arrays: a program cannot donate one twice.
+        batches, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return cls(remembered, Moments.zero(channels, dtype), batches, skipped)
 
 
 class Accumulated(AbstractWrapper):

@@ -1,14 +1,10 @@
 """Defines `Average`, which remembers the average of the statistics of all batches."""
 
-from jax.typing import DTypeLike
-
-from ._base import AbstractStrategy
-from ._moments import Moments
-from ._running import Running
+from ._running import AbstractAveragingStrategy, Running
 from ._training_batch import TrainingBatch
 
 
-class Average(AbstractStrategy[Running]):
+class Average(AbstractAveragingStrategy):
     r"""Normalises batch $k$ by its own moments $b_k$, and inference by their average.
 
     $$r_k = r_{k-1} + \frac{b_k - r_{k-1}}{k} = \frac{1}{k} \sum_{j \le k} b_j$$
@@ -21,17 +17,8 @@ class Average(AbstractStrategy[Running]):
     https://pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
     """
 
-    def init(self, channels: int, dtype: DTypeLike) -> Running:
-        return Running.empty(channels, dtype)
-
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[TrainingBatch, Running]:
         seen = batch.step.astype(memory.batches.dtype)
         share = 1 / (seen + 1)
         new = Running.loaded(batch.mean_pair, batch.memory_variance)
         return batch, new._replace(averages=memory.averages.towards(new.averages, share))
-
-    def infer(self, memory: Running) -> Moments:
-        return memory.moments
-
-    def load(self, learnt: Moments) -> Running:
-        return Running.loaded(learnt.mean_pair, learnt.memory_variance)

@@ -75,6 +75,12 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
             "`load(self, learnt: Moments)`, which returns a memory with these statistics."
         )
 
+    @property
+    def starts_as_batch(self) -> bool:
+        """Returns whether early batches are normalised by their own moments alone, though later
+        ones are not. A layer warns if they have one value per channel."""
+        return False
+
     def without_pending(self, memory: Any) -> tuple[Any, Any]:
         """Returns the memory without pending micro-batches, and the number of accepted
         micro-batches that were no batch; `Accumulated` overrides it."""

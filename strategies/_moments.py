@@ -1,6 +1,7 @@
 """Defines `Moments`: count, mean and variance of a set of values, which can be merged."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -63,10 +64,11 @@ class Moments(eqx.Module):
     def variance(self) -> Float[Array, "*channels"]:
         """Returns `m2 / count`, the biased variance; 1 where `count` is 0, so that the moments
         of no values normalise by the identity."""
-        seen = self.count > 0
+        count = self._count_of_each
+        seen = count > 0
         if not isinstance(seen, jax.Array) and seen.all():
-            return self.m2 / self.count
-        return jnp.where(seen, self.m2 / jnp.where(seen, self.count, 1), 1)
+            return self.m2 / count
+        return jnp.where(seen, self.m2 / jnp.where(seen, count, 1), 1)
 
     @property
     def memory_variance(self) -> Float[Array, "*channels"]:
@@ -75,7 +77,13 @@ class Moments(eqx.Module):
         It is finite even for `count <= ddof`, where it is not defined; the layer does not
         remember such a batch.
         """
-        return self.m2 / (self.count - self.ddof).clip(min=1)
+        return self.m2 / (self._count_of_each - self.ddof).clip(min=1)
+
+    @property
+    def _count_of_each(self) -> Any:
+        """Returns the count, which broadcasts to m2; that of several sets has fewer axes."""
+        missing = range(self.count.ndim, self.m2.ndim)
+        return jnp.expand_dims(self.count, missing) if self.count.ndim else self.count
 
     def merge(self, other: "Moments") -> "Moments":
         r"""Returns the moments of the union of two sets, with the `ddof` of this one.
@@ -106,22 +114,23 @@ class Moments(eqx.Module):
 
         As in `merge`, sets of equal means are merged exactly, and empty ones change nothing.
         """
-        counts = jnp.expand_dims(self.count, range(self.count.ndim, self.mean.ndim))
+        counts = self._count_of_each
         seen = counts > 0
-        count = counts.sum(0)
+        count = counts.sum(0, keepdims=True)
         share = (counts / jnp.where(count > 0, count, 1)).astype(self.mean.dtype)
         first = jnp.argmax(seen, axis=0, keepdims=True)
-        (k,) = jnp.take_along_axis(self.mean, first, 0)
+        k = jnp.take_along_axis(self.mean, first, 0)
 
         def distances() -> Array:
             return jnp.where(seen, (self.mean_pair - mean).value, 0)
 
         mean = Pair.of(k)
         for _ in range(2):  # again for the rounding error of shares and products
-            mean += (share * distances()).sum(0)
+            mean += (share * distances()).sum(0, keepdims=True)
         delta = distances()
         m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
-        return Moments(count.reshape(self.count.shape[1:]), mean, m2, self.ddof)
+        count = count.reshape(self.count.shape[1:])
+        return Moments(count, Pair(mean.parts[0]), m2, self.ddof)
 
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, for the mean and for the variance.
@@ -142,11 +151,15 @@ class Moments(eqx.Module):
     @property
     def finite(self) -> Bool[Array, ""]:
         """Returns one boolean: whether every channel's mean and m2 are finite."""
-        # In one reduction: XLA:CPU compiles a loop for each.
-        sizes = [jnp.abs(self.mean), self.m2]
-        zeros = [jnp.zeros((), size.dtype) for size in sizes]
-        mean, m2 = lax.reduce(sizes, zeros, _maxima, tuple(range(self.m2.ndim)))
-        return jnp.isfinite(jnp.maximum(mean, m2))
+        return jnp.isfinite(jnp.maximum(*largest(self.mean, self.m2)))
+
+
+def largest(*arrays: Array) -> Sequence[Array]:
+    """Returns the largest absolute value of each of several arrays of one shape, or NaN."""
+    # In one reduction: XLA:CPU compiles a loop for each.
+    sizes = [jnp.abs(array) for array in arrays]
+    zeros = [jnp.zeros((), size.dtype) for size in sizes]
+    return lax.reduce(sizes, zeros, _maxima, tuple(range(sizes[0].ndim)))
 
 
 def _maxima(a: Any, b: Any) -> Any:

@@ -100,10 +100,11 @@ def rounded(value: Array) -> Array:
 
     XLA computes a vector again in each loop that uses it, and in some of these loops LLVM fuses
     a product and a sum into one operation, which rounds once. Then the result would differ from
-    the number whose rounding error was computed. (XLA removes an `optimization_barrier` before
+    the number whose rounding error was computed. (A select of NaN would make one where the user
+    has none, and `jax_debug_nans` stop there. XLA removes an `optimization_barrier` before
     LLVM runs. Once it does not, that is the better way.)
     """
-    return lax.select(value != value, lax.full_like(value, jnp.nan), value)
+    return lax.select(value != value, -value, value)
 
 
 @jax.custom_jvp

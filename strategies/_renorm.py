@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -105,6 +106,12 @@ class Renorm(AbstractRunningStrategy):
                     f"number of {least} or more ({least}: no correction), or a function of the "
                     f"step that returns one. It gives {', '.join(map(repr, ends))}."
                 )
+
+    @property
+    def starts_as_batch(self) -> bool:
+        with jax.ensure_compile_time_eval():
+            bounds = [f(jnp.int32(0)) if callable(f) else f for f in (self.r_max, self.d_max)]
+            return bounds == [1, 0]
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:
         r_max = self._bound(self.r_max, 1, batch)

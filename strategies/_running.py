@@ -1,4 +1,4 @@
-"""Defines `Running`, the memory of most strategies, and the base class of these."""
+"""Defines `Running`, the memory of most strategies, and the base classes of these."""
 
 import functools
 import math
@@ -30,7 +30,9 @@ class Running(NamedTuple):
       h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0.$$
 
     The first batch is remembered to the bit, and statistics that do not change stay the same
-    to the bit.
+    to the bit. Before any batch it holds what inference uses, mean 0 and variance 1, so that an
+    average of the states of several models is what a trained and an untrained one infer with on
+    average (https://github.com/huggingface/pytorch-image-models/issues/1182).
 
     **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
     momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
@@ -44,9 +46,10 @@ class Running(NamedTuple):
 
     @staticmethod
     def empty(channels: int, dtype: DTypeLike) -> "Running":
-        """Returns the average before any batch, 0; `dtype` is that of the mean."""
-        zeros = jnp.zeros((2, 2, channels), dtype)
-        return Running(Pair(zeros), jnp.zeros((), zeros.real.dtype))
+        """Returns the average before any batch, mean 0 and variance 1; `dtype` is that of the
+        mean."""
+        mean = jnp.zeros(channels, dtype)
+        return Running.loaded(mean, jnp.ones_like(mean), 0)
 
     @staticmethod
     def loaded(
@@ -70,12 +73,20 @@ class Running(NamedTuple):
 
     @property
     def variance(self) -> Float[Array, "*members channels"]:
-        """Returns the average of the variances, rounded to one float; 0 before any batch."""
-        return self.averages.value[..., 1, :].real
+        """Returns the average of the variances, rounded to one float; 1 before any batch, also
+        where the memory is from a version that held 0 then."""
+        variance = self.averages.value[..., 1, :].real
+        return jnp.where(jnp.expand_dims(self.batches, -1) > 0, variance, 1)
 
     def weight(self, momentum: float) -> Float[Array, "*members"]:
         """Returns the weight of all batches, $w_k$."""
         return -jnp.expm1(self.batches * math.log(momentum))
+
+    def at_momentum(self, old: float, new: float) -> "Running":
+        """Returns the average with the number of batches that have at the new momentum the
+        weight that these have at the old one, so that $h$ and $w$ go on from there."""
+        batches = jnp.minimum(self.batches * (math.log(old) / math.log(new)), MANY)
+        return self._replace(batches=jnp.where(self.batches < MANY, batches, self.batches))
 
     def push(self, batch: Moments, momentum: float) -> "Running":
         """Returns the average after one more batch; it uses the batch's `memory_variance`."""
@@ -86,8 +97,7 @@ class Running(NamedTuple):
     @property
     def moments(self) -> Moments:
         """Returns the average as moments; before any batch, mean 0 and variance 1."""
-        variance = jnp.where(self.batches > 0, self.variance, 1)
-        return Moments.of(self.mean_pair, variance)
+        return Moments.of(self.mean_pair, self.variance)
 
 
 # Run op by op, it is one call. `inline`, because XLA takes time to inline calls.
@@ -99,12 +109,26 @@ def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Ru
     if momentum < 0.5:
         share = momentum * running.weight(momentum) / batch.weight(momentum)
         return batch._replace(averages=new.moved(old, share))
-    share = jnp.where(running.batches > 0, (1 - momentum) / batch.weight(momentum), 1)
+    share = (1 - momentum) / batch.weight(momentum)
+    old = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
     return batch._replace(averages=old.moved(new, share))
 
 
-class AbstractRunningStrategy(AbstractStrategy[Running]):
-    """Remembers a `Running` and normalises inference by it; the base of most strategies.
+class AbstractAveragingStrategy(AbstractStrategy[Running]):
+    """Remembers a `Running` and normalises inference by it."""
+
+    def init(self, channels: int, dtype: DTypeLike) -> Running:
+        return Running.empty(channels, dtype)
+
+    def infer(self, memory: Running) -> Moments:
+        return memory.moments
+
+    def load(self, learnt: Moments) -> Running:
+        return Running.loaded(learnt.mean_pair, learnt.memory_variance)
+
+
+class AbstractRunningStrategy(AbstractAveragingStrategy):
+    """Remembers a `Running` with a momentum; the base of most strategies.
 
     **Arguments:** `momentum`: the weight $m$ of the past, strictly between 0 and 1.
     """
@@ -116,14 +140,6 @@ class AbstractRunningStrategy(AbstractStrategy[Running]):
             raise ValueError(
                 f"momentum={self.momentum!r}: it is the weight of the past in the running "
                 "statistics, a number strictly between 0 and 1. (PyTorch's momentum is the "
-                "weight of the new batch: its 0.1 is 0.9 here.)"
+                "weight of the new batch: its 0.1 is 0.9 here. For a schedule, change it "
+                "between steps: eqx_norm.models.reconfigure(model, state, momentum=...).)"
             )
-
-    def init(self, channels: int, dtype: DTypeLike) -> Running:
-        return Running.empty(channels, dtype)
-
-    def infer(self, memory: Running) -> Moments:
-        return memory.moments
-
-    def load(self, learnt: Moments) -> Running:
-        return Running.loaded(learnt.mean_pair, learnt.memory_variance)

@@ -31,6 +31,10 @@ class AbstractWrapper(AbstractStrategy[Any]):
         """Returns the wrapped strategy's momentum, or `None`."""
         return getattr(self.strategy, "momentum", None)
 
+    @property
+    def starts_as_batch(self) -> bool:
+        return self.strategy.starts_as_batch
+
     def init(self, channels: int, dtype: DTypeLike) -> Any:
         return self.strategy.init(channels, dtype)
 

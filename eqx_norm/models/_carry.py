@@ -12,6 +12,7 @@ from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Running
+from eqx_norm.strategies._running import AbstractAveragingStrategy
 
 from ._layers import over_members
 
@@ -19,14 +20,16 @@ from ._layers import over_members
 def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
     """Returns the new layer's memory, with which it infers as the old one does.
 
-    Strategies whose memory is a `Running` share it unchanged; others `load` it. A memory
+    Strategies that share the meaning of their memory share it; others `load` it. A memory
     without batches becomes a new one. Pending micro-batches are dropped, and accepted
     micro-batches that were no update are not counted.
     """
-    fresh = over_members(lambda s: is_new(old, s), memory.accepted)(memory.statistics)
+    fresh = over_members(lambda m: is_new(old, m), memory.accepted)(memory)
     if old.approach == new.approach:
         return (memory,)
-    is_same = type(_innermost(old.approach)) is type(_innermost(new.approach))
+    inner = [_innermost(layer.approach) for layer in (old, new)]
+    is_same = type(inner[0]) is type(inner[1]) or all(map(_is_average, inner))
+    momenta: list[Any] = [getattr(approach, "momentum", None) for approach in inner]
     try:
         is_untrained = bool(fresh.all())
     except jax.errors.ConcretizationTypeError:
@@ -36,8 +39,9 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
         start = new.approach.init(new.input_size, _memory.dtype_of(statistics))
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
-        fits = jax.tree.structure(core) == jax.tree.structure(empty)
-        if fits and (isinstance(core, Running) or is_same):
+        if is_same and _memory.form(core) == _memory.form(empty):
+            if isinstance(core, Running) and None not in momenta:
+                core = core.at_momentum(*momenta)
             return eqx.tree_at(
                 lambda start: new.approach.without_pending(start)[0], start, core
             )
@@ -63,12 +67,15 @@ def batches_of(layer: BatchNorm, memory: Remembered) -> Int[Array, "*members"]:
     return memory.accepted - layer.approach.without_pending(memory.statistics)[1]
 
 
-def is_new(layer: BatchNorm, statistics: Any) -> Bool[Array, ""]:
-    """Returns whether a layer has accepted no batch; raises for another layer's statistics."""
-    _memory.check(statistics, layer.approach, layer.input_size)
-    start = layer.approach.init(layer.input_size, _memory.dtype_of(statistics))
-    pairs = (jax.tree.leaves(layer.approach.without_pending(s)[0]) for s in (statistics, start))
-    return jnp.all(jnp.asarray([jnp.all(a == b) for a, b in zip(*pairs, strict=True)]))
+def is_new(layer: BatchNorm, memory: Remembered) -> Bool[Array, ""]:
+    """Returns whether a layer has accepted no batch; raises for another layer's memory."""
+    _memory.check(layer, memory)
+    start = layer.approach.init(layer.input_size, _memory.dtype_of(memory.statistics))
+    core, empty = (layer.approach.without_pending(s)[0] for s in (memory.statistics, start))
+    if isinstance(core, Running):  # earlier versions began with a variance of 0
+        return core.batches == 0
+    pairs = zip(jax.tree.leaves(core), jax.tree.leaves(empty), strict=True)
+    return jnp.all(jnp.asarray([jnp.all(a == b) for a, b in pairs]))
 
 
 def _innermost(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:
@@ -76,3 +83,11 @@ def _innermost(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:
     while isinstance(approach, AbstractWrapper):
         approach = approach.strategy
     return approach
+
+
+def _is_average(approach: AbstractStrategy[Any]) -> bool:
+    """Returns whether a strategy infers from a `Running` and loads it as `Batch` does."""
+    return all(
+        getattr(type(approach), name) is getattr(AbstractAveragingStrategy, name)
+        for name in ("infer", "load")
+    )

@@ -249,9 +249,9 @@ def _carry_back(
     # After so many batches 1 - m^t rounds to 1.
     many = min(math.ceil(-bits * math.log(2) / math.log(new.momentum)), 2**31 - 1)
 
-    def one(statistics: Any, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
-        count = fresh = is_new(old, statistics)
-        moments = old.approach.infer(statistics)
+    def one(memory: Remembered, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
+        count = fresh = is_new(old, memory)
+        moments = old.approach.infer(memory.statistics)
         mean, variance = moments.mean, moments.variance
         if new.mode == "ema":
             variance = jnp.where(fresh, 0, variance)
@@ -261,4 +261,4 @@ def _carry_back(
         return count, (mean, variance.astype(mean.dtype))
 
     batches = batches_of(old, memory)
-    return over_members(one, batches)(memory.statistics, batches)
+    return over_members(one, batches)(memory, batches)

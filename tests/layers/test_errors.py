@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, ghost_batches
-from eqx_norm.strategies import NAMED, Batch, Ema, Frozen, VarianceClip
+from eqx_norm.strategies import NAMED, Batch, Ema, Frozen, Renorm, VarianceClip
 from tests.helpers import Cumulative, cast, copy, make, normal, over_batch
 from tests.helpers import quick_call as call
 from tests.processes import ROOT, python
@@ -145,9 +145,10 @@ in_a_model = eqx.nn.make_with_state(
 STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 6), single(3)[1])
 complex_layer, complex_state = single(3, dtype=jnp.complex64)
 CAST = (
-    r"holds bfloat16, but this layer remembers float.*leave its state as it is:.*"
-    r"model = .*astype\('bfloat16'\).*state = .*astype\('float\d\d'\)"
+    r"holds bfloat16, but this layer remembers float.*leave its state as it is, "
+    r"model = .*astype\('bfloat16'\).*state = .*astype\(b.dtype\)"
 )
+AVERAGED = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, single(3)[1], single(3)[1])
 OTHER_X64 = not jax.config.read("jax_enable_x64")
 with jax.enable_x64(OTHER_X64):
     OTHER_STATE = single(3)[1]
@@ -175,12 +176,15 @@ CALLS = [
     ({"state": single(4)[1]}, ValueError("belongs to another layer.*input_size=3")),
     ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
+    (
+        {"state": AVERAGED},
+        ValueError(r"holds float\d\d, but this layer counts in int32.*alone"),
+    ),
     ({"state": OTHER_STATE}, ValueError(f"'jax_enable_x64', {OTHER_X64}.*state = jax.tree")),
 ]
 OTHER_NAME, _ = make(3, "another", approach="batch")
 GROUPED, _ = make(3, "batch", approach="batch", memory_axis_name="group")
 IN_TRAINING = [
-    ({"x": jnp.ones((3, 0))}, ValueError("hold 0 examples: 0 values per channel")),
     ({"layer": OTHER_NAME}, NameError("'another' is not bound.*vmap.*axis_name='another'")),
     (
         {"layer": OTHER_NAME, "inference": jnp.array(True)},  # as jax.jit(model) traces it
@@ -213,7 +217,7 @@ def test_calls(arguments, error, inference, unchecked):
 
 def test_unbiased_variance_of_one_value():
     layer, state = single(3, unbiased=True)
-    message = r"x has shape \(3,.*1 values per channel.*n = 1.*unbiased=False"
+    message = r"x of shape \(3,.*one value per channel.*n = 1.*unbiased=False"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(over_batch(layer), jnp.ones((1, 3, 1)), copy(state))  # at trace time
     call(layer, state, X)
@@ -222,7 +226,9 @@ def test_unbiased_variance_of_one_value():
 ONE = X[:1, :, :1]
 
 
-@pytest.mark.parametrize("approach", ["batch", "variance_clip", Cumulative()], ids=str)
+@pytest.mark.parametrize(
+    "approach", ["batch", "renorm", "variance_clip", Cumulative()], ids=str
+)
 def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(approach):
     """Where warnings are errors, a call without one is silent."""
     layer, state = single(3, approach=approach)
@@ -234,7 +240,7 @@ def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(appro
         over_batch(functools.partial(layer, **quiet))(ONE, copy(state))
     for x in (X[:1], X[:, :, :1]):
         over_batch(layer)(x, copy(state))
-    for other in ("ema", "renorm", Frozen(Batch())):
+    for other in ("ema", Renorm(0.9, 3.0, 5.0), Frozen(Batch())):
         over_batch(single(3, approach=other)[0])(ONE, single(3, approach=other)[1])
 
 

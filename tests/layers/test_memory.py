@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
+from eqx_norm.strategies import Accumulated, Average, Cumulative, Moments
 from tests.compiling import filter_jit
 from tests.helpers import (
+    APPROACHES,
     bits,
     call,
     call_and_grad,
@@ -25,10 +27,12 @@ from tests.helpers import (
     normal,
     over_batch,
     quick_call,
+    quick_call_and_grad,
     remember,
     remembered,
     same,
 )
+from tests.helpers import Cumulative as Unloaded
 
 X = normal(0, (8, 3, 4), 1, 2)
 
@@ -167,6 +171,53 @@ def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad)
     after = state.get(layer.memory_index)
     assert (after.accepted, after.rejected) == (2, 1)
     assert not same(before.statistics, after.statistics)
+
+
+@pytest.mark.parametrize(
+    "approach", [*APPROACHES, Average(), Cumulative(), "accumulated"], ids=str
+)
+def test_a_memory_that_overflows_is_not_remembered(approach):
+    """The values, their mean and their variance are finite, but not the squares between two
+    batches, or their difference."""
+    approach = Accumulated(Cumulative(), 2) if approach == "accumulated" else approach
+    layer, state = make(3, "batch", approach=approach)
+    for step, value in enumerate((1, 1e20, -3e38, 3e38, 2)):
+        x = X if abs(value) < 3 else jnp.full_like(X, value)
+        _, state = call(layer, state, x)
+        held = state.get(layer.memory_index)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(held))
+        assert held.accepted + held.rejected == step + 1
+    assert held.accepted >= 2
+
+
+class Lowest(Unloaded):
+    """Is a user's strategy that remembers the lowest mean, from infinity on."""
+
+    def init(self, channels, dtype):
+        return jnp.full(channels, jnp.inf, dtype)
+
+    def update(self, batch, memory):
+        return batch, jnp.minimum(memory, batch.mean)
+
+    def infer(self, memory):
+        return Moments.of(memory, jnp.ones_like(memory.real))
+
+
+def test_a_memory_may_hold_infinities():
+    layer, state = make(3, "batch", approach=Lowest())
+    _, state = call(layer, state, X)
+    held = state.get(layer.memory_index)
+    np.testing.assert_allclose(held.statistics, X.mean((0, 2)), rtol=1e-6)
+    assert (held.accepted, held.rejected) == (1, 0)
+
+
+@each_approach
+@pytest.mark.parametrize("shape", [(8, 3, 0), (0, 3)], ids=str)
+def test_an_empty_batch_leaves_the_memory_as_it_was(approach, shape):
+    layer, state = make(3, "batch", approach=approach)
+    y, after, _ = quick_call_and_grad(layer, copy(state), jnp.ones(shape), jnp.ones(shape))
+    assert y.shape == shape
+    assert same(state, after)
 
 
 @pytest.mark.filterwarnings("ignore:In training, x of")

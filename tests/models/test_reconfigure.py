@@ -4,6 +4,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
@@ -68,10 +70,50 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
     )
     assert same(before, after)
     if old in RUNNING and new in RUNNING:
-        assert same(state, other_state)
+        assert same(memory(model, state).averages, memory(other, other_state).averages)
+        if model[0].momentum == other[0].momentum:
+            assert same(state, other_state)
     assert shapes((other, other_state)) == shapes(reconfigure(*expected, eps=1e-3))
     if not steps:
         assert same(entries(other_state), entries(expected[1]))
+
+
+@pytest.mark.parametrize("momenta", [(0.5, 0.999), (0.999, 0.5), (0.9, 0.1, 0.99)], ids=str)
+@pytest.mark.parametrize("approach", ["batch", "adam", "smooth_start"])
+def test_averages_follow_the_momentum_that_was_valid_at_each_step(approach, momenta):
+    """PointNet's schedule: https://github.com/keras-team/keras/issues/12230"""
+    layer, state = eqx.nn.make_with_state(BatchNorm)(C, "batch", approach=approach)
+    h, w, x = np.zeros(C), 0.0, np.float64(normal(0, (3, 4, 8, C), 3, 2))
+    for m, stage in zip(momenta, x, strict=False):
+        layer, state = reconfigure(layer, state, momentum=m)
+        for batch in stage:
+            h, w = m * h + (1 - m) * batch.mean(0), m * w + (1 - m)
+            _, state = call(layer, state, jnp.asarray(batch, jnp.float32))
+            running = state.get(layer.memory_index).statistics
+            np.testing.assert_allclose(running.mean, h / w, rtol=2e-6)
+            np.testing.assert_allclose(running.weight(m), w, rtol=2e-6)
+
+
+class Deviations(Batch):
+    """Is a user's strategy, whose `Running` holds standard deviations."""
+
+    def infer(self, memory):
+        used = super().infer(memory)
+        return Moments.of(used.mean_pair, used.variance**2)
+
+    def load(self, learnt):
+        return super().load(Moments.of(learnt.mean_pair, learnt.memory_variance**0.5))
+
+
+@pytest.mark.parametrize("settings", [("batch", Deviations()), (Deviations(), "adam")], ids=str)
+def test_a_memory_of_the_same_form_but_another_meaning_is_loaded(settings):
+    model, state = trained(settings[0])
+    other, other_state = reconfigure(model, state, approach=settings[1])
+    before, after = (
+        m[0].approach.infer(memory(m, s)) for m, s in ((model, state), (other, other_state))
+    )
+    np.testing.assert_allclose(after.variance, before.variance, rtol=1e-6)
+    np.testing.assert_array_equal(after.mean, before.mean)
 
 
 @pytest.mark.parametrize(

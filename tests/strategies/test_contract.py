@@ -44,6 +44,9 @@ def test_the_contract(strategy):
     used, after = strategy.update(batch, memory)
     assert isinstance(used, Moments)
     assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: memory)
+    # No array is in two leaves: https://github.com/liesel-devs/liesel/issues/272
+    donating = jax.jit(lambda memory: strategy.update(batch, memory)[1], donate_argnums=0)
+    donating(donating(strategy.init(C, float)))
     if isinstance(strategy, Cumulative):
         with pytest.raises(NotImplementedError, match="Cumulative cannot take over.*`load"):
             strategy.load(learnt)
@@ -55,6 +58,41 @@ def test_the_contract(strategy):
         np.testing.assert_array_equal(inferred.variance, learnt.variance)
         # Averages of states may multiply it by 0.
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=repr)
+def test_an_untrained_memory_counts_in_averages_of_states_as_what_it_infers(strategy):
+    """Averages of a model from its first step on, and of clients, start from variance 1:
+    https://github.com/pytorch/ignite/issues/2590, https://github.com/TsingZ0/PFLlib/issues/260
+    """
+    learnt = Moments.of(floats([3, 0, -1]), floats([4, 1.2, 0]))
+    empty = strategy.init(C, float)
+    _, memory = strategy.update(at_step(0, learnt), empty)
+    averaged = jax.tree.map(
+        lambda a, b: 0.999 * a + 0.001 * b if eqx.is_inexact_array(a) else a, empty, memory
+    )
+    inferred, trained = strategy.infer(averaged), strategy.infer(memory)
+    np.testing.assert_allclose(inferred.mean, 0.001 * trained.mean, rtol=1e-6)
+    running = 0.999 + 0.001 * trained.variance  # PyTorch's
+    if isinstance(strategy, strategies.Cumulative | Cumulative):  # counts are weights
+        running = trained.variance
+    np.testing.assert_allclose(inferred.variance, running, rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=repr)
+def test_infer_takes_the_memory_of_an_ensemble(strategy):
+    """Its members may be as many as the channels."""
+    memories = [strategy.init(C, float)]
+    for scale in (1, 2):
+        batch = at_step(0, Moments(floats(7), floats([3, 0, scale]), floats([scale, 1, 0])))
+        memories.append(strategy.update(batch, memories[-1])[1])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
+    for infer in (strategy.infer, jax.vmap(strategy.infer)):
+        inferred = infer(stacked)
+        for i, memory in enumerate(memories):
+            expected = strategy.infer(memory)
+            np.testing.assert_array_equal(inferred.mean[i], expected.mean)
+            np.testing.assert_array_equal(inferred.variance[i], expected.variance)
 
 
 def half(step):

@@ -108,13 +108,19 @@ def test_thousands_of_steps(momentum):
 
 @pytest.mark.parametrize("strategy", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("momentum", [*MOMENTA, 1 / 3, 0.7])
-def test_the_first_batch_is_remembered_to_the_bit_and_stays(momentum, strategy):
+@pytest.mark.parametrize("is_of_before", [False, True])  # whose empty memory was all 0
+def test_the_first_batch_is_remembered_to_the_bit_and_stays(momentum, strategy, is_of_before):
     random = np.random.RandomState(2)
     mean = f32(1e3 * random.standard_normal(99))
     rest = mean * f32(random.uniform(-1, 1, 99) * ULP / 4)  # what rounding may leave out
     first = Moments(f32(7), Pair.of(mean, rest), f32(random.uniform(0, 1, 99)))
     strategy = strategy(momentum)
     memory, update = strategy.init(99, jnp.float32), jax.jit(strategy.update)
+    if is_of_before:
+        memory = jax.tree.map(jnp.zeros_like, memory)
+    assert (strategy.infer(memory).mean == 0).all() & (
+        strategy.infer(memory).variance == 1
+    ).all()
     for step in range(50):
         used, memory = update(at_step(step, first), memory)
         for moments in (used, strategy.infer(memory)):
