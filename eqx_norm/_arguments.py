@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from eqx_norm._contract import described
 from eqx_norm._normalise.reference import compute_dtype
 from eqx_norm.strategies._numbers import is_count, number
 
@@ -88,36 +89,47 @@ def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> 
 
 
 def not_one_example(
-    x: Array, argument: str, value: Any, shape: Any, mapped: str | None
+    x: Array, argument: str, value: Any, shape: Any, fix: str | None
 ) -> ValueError:
     """Returns the error for an `x` that is not of the `shape` for which a layer was made by
-    `argument`; `mapped`: how to call the layer if `x` looks like a batch, else `None`."""
+    `argument`; `fix`: what to do about it, by default to make another layer."""
     return ValueError(
         f"x has shape {x.shape}, but this layer was made with {argument}={value} and takes one "
         f"example at a time, of shape {shape}. "
-        + (
-            f"This looks like a batch: map over it, {mapped}."
-            if mapped
-            else f"Make the layer with the {argument}= of its input."
-        )
+        + (fix or f"Make the layer with the {argument}= of its input.")
     )
 
 
 def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -> None:
     """Raises `ValueError` unless x is `(channels, *spatial)`; `None` is any number."""
     if x.ndim == 0 or channels not in (None, x.shape[0]):
-        is_batch = x.ndim > 1 and x.shape[1] == channels
-        shape = f"({channels}, *spatial)"
-        raise not_one_example(x, argument, channels, shape, mapped if is_batch else None)
+        fix = None
+        if x.ndim > 1 and x.shape[1] == channels:
+            fix = f"This looks like a batch: map over it, {mapped}."
+        elif x.ndim > 1 and x.shape[-1] == channels:
+            fix = "Its channels are last: move them to the front, jnp.moveaxis(x, -1, 0)."
+        raise not_one_example(x, argument, channels, f"({channels}, *spatial)", fix)
 
 
-def check_inexact(x: Array) -> None:
-    """Raises `TypeError` unless `x` is float or complex."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+def checked_x(x: Any) -> Array:
+    """Returns `x` as an array; raises `TypeError` for what is none, and for integers."""
+    try:
+        array = None if isinstance(x, tuple | list) else jnp.asarray(x)
+    except TypeError:
+        array = None
+    if array is None:
         raise TypeError(
-            f"x has dtype {x.dtype}, which cannot hold normalised values. "
+            f"x is {described(x)}, but a layer takes one array. A layer with a state returns "
+            "two things, of which only the first goes to the next: write y, state = "
+            "layer(x, state)."
+        )
+    # NumPy's float64 is float32 without x64.
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(
+            f"x has dtype {array.dtype}, which cannot hold normalised values. "
             "Write x.astype(jnp.float32)."
         )
+    return array
 
 
 def checked_mask(mask: Any, x: Array) -> Array | None:

@@ -19,7 +19,7 @@ def update(
     name = f"{type(approach).__name__}.update"
     if not (isinstance(result, tuple | list) and len(result) == 2):
         raise ValueError(
-            f"{name} returned {_short(result)}, but a training step needs two things, the "
+            f"{name} returned {described(result)}, but a training step needs two things, the "
             "moments that normalise the batch and the new memory: return used, memory"
         )
     used, learnt = result
@@ -53,7 +53,7 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     if not isinstance(used, Moments):
         has_moments = isinstance(getattr(used, "moments", None), Moments)
         raise ValueError(
-            f"{returned} {_short(used)}, but the layer normalises by Moments. "
+            f"{returned} {described(used)}, but the layer normalises by Moments. "
             + (
                 "Return the .moments of this object instead."
                 if has_moments
@@ -82,11 +82,11 @@ def _plain(memory: Any) -> Any:
     return jax.tree.map(jnp.asarray, memory)
 
 
-def _short(value: Any) -> str:
+def described(value: Any) -> str:
     """Returns a description of `value` in one line."""
     if value is None:
         return "nothing (None)"
     if type(value) is tuple:
-        return f"a tuple of {len(value)}, ({', '.join(map(_short, value))})"
+        return f"a tuple of {len(value)}, ({', '.join(map(described, value))})"
     kind = "an array, " if eqx.is_array(value) else ""
     return kind + textwrap.shorten(eqx.tree_pformat(value), 120)

@@ -148,7 +148,7 @@ CAST = (
     r"holds bfloat16, but this layer remembers float.*leave its state as it is, "
     r"model = .*astype\('bfloat16'\).*state = .*astype\(b.dtype\)"
 )
-AVERAGED = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, single(3)[1], single(3)[1])
+AVERAGED = jax.tree.map(lambda a: a.astype(float), single(3)[1])
 OTHER_X64 = not jax.config.read("jax_enable_x64")
 with jax.enable_x64(OTHER_X64):
     OTHER_STATE = single(3)[1]
@@ -159,6 +159,9 @@ CALLS = [
         ValueError(r"\(4, 2\).*input_size=3.*the input_size= of its input"),
     ),
     ({"x": jnp.ones((4, 3))}, ValueError(r"\(4, 3\).*This looks like a batch.*jax.vmap")),
+    ({"x": jnp.ones((4, 5, 3))}, ValueError(r"channels are last.*moveaxis\(x, -1, 0\)")),
+    ({"x": (jnp.ones((3, 2)), None)}, TypeError(r"x is a tuple of 2.*y, state = layer\(x")),
+    ({"x": "abc"}, TypeError("x is 'abc', but a layer takes one array")),
     ({"x": jnp.ones((3, 2), bool)}, TypeError(r"dtype bool.*x.astype\(jnp.float32\)")),
     ({"x": jnp.ones((3, 2), jnp.complex64)}, TypeError("real input.*dtype=jnp.complex64")),
     (

@@ -33,7 +33,7 @@ C, SIZES = 3, (6, 2, 6, 2)
 
 def micro_batches(seed: int) -> list[Any]:
     """Returns micro-batches whose means differ by more than their values do."""
-    means = normal(seed, (len(SIZES), C, 1), 3, 5)
+    means = normal(seed, (len(SIZES), 1, C, 1), 3, 5)
     drawn = (normal(9 * seed + i, (n, C, 5), 0, 2) for i, n in enumerate(SIZES))
     return [floats(mean + x) for mean, x in zip(means, drawn, strict=True)]
 
