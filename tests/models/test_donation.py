@@ -11,7 +11,7 @@ import pytest
 from eqx_norm import models
 from eqx_norm.strategies import Accumulated
 from tests.helpers import normal
-from tests.models.nested import C, OURS, THEIRS, made, network, norm
+from tests.models.nested import OURS, THEIRS, C, made, network, norm
 
 
 def trained():
