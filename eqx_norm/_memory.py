@@ -12,6 +12,11 @@ from jaxtyping import Array, Bool, Int
 from eqx_norm.strategies import AbstractStrategy
 from eqx_norm.strategies._moments import largest
 
+STACKED = (
+    "The state given has one more axis in front: it is the result of a jax.vmap without "
+    "out_axes=(0, None), which returns one state for all examples."
+)
+
 
 def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Returns the dtype of running means: float32, or float64 under x64, or the complex dtype
@@ -104,8 +109,7 @@ def check(layer: Any, remembered: Remembered) -> None:
         is_stacked = [shape[1:] for shape in shapes] == expected_shapes
         raise ValueError(
             (
-                "The state given has one more axis in front: it is the result of a jax.vmap "
-                "without out_axes=(0, None), which returns one state for all examples."
+                STACKED
                 if structure == expected_structure and is_stacked
                 else "The state given belongs to another layer."
             )

@@ -14,7 +14,20 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
 from ._freeze import is_frozen
-from ._layers import Model, copied, entries, layers_of, listed, path_of, state_of, with_nodes
+from ._layers import (
+    Model,
+    axes_in_front,
+    check_single,
+    checked,
+    checked_names,
+    copied,
+    layers_of,
+    listed,
+    path_of,
+    state_of,
+    untraced,
+    with_nodes,
+)
 
 Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
@@ -83,8 +96,9 @@ def fold_pairs(
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
     """
-    folded, markers = dict[str, Any](), set[Any]()
-    for linear, norm in pairs.items():
+    values, folded, markers = checked(model, state), dict[str, Any](), set[Any]()
+    hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'
+    for linear, norm in checked_names("pairs", pairs, hint).items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
             folded[linear] = _folded(layer, after, state)
@@ -94,7 +108,7 @@ def fold_pairs(
         folded[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
         markers.add(after.memory_index.marker)
     model = with_nodes(model, folded)
-    return model, state_of(model, entries(state), markers)
+    return model, state_of(model, values, markers)
 
 
 def propose_pairs(model: Any) -> dict[str, str]:
@@ -116,7 +130,8 @@ def propose_pairs(model: Any) -> dict[str, str]:
 
     **It leaves out** layers in different modules; two norms in a row, as where a block declares
     its convolutions first and then its norms; and layers that `fold_pairs` refuses, which folds
-    all pairs or none. Add those that you know. (Norms of `eqx.nn` are proposed: `swap` them.)
+    all pairs or none. Add those that you know. (Norms of `eqx.nn` are proposed: `swap` them. Of
+    an ensemble, the pairs of each member are proposed.)
 
     **Arguments:** `model`: any pytree of layers, in training or inference mode.
 
@@ -169,6 +184,8 @@ def _at(path: str, model: Any, kind: Any) -> Any:
 
 
 def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
+    untraced(layer, norm, state)
+    check_single(layer, norm)
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
     memory = _memory.recall(norm, state)
@@ -203,7 +220,7 @@ def _mismatch(layer: Any, norm: Any) -> str | None:
     if calls not in _LINEAR:
         known = "eqx.nn.Linear, Conv and ConvTranspose"
         return f"only {known} can be folded; {type(layer).__name__} has another __call__"
-    if (outputs := len(layer.weight)) != norm.input_size:
+    if (outputs := layer.weight.shape[axes_in_front(layer)]) != norm.input_size:
         return f"the norm has {norm.input_size} channels, but the layer returns {outputs}"
     if not jnp.issubdtype(layer.weight.dtype, jnp.floating):
         return f"the layer has arrays of {layer.weight.dtype}; only floats can be folded"

@@ -13,9 +13,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.core import Tracer
 
 from eqx_norm._arguments import widened
-from eqx_norm._memory import checked_state
+from eqx_norm._memory import STACKED, checked_state
 
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]
@@ -24,7 +25,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
-    """Returns the layers of a kind by their paths, as `layers[1].norm`, however nested."""
+    """Returns the layers of a kind by their paths, as `layers[1].norm`, however nested. Raises
+    `ValueError` for a state."""
+    if isinstance(model, eqx.nn.State):
+        raise ValueError(
+            "The model given is an eqx.nn.State, which holds only running statistics. Pass the "
+            "model first, and its state after it: (model, state, ...)."
+        )
     nodes = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, kind))
     return {path_of(keys): node for keys, node in nodes if isinstance(node, kind)}
 
@@ -84,7 +91,7 @@ def replaced(
     `carry(old, new, *entries)` returns the entries of a new layer, given those of the old one,
     in the order of the layers' fields. Every error names the layer.
     """
-    before, after, nodes = entries(state), dict[Any, Any](), dict[str, Any]()
+    before, after, nodes = checked(model, state), dict[Any, Any](), dict[str, Any]()
     dropped = set[Any]()
     for path, old in layers.items():
         with located(path, old):
@@ -111,6 +118,65 @@ def over_members(function: Function, number: Any) -> Function:
     for _ in range(jnp.ndim(number)):
         function = jax.vmap(function)
     return function
+
+
+def axes_in_front(layer: Any) -> int:
+    """Returns how many axes more the weight of a norm, linear layer, convolution or embedding
+    has than that of one layer, as in an ensemble."""
+    is_vector = isinstance(layer, eqx.nn.BatchNorm | eqx.nn.GroupNorm)
+    shape = getattr(layer, "shape", (None,) if is_vector else (None, None))
+    axes = len(shape) + getattr(layer, "num_spatial_dims", 0)
+    weight: Any = getattr(layer, "weight", None)
+    return max(weight.ndim - axes, 0) if eqx.is_array(weight) else 0
+
+
+def check_single(*layers: Any) -> None:
+    """Raises `ValueError` for layers of an ensemble."""
+    for layer in filter(axes_in_front, layers):
+        raise ValueError(
+            f"{type(layer).__name__} is stacked, as in an ensemble or in blocks for "
+            f"jax.lax.scan: its weight has the shape {layer.weight.shape}. Call this function "
+            "for each member i of stacked=(model, state), or of the blocks alone, and stack "
+            """the results (from_torch loads blocks.0 by names={"": "blocks.0"}):
+    member = jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, stacked)
+    stack = lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0]
+    stacked = jax.tree.map(stack, *results)"""
+        )
+
+
+def untraced(*given: Any) -> None:
+    """Raises `ValueError` inside of `jax.jit`, and if arrays in these trees are traced."""
+    # Inside of jit new arrays are traced, too, and so is what is computed of any array.
+    if any(isinstance(a, Tracer) for a in jax.tree.leaves((given, jnp.zeros(())))):
+        raise ValueError(
+            "This function reads the values of arrays, which are unknown while jax.jit, vmap "
+            "or grad trace a program. Call it outside of jit, and pass in what it returns."
+        )
+
+
+def checked_names(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
+    """Returns a mapping from paths to names; raises `ValueError`, with the hint, for others."""
+    if not isinstance(names, Mapping):
+        raise ValueError(f"{argument}={names!r} is no mapping of {hint}")
+    for pair in names.items():
+        if not (isinstance(pair[0], str) and isinstance(pair[1], str | None)):
+            raise ValueError(f"{argument}={dict([pair])} is no mapping of strings: {hint}")
+    return names
+
+
+def checked(model: Any, state: Any) -> dict[Any, Any]:
+    """Returns the `entries` of a model's state; raises `ValueError` if model and state are
+    exchanged, and for a stacked state of layers that are not stacked."""
+    norms, values = layers_of(model, eqx.nn.BatchNorm), entries(state)
+    for path, norm in norms.items():
+        held = jax.tree.leaves([values.get(i.marker) for i in _indices(norm).values()])
+        # The last is a vector in one layer: two counts, or the variance of Equinox's. Without
+        # weights nothing tells an ensemble from a stacked state.
+        if held and eqx.is_array(norm.weight) and held[-1].ndim > max(1, norm.weight.ndim):
+            with located(path, norm):
+                shape = norm.weight.shape
+                raise ValueError(f"{STACKED} (The weight, of shape {shape}, is not stacked.)")
+    return values
 
 
 def entries(state: eqx.nn.State) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ from eqx_norm.strategies import Cumulative
 
 from ._carry import carry, with_statistics
 from ._layers import (
+    axes_in_front,
     chosen,
     copied,
     entries,
@@ -25,6 +26,7 @@ from ._layers import (
     over_members,
     replaced,
     state_of,
+    untraced,
 )
 
 Forward = Callable[[Any, eqx.nn.State, Any], Any]
@@ -77,6 +79,7 @@ def recalibrate(
     ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
     https://arxiv.org/abs/2105.07576, call the method precise batch norm.
     """
+    untraced(model, state)
     learning = {p: n for p, n in layers_of(model, BatchNorm).items() if n.approach.learns}
     norms = chosen(learning, None, "recalibrate", "eqx_norm.BatchNorm that is not frozen")
 
@@ -178,8 +181,8 @@ def _over_batch(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> An
     try:
         return mapped(x, state)
     except Exception as error:
-        norms = layers_of(model, BatchNorm).values()
-        if any(state.get(norm.memory_index).accepted.ndim for norm in norms):
+        layers = layers_of(model, (eqx.nn.Linear, eqx.nn.Conv, BatchNorm)).values()
+        if any(map(axes_in_front, layers)):
             raise ValueError(_ENSEMBLE.format(axis_name)) from error
         raise ValueError(
             f"The model was mapped over {axis_name!r}, the first axis of a batch of shape "

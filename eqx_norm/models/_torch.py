@@ -13,7 +13,7 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import Model, entries, layers_of, listed, located, state_of, with_nodes
+from ._layers import Model, entries, layers_of, listed, located, state_of, untraced, with_nodes
 from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
 
 State = TypeVar("State", bound=eqx.nn.State | None)
@@ -71,6 +71,7 @@ def from_torch(
 
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
+    untraced(model, state, state_dict)
     arrays, problems = _arrays(state_dict)
     by_order = names == "order"
     report, keyed = match(model, state, arrays, None if by_order else names, by_order)
@@ -128,6 +129,7 @@ def to_torch(
 
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
+    untraced(model, state)
     state_dict = dict[str, np.ndarray]()
     for key, slot in match(model, state, {}, names, by_order=False)[1]:
         if key in state_dict:
@@ -169,6 +171,13 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
     """Returns PyTorch's array as the model holds it; raises `ValueError` if it does not fit."""
     if array.shape != slot.shape:
         raise ValueError(f"{key} has the shape {array.shape}, not {slot.shape} as here")
+    if key.endswith(COUNT) and not (
+        array.dtype.kind in "iuf" and 0 <= array < 2**31 and float(array).is_integer()
+    ):
+        raise ValueError(
+            f"{key} is {array}, not a whole number from 0 to 2**31 - 1. Leave it out of the "
+            "state_dict, and the count is 0"
+        )
     dtype = slot.array.dtype
     with np.errstate(over="ignore"):
         # A copy, because PyTorch updates its arrays in place.

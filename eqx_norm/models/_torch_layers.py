@@ -13,7 +13,7 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import listed, located, path_of
+from ._layers import check_single, checked, checked_names, listed, located, path_of
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
@@ -94,25 +94,34 @@ class Slot(NamedTuple):
 Slots = dict[str, dict[str, Slot]]
 
 
-def _slots_of(model: Any, state: eqx.nn.State | None, above: jtu.KeyPath = ()) -> Slots:
-    """Returns all arrays that PyTorch may have, in layers and outside of them."""
-    slots, owner = Slots(), path_of(above)
+def _nodes_of(model: Any, above: jtu.KeyPath = ()) -> dict[str, Any]:
+    """Returns the layers that PyTorch may have, and the arrays outside of them, by path."""
+    nodes, owner = dict[str, Any](), path_of(above)
 
     def is_inner(node: Any) -> bool:
         return node is not model and isinstance(node, _KNOWN)
 
     for below, node in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
-        path, field = path_of((*above, *below)), path_of(below)
         if is_inner(node):
-            slots |= _slots_of(node, state, (*above, *below))
-        elif eqx.is_inexact_array(node) and isinstance(model, _KNOWN) and field in _FIELDS:
-            with located(owner, model):
-                slots.setdefault(owner, {})[_FIELDS[field]] = _slot(path, model, field, node)
+            nodes |= _nodes_of(node, (*above, *below))
         elif eqx.is_inexact_array(node):
-            slots[path] = {"": Slot(path, node)}
-    if isinstance(model, eqx.nn.BatchNorm):
-        with located(owner, model):
-            slots[owner] = slots.get(owner, {}) | _statistics(owner, model, state)
+            is_field = isinstance(model, _KNOWN) and path_of(below) in _FIELDS
+            nodes |= {owner: model} if is_field else {path_of((*above, *below)): node}
+    return nodes | ({owner: model} if isinstance(model, eqx.nn.BatchNorm) else {})
+
+
+def _slots_of(path: str, node: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
+    """Returns the arrays of a layer, or an array outside of layers, by PyTorch's names."""
+    if not isinstance(node, _KNOWN):
+        return {"": Slot(path, node)}
+    slots = dict[str, Slot]()
+    with located(path, node):
+        check_single(node)
+        for field, name in _FIELDS.items():
+            if eqx.is_inexact_array(array := getattr(node, field, None)):
+                slots[name] = _slot(f"{path}.{field}".removeprefix("."), node, field, array)
+        if isinstance(node, eqx.nn.BatchNorm):
+            slots |= _statistics(path, node, state)
     return slots
 
 
@@ -131,13 +140,6 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
 
 
 def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
-    rank = layer.num_spatial_dims + 2 if isinstance(layer, _CONVS) else 2
-    if isinstance(layer, _NORMS):
-        rank = len(getattr(layer, "shape", (None,)))
-    if field == "weight" and array.ndim != rank:
-        raise ValueError(
-            "it belongs to an ensemble: convert the members one by one, then stack them."
-        )
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
         return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
@@ -154,8 +156,11 @@ def match(
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
     """Returns which layers and which entries of a `state_dict` belong together, and the arrays
     of all layers that `names` does not leave out, by their keys."""
-    slots = _slots_of(model, state)
-    prefixes, skipped = _prefixes_of(slots, names)
+    if state is not None:
+        checked(model, state)
+    nodes = _nodes_of(model)
+    prefixes, skipped = _prefixes_of(nodes, names)
+    slots = {p: _slots_of(p, node, state) for p, node in nodes.items() if p not in skipped}
 
     def keys(path: str) -> dict[str, Slot]:
         return {_key(prefixes[path], name): slot for name, slot in slots[path].items()}
@@ -166,26 +171,26 @@ def match(
     if by_order:
         absent = {path: layer for path, layer in slots.items() if not is_there(path)}
         prefixes |= _by_order(absent, arrays, {*prefixes.values()})
-    chosen = [path for path in slots if path not in skipped]
-    matched = {path: prefixes[path] for path in chosen if is_there(path)}
-    keyed = [pair for path in chosen for pair in keys(path).items()]
+    matched = {path: prefixes[path] for path in slots if is_there(path)}
+    keyed = [pair for path in slots for pair in keys(path).items()]
     wanted = dict(keyed)
     missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
-    left_out = tuple(f"{prefixes[path]}." for path in skipped)
-    unexpected = (k for k in arrays if k not in wanted and not f"{k}.".startswith(left_out))
+    left_out = {prefixes[path] for path in skipped}
+    left_over = (k for k in arrays if k not in wanted)
+    unexpected = (k for k in left_over if not any(_begins(k, part) for part in left_out))
     return TorchReport(matched, tuple(skipped), missing, tuple(unexpected)), keyed
 
 
 def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], list[str]]:
     """Returns PyTorch's prefix for each path, and the paths that `names` leaves out, whose
-    prefix is the one that they would have otherwise."""
-    if not (names is None or callable(names) or isinstance(names, Mapping)):
-        raise ValueError(
-            f"names={names!r} is no mapping of paths to PyTorch's prefixes, such as the "
-            'report.matched of from_torch, and no function. (names="order" is for from_torch.)'
-        )
+    prefix is the one that all of what is left out with them would have otherwise."""
+    hint = (
+        "paths to PyTorch's prefixes, such as the report.matched of from_torch, and no "
+        'function that returns prefixes. (names="order" is for from_torch.)'
+    )
     dotted = {path: _dotted(path) for path in paths}
-    pairs = {path: names(path) for path in dotted} if callable(names) else names or {}
+    pairs = {path: names(path) for path in dotted} if callable(names) else names
+    pairs = checked_names("names", {} if pairs is None else pairs, hint)
     if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
         raise ValueError(
             f"names has {unused}, but no layer's path begins so. The paths are "
@@ -198,8 +203,9 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
     for path, name in dotted.items():
         applicable = [rule for rule in rules if _begins(name, rule[0])]
         part, prefix = next((rule for rule in applicable if rule[1] is not None), ("", ""))
+        if applicable and applicable[0][1] is None:
+            skipped, name = [*skipped, path], applicable[0][0]
         prefixes[path] = _key(_dotted(prefix or ""), name[len(part) :].removeprefix("."))
-        skipped += [path] if applicable and applicable[0][1] is None else []
     return prefixes, skipped
 
 

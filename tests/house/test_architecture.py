@@ -49,7 +49,7 @@ ARROWS = {
     "private interfaces of jax are avoided": (
         "eqx_norm",
         (),
-        r"jax\.(_src|core\.(?!ShapedArray$)|experimental\.(?!pallas\b))",
+        r"jax\.(_src|core\.(?!(ShapedArray|Tracer)$)|experimental\.(?!pallas\b))",
     ),
     "experiments use the public interface": ("experiments", (), r"eqx_norm\b.*\._"),
     "an experiment knows no other": ("experiments", (), r"experiments\.(?!common\b)"),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import BatchNorm
 from eqx_norm.models import (
     fold,
     fold_pairs,
@@ -48,13 +49,15 @@ MODEL, STATE = made(two, OURS)
 _, STATE = call(MODEL, STATE, normal(0, (4, C)))
 SWAPPED = made(two, THEIRS)
 LINEAR = [eqx.nn.Linear(C, C, key=KEY)], STATE
-MEMBERS = made(two, OURS, members=2)
-NORM, NORM_STATE = make(C, "batch", approach="batch", inference=True)
+NORM, NORM_STATE = BOTH = make(C, "batch", approach="batch", inference=True)
 ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
 UNLOADED = make(C, "batch", approach=Unloaded())
 WRONG = make(C, "batch", approach=Wrong())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
+PAIRS: Any = [("[0]", "[1]")]
+NUMBER: Any = {"[0]": 0}
+FROM_NUMBER: Any = {0: "a"}
 NO_STATE: Any = None
 LOADED: dict[str, Any] = {"running_mean": np.ones(C), "running_var": np.ones(C)}
 
@@ -72,11 +75,30 @@ HUGE = jax.tree.map(lambda a: jnp.full_like(a, 6e4, jnp.float16), conv())
 SMALL = load(NORM, copy(NORM_STATE), np.ones(C), np.full(C, 1e-4))
 
 
+def mapped(state):
+    """Returns the state after a call that was mapped without `out_axes=(0, None)`."""
+    return jax.vmap(lambda x, state: state, (0, None))(X, state)
+
+
+def blocks(nn, key):
+    return [conv(), BatchNorm(C, "batch", approach="batch", inference=True)]
+
+
+PLAIN = conv(), NORM
+BLOCKS = made(blocks, OURS, members=3)
+WEIGHTLESS = made(lambda nn, key: nn.BatchNorm(C, "batch", 1e-5, False, mode="ema"), OURS)
+jitted = eqx.filter_jit
+EXCHANGED = r"^The model given is an eqx.nn.State.* \(model, state, "
+STACKED = r"^\[0\]: The state given has one more axis in front: .*not stacked"
+STACKED_WEIGHT = r" is stacked, as in an ensemble .*\(3, 3, 3, 3\)\..*blocks.0"
+TRACED = "^This function reads the values of arrays, .* outside of jit"
+
+
 def is_row(path, layer):
     return "row" in path
 
 
-def folded(layers, first="[0]", second="[1]", state=NORM_STATE):
+def folded(layers, first="[0]", second="[1]", state: Any = NORM_STATE):
     return fold_pairs(layers, state, {first: second})
 
 
@@ -84,7 +106,7 @@ def shared(layers):
     return eqx.nn.Shared(layers, lambda m: m[1].weight, lambda m: m[0].weight)
 
 
-def recalibrated(batches, model: Any = NORM, state=NORM_STATE, forward: Any = None):
+def recalibrated(batches, model: Any = NORM, state: Any = NORM_STATE, forward: Any = None):
     return recalibrate(model, state, batches, forward)
 
 
@@ -96,8 +118,11 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: swap(*SWAPPED, where=PATH), r"^where='\[0\]' is not callable"),
     (lambda: swap(SWAPPED[0], STATE), r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),
     (lambda: swap(SWAPPED[0], NO_STATE), "^state=None is no eqx.nn.State.*make_with_state"),
+    (lambda: swap(*SWAPPED[::-1]), EXCHANGED),
+    (lambda: swap(SWAPPED[0], mapped(SWAPPED[1])), STACKED),
     (lambda: swap(*TIED), "eqx.nn.Shared shares an index of this layer"),
     (lambda: unswap(MODEL, STATE, mode="adam"), "^mode='adam': .*mode='batch'"),
+    (lambda: unswap(MODEL, mapped(STATE)), STACKED),
     (lambda: unswap(*swap(*SWAPPED, "adam")), r"^\[0\]: approach=Adam\("),
     (lambda: unswap(*swap(*SWAPPED, activation=jnp.tanh)), r"\[0\]: activation=.*reconfigure"),
     # reconfigure
@@ -117,11 +142,22 @@ ERRORS: list[tuple[Any, str]] = [
         r"(?s)^\[0\]: Wrong\.load .*has made",
     ),
     (lambda: reconfigure(MODEL, STATE, approach=lambda s: None), r"^\[0\]: approach= is None"),
+    (lambda: reconfigure(STATE, MODEL, eps=1.0), EXCHANGED),
+    (lambda: reconfigure(MODEL, mapped(STATE), eps=1.0), STACKED),
     (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^state=None is no eqx.nn.State"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
     (lambda: unfreeze(MODEL), "nothing to unfreeze: .*holds no frozen BatchNorm"),
     # fold
+    (lambda: fold(BLOCKS[0][0], BLOCKS[0][1], BLOCKS[1]), STACKED_WEIGHT),
+    (lambda: folded(BLOCKS[0], state=BLOCKS[1]), f"^pairs=.*: Conv1d{STACKED_WEIGHT}"),
+    (lambda: fold(conv(), NORM, mapped(NORM_STATE)), "one more axis in front: .* out_axes"),
+    (lambda: folded(NORM_STATE, state=PLAIN), EXCHANGED),
+    (lambda: fold_pairs(PLAIN, NORM_STATE, PAIRS), r"^pairs=\[\('\[0\]', .* dict\(pairs\)"),
+    (lambda: fold_pairs(PLAIN, NORM_STATE, NUMBER), r"^pairs=\{'\[0\]': 0\} is no .*bn1"),
+    (lambda: jitted(fold)(*PLAIN, NORM_STATE), TRACED),
+    (lambda: jitted(lambda: fold(*PLAIN, NORM_STATE))(), TRACED),
+    (lambda: jitted(folded)(PLAIN), f"^pairs=.*{TRACED[1:]}"),
     (
         lambda: folded([conv(), NORM], "[2]"),
         r"^pairs=.*no linear layer .* '\[2\]'\..*: '\[0\]'",
@@ -151,13 +187,31 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: recalibrated([X], LINEAR[0]), "nothing to recalibrate: .*that is not frozen"),
     (lambda: recalibrated([X], MODEL), r"^\[0\]: .*to another model"),
     (lambda: recalibrated([X * np.nan]), "No batch norm got .* 1 batches: the model"),
+    (lambda: recalibrated([X], *BOTH[::-1]), EXCHANGED),
+    (lambda: recalibrated([X], NORM, mapped(NORM_STATE)), "^BatchNorm: .* out_axes"),
+    (
+        lambda: recalibrated([X], WEIGHTLESS[0], mapped(WEIGHTLESS[1])),
+        "(?s)failed on .* one more axis in front.*forward",
+    ),
+    (lambda: jitted(recalibrate)(NORM, NORM_STATE, [X]), TRACED),
     # from_torch and to_torch
+    (lambda: from_torch(STATE, MODEL, {}), EXCHANGED),
+    (lambda: to_torch(STATE, MODEL), EXCHANGED),
+    (lambda: from_torch(MODEL, mapped(STATE), {}), STACKED),
+    (lambda: to_torch(MODEL, mapped(STATE)), STACKED),
+    (lambda: jitted(from_torch)(NORM, NORM_STATE, {}), TRACED),
+    (lambda: jitted(lambda: from_torch(NORM, NORM_STATE, LOADED))(), TRACED),
+    (lambda: jitted(lambda a: from_torch(NORM, NORM_STATE, {"weight": a}))(X), TRACED),
+    (lambda: jitted(to_torch)(MODEL, STATE), TRACED),
+    (lambda: from_torch(MODEL, STATE, {}, NUMBER), r"^names=\{'\[0\]': 0\} is no .* strings"),
+    (lambda: to_torch(MODEL, STATE, FROM_NUMBER), r"^names=\{0: 'a'\} is no .* strings"),
+    (lambda: to_torch(MODEL, STATE, NUMBER.get), r"^names=\{'\[0\]': 0\} is no .* function"),
     (lambda: from_torch(*SWAPPED, {}), r"^\[0\]: .*eqx_norm\.models\.swap"),
     (lambda: from_torch(MODEL, None, {}), r"^\[0\]: .*in the model's state"),
     (lambda: from_torch(*UNLOADED, LOADED, strict=False), "^BatchNorm: Cumulative cannot take"),
     (lambda: from_torch(*WRONG, LOADED, strict=False), "^BatchNorm: Wrong.load returned"),
-    (lambda: from_torch(*MEMBERS, {}), "ensemble"),
-    (lambda: to_torch(*MEMBERS), "ensemble"),
+    (lambda: from_torch(*BLOCKS, {}), STACKED_WEIGHT),
+    (lambda: to_torch(*BLOCKS), STACKED_WEIGHT),
     (lambda: from_torch(NORM, NORM_STATE, PATH), r"a str\. .* module\.state_dict\(\) returns"),
     (
         lambda: from_torch(MODEL, STATE, {}, {"[9]": "a"}),

@@ -152,3 +152,4 @@ def test_what_is_not_proposed():
     model, state = eqx.nn.make_with_state(lambda: [conv(3), conv(4), None, theirs])()
     pairs = {"[1]": "[3]"}
     assert propose_pairs(model) == propose_pairs(swap(model, state)[0]) == pairs
+    assert propose_pairs(eqx.filter_vmap(lambda _: model)(jnp.ones(4))) == pairs

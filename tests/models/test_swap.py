@@ -132,6 +132,8 @@ def test_overrides_are_of_all_layers_that_are_swapped():
     assert (back.mode, back.momentum) == ("ema", 0.9)
     traced = eqx.filter_eval_shape(lambda m, s: swap(m, s, "ema"), *theirs)  # inside of jit
     assert jax.tree.structure(traced[1]) == jax.tree.structure(swap(*theirs, "ema")[1])
+    traced = eqx.filter_eval_shape(lambda m, s: unswap(*swap(m, s, "ema", eps=0.1)), *theirs)
+    assert traced[0][0].mode == "ema"
 
 
 @pytest.mark.parametrize("steps", [0, 5])

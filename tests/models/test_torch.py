@@ -16,7 +16,7 @@ import pytest
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.models import from_torch, to_torch
 from eqx_norm.strategies import Accumulated, Average, Batch
-from tests.helpers import example, floats, make, same
+from tests.helpers import example, floats, make, member, same
 from tests.helpers import quick_call as call
 from tests.models.nested import KEY, shapes
 
@@ -184,6 +184,48 @@ def test_all_that_is_wrong_is_one_error_and_nothing_is_loaded():
         assert problem in text
     checkpoint = {"model": {"weight": np.ones(C)}, "epoch": 3}
     assert "checkpoint['model']" in error(model, state, checkpoint)
+
+
+def test_a_count_is_a_whole_number_that_int32_holds():
+    layer, state = built("norm without weights")
+    arrays = {"running_mean": np.zeros(C), "running_var": np.ones(C)}
+    for count in map(np.array, (2**31, 2**31 + 5, 2**40, -1, 0.5, np.nan, np.inf, 1j)):
+        text = error(layer, state, arrays | {COUNT: count})
+        assert f"{COUNT} is {count}, not a whole number from 0 to 2**31 - 1. Leave it" in text
+    for count in (0, 7.0, 2**31 - 1):
+        loaded = from_torch(layer, state, arrays | {COUNT: count})[:2]
+        assert to_torch(*loaded)[COUNT] == count
+
+
+def test_stacked_blocks_are_loaded_as_the_error_says():
+    form = {"linear": "linear", "norm": "norm"}
+    state_dict = filled(*built({"blocks": [form, form], "head": "linear"}))
+
+    def build():
+        blocks = eqx.filter_vmap(lambda _: jax.tree.map(lambda name: LAYERS[name](), form))
+        return {"blocks": blocks(jnp.ones(2)), "head": linear()}
+
+    model, state = eqx.nn.make_with_state(build)()
+    text = error(model, state, state_dict)
+    assert re.match(r"\['blocks'\]\['linear'\]: Linear is stacked, .* \(2, 2, 3\)", text)
+    names: Any = {"eqx": eqx, "jax": jax, "jnp": jnp, "results": []}
+    names["stacked"] = model["blocks"], state.substate(model["blocks"])
+    of_member, *of_all = (line.strip() for line in text.splitlines()[1:])
+    for i in range(2):
+        exec(of_member, names | {"i": i}, names)
+        part, its = names["member"]
+        loaded = from_torch(part, its, state_dict, {"": f"blocks.{i}"}, strict=False)
+        names["results"] += [loaded[:2]]
+    exec("\n".join(of_all), names)
+    blocks, its = names["stacked"]
+    assert shapes(blocks) == shapes(model["blocks"])
+    model, state = model | {"blocks": blocks}, state.update(its)
+    model, state, _ = from_torch(model, state, state_dict, {"blocks": None})
+    back = to_torch(model, state, {"blocks": None})
+    for i in range(2):
+        part, its = member((blocks, state.substate(blocks)), i)
+        back |= to_torch(part, its, {"": f"blocks.{i}"})
+    assert same(back, state_dict)
 
 
 def test_what_is_left_over_is_an_error_if_strict():
