@@ -56,6 +56,7 @@ NORMS = {
     "GroupNorm": Norm(group_norm, functools.partial(exact.group_norm, groups=GROUPS)),
     "InstanceNorm": Norm(instance_norm, exact_instance_norm),
 }
+OF_VALUES = "LayerNorm", "RMSNorm"  # whose masks have one bool for each value
 EXAMPLE_NORMS = [name for name in NORMS if name != "BatchNorm"]
 each_norm = pytest.mark.parametrize("name", NORMS)
 each_example_norm = pytest.mark.parametrize("name", EXAMPLE_NORMS)
@@ -80,6 +81,11 @@ def made(name, shape, **options):
 
 def over_examples(layer, x, mask=None):
     return jax.vmap(lambda x, mask: layer(x, mask=mask))(x, mask)
+
+
+def mask_shape(name, shape):
+    """Returns the shape of a mask of a batch with this shape."""
+    return shape if name in OF_VALUES else shape[:1] + shape[2:]
 
 
 def moved(layer):

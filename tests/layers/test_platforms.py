@@ -18,7 +18,14 @@ from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from tests.compiling import lowered_for
-from tests.layers.norms import each_example_norm, each_norm, made, moved, over_examples
+from tests.layers.norms import (
+    each_example_norm,
+    each_norm,
+    made,
+    mask_shape,
+    moved,
+    over_examples,
+)
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -56,7 +63,8 @@ def test_lowered_for_every_platform(name, dtype):
         layer, call = made(name, SHAPE, activation=activation)
         layer = layer if has_weights else without_weights(layer)
         weights, static = eqx.partition(layer, eqx.is_inexact_array)
-        mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None
+        mask = jnp.arange(W) > 0 if masked else None
+        mask = None if mask is None else jnp.broadcast_to(mask, mask_shape(name, x.shape))
         f = functools.partial(every_direction, call, mask, static, weights)
         jax.jit(f).trace(x).lower(lowering_platforms=("cuda", "tpu"))
 
