@@ -1,12 +1,14 @@
 """Checks the arguments that several layers share."""
 
 import math
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from eqx_norm._normalise import AxisName, names_of
 from eqx_norm._normalise.reference import Shape, compute_dtype
 from eqx_norm.strategies._numbers import is_count, number
 
@@ -33,6 +35,31 @@ def checked_size(argument: str, value: Any, given: Any = None) -> int:
         quoted = value if given is None else given
         raise ValueError(f"{argument}={quoted!r}: a size must be an int of 1 or more.")
     return int(value)
+
+
+def checked_names(**arguments: Any) -> list[AxisName]:
+    """Returns names of axes, or tuples of names; raises `ValueError` for what is no name, and
+    if there is a name twice."""
+    # A list of names would make the layer unhashable.
+    axes = [tuple(v) if isinstance(v, list) else v for v in arguments.values()]
+    quoted = " and ".join(f"{name}={value!r}" for name, value in arguments.items())
+    names = [name for axis in axes for name in names_of(axis)]
+    for name in names:
+        if name is None or not isinstance(name, Hashable) or isinstance(name, Iterator):
+            raise ValueError(
+                f"{quoted}: {name!r} is no name of an axis. Give the name that jax.vmap or the "
+                "mesh has, such as axis_name='batch', or a tuple of names."
+            )
+    if twice := {name for name in names if names.count(name) > 1}:
+        once = (
+            ": statistics over axis_name= are remembered anyway, and memory_axis_name= is only "
+            "for the axes along which batches are normalised separately."
+        )
+        raise ValueError(
+            f"{quoted} name {', '.join(map(repr, twice))} more than once. Give each name once"
+            + (once if len(axes) > 1 else ".")
+        )
+    return axes
 
 
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:

@@ -54,6 +54,8 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (batch_norm, {"memory_axis_name": ["a", "batch"]}, "'batch' more than once.*separate"),
         (batch_norm, {"dtype": bool}, "dtype=bool: .*float or complex.*dtype=jnp.float32"),
         (layer_norm, {"dtype": jnp.int32}, "dtype=int32: .*gradients.*dtype=jnp.float32"),
+        (layer_norm, {"axis_name": ["a", "a"]}, r"^axis_name=.* name 'a' more than.*once\.$"),
+        (InstanceNorm, {"channels": 4, "axis_name": None}, "^axis_name=None: None is no name"),
         (layer_norm, {"eps": 0.0}, "eps=0.0.*at least 1e-20"),
         (layer_norm, {"eps": float("inf")}, "eps=inf.*must be a finite number"),
         (layer_norm, {"implementation": "cuda"}, UNAVAILABLE),
@@ -291,6 +293,18 @@ linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
             masked(TOKENS, 2, 4, 4),
             jnp.ones((4, 4)),
             ValueError(rf"\(4, 4\)\. Map over.*{EACH}"),
+        ),
+        (
+            GroupNorm(2, 6, axis_name="parts"),
+            jnp.ones((6, 3)),
+            NameError(r"'parts' is not bound.*jax.vmap\(layer, axis_name='parts'\)\(x\)"),
+        ),
+        (
+            jax.vmap(RMSNorm(4, axis_name="a", implementation="pallas"), axis_name="a"),
+            jnp.ones((2, 4)),
+            ValueError(
+                "cannot serve.* no kernel merges .*axis_name='a'.*Use implementation='au"
+            ),
         ),
         (
             functools.partial(TOKENS, state=jnp.ones(4, bool)),

@@ -36,7 +36,7 @@ from tests.layers.masking import (
     unpadded,
     untrained,
 )
-from tests.layers.norms import OF_VALUES, each_norm, made, with_parameters
+from tests.layers.norms import each_norm, made, mask_shape, with_parameters
 
 
 @each_approach
@@ -89,7 +89,8 @@ def test_a_mask_of_values_leaves_an_example_of_those_that_count(kind, dtype):
 @pytest.mark.parametrize("function", [None, activation, jnp.log, jax.nn.softmax])
 def test_gradients_of_masked_values_are_0_whatever_x_and_dy_hold(name, function):
     layer, call = made(name, (C, L), activation=function)
-    mask = np.broadcast_to(LENGTHS[:, None], X.shape) if name in OF_VALUES else LENGTHS
+    of_values = np.broadcast_to(LENGTHS[:, None], X.shape)
+    mask = of_values if mask_shape(name, X.shape) == X.shape else LENGTHS
 
     def forward(weight, bias, x):
         return call(with_parameters(layer, weight, bias), x, mask)[0]

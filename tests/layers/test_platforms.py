@@ -19,8 +19,8 @@ from jax.sharding import AxisType
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from tests.compiling import lowered_for
 from tests.layers.norms import (
+    EXAMPLE_NORMS,
     each_example_norm,
-    each_norm,
     made,
     mask_shape,
     moved,
@@ -33,6 +33,7 @@ N, C, H, W = 2, 6, 3, 5
 SHAPE = C, H, W
 # Mask, weights, activation: all pairs of two are among them.
 SILU = jax.nn.silu
+SPLIT = "LayerNorm, split", "RMSNorm, split"
 PAIRS = (False, False, None), (False, True, SILU), (True, False, SILU), (True, True, None)
 
 
@@ -55,7 +56,7 @@ def every_direction(call, mask, static, weights, x):
     return forward(weights, x), gradients, jax.jvp(forward, (weights, x), (weights, x))
 
 
-@each_norm
+@pytest.mark.parametrize("name", ["BatchNorm", *EXAMPLE_NORMS, *SPLIT])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
