@@ -1,6 +1,7 @@
 """Checks the arguments that several layers share."""
 
 import math
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from eqx_norm._contract import described
-from eqx_norm._normalise.reference import compute_dtype
+from eqx_norm._normalise import AxisName, names_of
+from eqx_norm._normalise.reference import Shape, compute_dtype
 from eqx_norm.strategies._numbers import is_count, number
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5. Of the 38 decades of float32
@@ -36,9 +38,41 @@ def checked_size(argument: str, value: Any, given: Any = None) -> int:
     return int(value)
 
 
+def checked_names(**arguments: Any) -> list[AxisName]:
+    """Returns names of axes, or tuples of names; raises `ValueError` for what is no name, and
+    if there is a name twice."""
+    # A list of names would make the layer unhashable.
+    axes = [tuple(v) if isinstance(v, list) else v for v in arguments.values()]
+    quoted = " and ".join(f"{name}={value!r}" for name, value in arguments.items())
+    names = [name for axis in axes for name in names_of(axis)]
+    for name in names:
+        if name is None or not isinstance(name, Hashable) or isinstance(name, Iterator):
+            raise ValueError(
+                f"{quoted}: {name!r} is no name of an axis. Give the name that jax.vmap or the "
+                "mesh has, such as axis_name='batch', or a tuple of names."
+            )
+    if twice := {name for name in names if names.count(name) > 1}:
+        once = (
+            ": statistics over axis_name= are remembered anyway, and memory_axis_name= is only "
+            "for the axes along which batches are normalised separately."
+        )
+        raise ValueError(
+            f"{quoted} name {', '.join(map(repr, twice))} more than once. Give each name once"
+            + (once if len(axes) > 1 else ".")
+        )
+    return axes
+
+
 def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
-    """Returns the dtype of weight and bias: the one given, or the default float dtype."""
-    return jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+    """Returns the dtype of weight and bias: the one given, or the default float dtype. Raises
+    `ValueError` for integers and booleans."""
+    result = jnp.result_type(float) if dtype is None else jnp.dtype(dtype)
+    if not jnp.issubdtype(result, jnp.inexact):
+        raise ValueError(
+            f"dtype={result.name}: weight and bias are learnt by gradients, so they must be "
+            "float or complex. Write dtype=jnp.float32, or leave it out."
+        )
+    return result
 
 
 def checked_offset(weight_offset: float) -> float:
@@ -57,8 +91,12 @@ def weights(
 ) -> tuple[Array | None, Array | None]:
     """Returns the weight, with its offset added, and the bias of a call: those given, or the
     layer's own, of `shape`. Raises `ValueError` or `TypeError` for what does not fit."""
-    weight = layer.weight if weight is None else _checked_weight("weight", weight, shape, x)
-    bias = layer.bias if bias is None else _checked_weight("bias", bias, shape, x)
+    weight, bias = (
+        _checked_own(name, getattr(layer, name), shape, x)
+        if value is None
+        else _checked_weight(name, value, shape, x)
+        for name, value in (("weight", weight), ("bias", bias))
+    )
     if weight is not None and layer.weight_offset != 0:
         weight = layer.weight_offset + widened(weight)
     return weight, bias
@@ -67,6 +105,16 @@ def weights(
 def widened(array: Array) -> Array:
     """Returns the array in float32 or better."""
     return array.astype(compute_dtype(array.dtype))
+
+
+def _checked_own(name: str, own: Any, shape: tuple[int, ...], x: Array) -> Array | None:
+    if own is not None and jnp.shape(own) != shape:
+        raise ValueError(
+            f"The layer's own {name} has shape {jnp.shape(own)}, and x has {x.shape}: here it "
+            f"must have the shape {shape}. Put one of that shape there by eqx.tree_at, or give "
+            f"the call another, layer(x, {name}={name})."
+        )
+    return own
 
 
 def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> Array:
@@ -132,27 +180,36 @@ def checked_x(x: Any) -> Array:
     return array
 
 
-def checked_mask(mask: Any, x: Array) -> Array | None:
-    """Returns `mask` as an array; raises unless it has one boolean per position of `x`."""
+def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -> Array | None:
+    """Returns `mask` as an array; raises unless it has one boolean for the example or for each
+    position of `x`; with `of_values`, for each value. `mapped`: how to call the layer."""
     if mask is None:
         return None
-    mask = jnp.asarray(mask)
-    spatial = x.shape[1:]
+    mask, spatial = jnp.asarray(mask), x.shape[1:]
     if mask.dtype != bool:
         raise TypeError(
             f"mask has dtype {mask.dtype}, but must say which values count: give booleans, "
             "for example mask > 0."
         )
+    if of_values and mask.shape not in ((), x.shape):
+        columns = (*mask.shape, *(1,) * (x.ndim - mask.ndim))
+        column = f"mask[{', '.join([':'] * mask.ndim + ['None'] * (x.ndim - mask.ndim))}]"
+        ways = {column: columns, "mask": mask.shape}
+        fitting = [way for way, shape in ways.items() if _broadcasts(shape, x.shape)]
+        calls = " or ".join(f"mask=jnp.broadcast_to({way}, x.shape)" for way in fitting)
+        how = f"one for each value, of shape {x.shape}" + (f": {calls}" if calls else "")
+    elif of_values or _broadcasts(mask.shape, spatial):
+        return mask
+    else:
+        how = f"one for each position, of shape {spatial}; the channels share it"
+    raise ValueError(
+        f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give one "
+        f"bool for the example, of shape (), or {how}. Map over the mask as over x: {mapped}."
+    )
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
     try:
-        fits = jnp.broadcast_shapes(mask.shape, spatial) == spatial
+        return jnp.broadcast_shapes(shape, to) == to
     except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give "
-            f"one bool for the example, of shape (), or one for each position, of shape "
-            f"{spatial}; the channels share it. Map over the mask as over x: "
-            "jax.vmap(lambda x, mask, state: model(x, state, mask=mask), axis_name=..., "
-            "in_axes=(0, 0, None), out_axes=(0, None))."
-        )
-    return mask
+        return False

@@ -1,5 +1,8 @@
 """Defines `GroupNorm`."""
 
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 import equinox as eqx
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -38,6 +41,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        axis_name: Hashable | Sequence[Hashable] = (),
         weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
@@ -47,6 +51,8 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         - `channels`: the number of channels; optional if `channelwise_affine=False`.
         - `eps`: added to the variance; 1e-20 or more.
         - `channelwise_affine`: whether there are a weight and a bias of shape `(channels,)`.
+        - `axis_name`: as for `LayerNorm`. A group is merged with the group of the same number
+            of each other part, so split positions; or, with `groups=1`, channels.
         - `dtype`, `activation`, `weight_offset`, `implementation`: as for `LayerNorm`.
 
         **Raises:** `ValueError` for an invalid argument.
@@ -62,7 +68,8 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         self._check_groups(self.channels or self.groups)
         self.channelwise_affine = affine = bool(channelwise_affine)
         weights = affine, affine, dtype
-        super().__init__(shape, eps, *weights, activation, weight_offset, implementation)
+        others = activation, axis_name, weight_offset, implementation
+        super().__init__(shape, eps, *weights, *others)
 
     def _check_groups(self, channels: int) -> None:
         if channels % self.groups:
@@ -75,4 +82,6 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         _arguments.check_channels(x, "channels", self.channels, "jax.vmap(layer)(x)")
         self._check_groups(x.shape[0])
         channels = x.shape[0]
-        return Options(self.eps, self.implementation, self.groups, channels), (channels,)
+        groups: Any = {"groups": self.groups, "channels": channels}
+        options = Options(self.eps, self.implementation, axis_name=self.axis_name, **groups)
+        return options, (channels,)

@@ -1,5 +1,7 @@
 """Defines `InstanceNorm`."""
 
+from collections.abc import Hashable, Sequence
+
 from jax.typing import DTypeLike
 
 from eqx_norm._group_norm import GroupNorm
@@ -30,6 +32,7 @@ class InstanceNorm(GroupNorm):
         dtype: DTypeLike | None = None,
         *,
         activation: Activation | None = None,
+        axis_name: Hashable | Sequence[Hashable] = (),
         weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
@@ -45,6 +48,7 @@ class InstanceNorm(GroupNorm):
             affine,
             dtype,
             activation=activation,
+            axis_name=axis_name,
             weight_offset=weight_offset,
             implementation=implementation,
         )

@@ -1,6 +1,6 @@
 """Defines `RMSNorm`."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import equinox as eqx
@@ -39,6 +39,7 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
         *,
         activation: Activation | None = None,
         axis: int | None = None,
+        axis_name: Hashable | Sequence[Hashable] = (),
         weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
@@ -48,4 +49,5 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
         **Raises:** `ValueError` for an invalid argument.
         """
         weights = use_weight, use_bias, dtype
-        super().__init__(shape, eps, *weights, activation, axis, weight_offset, implementation)
+        others = activation, axis, axis_name, weight_offset, implementation
+        super().__init__(shape, eps, *weights, *others)

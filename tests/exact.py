@@ -67,23 +67,23 @@ class Exact(NamedTuple):
 def batch_norm(batch: Batch, mask: Any = None) -> Exact:
     """Returns the exact answer of a batch norm in training.
 
-    In all references `mask` has the shape of `x` without axis 1, and is false where x does not
-    count.
+    In all references `mask` has the shape of `x`, with or without axis 1, and is false where x
+    does not count.
     """
     axes = tuple(axis for axis in range(batch.x.ndim) if axis != 1)
-    return _exact(batch, _counted(batch, mask), axes, axes)
+    return _exact(batch, counted(batch, mask), axes, axes)
 
 
 def layer_norm(batch: Batch, mask: Any = None, *, centred: bool = True) -> Exact:
     """Returns the exact answer of a layer norm; if not `centred`, of an RMS norm."""
     axes = tuple(range(1, batch.x.ndim))
-    return _exact(batch, _counted(batch, mask), axes, (0,), centred=centred)
+    return _exact(batch, counted(batch, mask), axes, (0,), centred=centred)
 
 
 def channel_norm(batch: Batch, mask: Any = None, *, centred: bool = True) -> Exact:
     """Returns the exact answer of a layer norm along axis 1; weight and bias are `[C]`."""
     axes = (0, *range(2, batch.x.ndim))
-    return _exact(batch, _counted(batch, mask), (1,), axes, centred=centred)
+    return _exact(batch, counted(batch, mask), (1,), axes, centred=centred)
 
 
 def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:
@@ -98,12 +98,12 @@ def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:
         for values in (batch.weight, batch.bias)
     )
     axes = tuple(range(2, 3 + len(space)))
-    counted = cut(_counted(batch, mask))
-    parts = _exact(Batch(cut(batch.x), cut(batch.dy), *vectors), counted, axes, (0, *axes[1:]))
+    counts = cut(counted(batch, mask))
+    parts = _exact(Batch(cut(batch.x), cut(batch.dy), *vectors), counts, axes, (0, *axes[1:]))
 
     def whole(answer: Answer) -> Answer:
         y, dx = (
-            np.broadcast_to(values, counted.shape).reshape(batch.x.shape)
+            np.broadcast_to(values, counts.shape).reshape(batch.x.shape)
             for values in (answer.y, answer.dx)
         )
         return Answer(y, None, dx, answer.dweight.ravel(), answer.dbias.ravel())
@@ -111,9 +111,12 @@ def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:
     return Exact(*map(whole, parts))
 
 
-def _counted(batch: Batch, mask: Any) -> NDArray:
-    counted = np.True_ if mask is None else np.expand_dims(mask, 1)
-    return np.broadcast_to(counted, batch.x.shape)
+def counted(batch: Batch, mask: Any) -> NDArray:
+    """Returns whether each value of x counts."""
+    shape = batch.x.shape
+    is_whole = mask is None or np.shape(mask) == shape
+    mask = np.True_ if mask is None else mask
+    return np.broadcast_to(mask if is_whole else np.expand_dims(mask, 1), shape)
 
 
 def _exact(

@@ -127,8 +127,8 @@ def unswap(
     counts of batches, so these are lost, and Equinox's known errors apply again.
 
     **Raises:** `ValueError` if there is no such layer, for an approach that Equinox lacks
-    (unless `mode` is given), for an `activation` or `axis=0`, for a subclass, and for a state
-    of another model.
+    (unless `mode` is given), for an `activation`, `axis=0` or an `axis_name` of a norm of one
+    example, for a subclass, and for a state of another model.
     """
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
@@ -212,12 +212,13 @@ def _theirs(layer: Any, mode: str | None) -> Any:
             f"activation={layer.activation}: Equinox's layer has none. Remove it by "
             "eqx_norm.models.reconfigure(model, state, activation=None), and apply it yourself."
         )
-    if getattr(layer, "axis", None) is not None:
-        raise ValueError(
-            f"axis={layer.axis}: Equinox's layer has none. Leave this one out by where=."
-        )
     layer = at_offset(layer, 0.0)
     if kind := _TO_THEIRS.get(type(layer)):
+        for name, default in (("axis", None), ("axis_name", ())):
+            if (value := getattr(layer, name, default)) != default:
+                raise ValueError(
+                    f"{name}={value!r}: Equinox's layer has none. Leave this one out by where=."
+                )
         return _converted(layer, kind)
     new = eqx.nn.BatchNorm(
         layer.input_size,

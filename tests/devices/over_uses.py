@@ -16,8 +16,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from eqx_norm import LayerNorm, RMSNorm
+from tests import exact
 from tests.helpers import make
-from tests.layers.norms import each_example_norm, made
+from tests.layers.accuracy import far_from_zero, with_outlier
+from tests.layers.norms import each_example_norm, made, over_examples, with_parameters
+from tests.layers.test_accuracy import SPLIT as PARTS_OF_EXAMPLES
 
 from .ways import (
     CASES,
@@ -28,6 +32,7 @@ from .ways import (
     C,
     Case,
     L,
+    N,
     Way,
     arguments,
     error,
@@ -94,7 +99,8 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
 
 
 def test_the_example_in_the_documents():
-    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    code, of_parts = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    exec(of_parts, {})
     x, *_ = arguments(CASE)
     model, state = make(C, ("batch", "devices"), approach=CASE.approach)
     names: dict[str, Any] = {"model": model, "state": state, "x": x}
@@ -261,6 +267,51 @@ def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(nam
         results, sent = run(over_devices, layer, None, *placed)
         assert error(results, function(layer, None, *arrays)) < 1e-6
         assert sent == expected
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", PARTS_OF_EXAMPLES, ids=str)
+def test_an_example_split_over_devices_is_as_exact_as_a_whole_one(case, check_vma):
+    """The norm of queries and keys under tensor parallelism, whose features are split:
+    https://github.com/allenai/OLMo/issues/877."""
+    random = np.random.default_rng(0)
+    case = case if check_vma else case._replace(norm=f"{case.norm}, unchecked")
+    for drawn in ((far_from_zero,), (with_outlier, 1)):
+        batch = case.batch(random, *drawn, affine=True)
+        for mask in (None, case.mask()):
+            batch.x[~exact.counted(batch, mask)] = np.nan
+            case.check(batch, mask)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_gradients_inside_of_shard_map_of_parts_of_an_example(kind, dtype, check_vma):
+    """Of each device's loss: their sum depends on x of all."""
+    x, dy = (v.reshape(N, -1)[:, :24].astype(dtype) for v in arguments(CASE)[:2])
+    x = x * jnp.asarray(1 + 0.5j).astype(dtype) if dtype == jnp.complex64 else x
+    layer, whole = kind(24 // DEVICES, axis_name="devices"), kind(24)
+    layer = with_parameters(layer, whole.weight + 1, whole.bias)
+
+    def step(layer, x, dy):
+        y, pull_back = jax.vjp(over_examples, layer, x)
+        return y, *pull_back(dy)
+
+    def parts(outputs):
+        return jax.tree.map(lambda a: jnp.stack([a.real, a.imag]), outputs)
+
+    features = P(None, "devices")
+    specs: Any = {"in_specs": (SPLIT, features, features), "check_vma": check_vma}
+    f = jax.shard_map(
+        step, mesh=mesh_of(devices=DEVICES), out_specs=(features, SPLIT, features), **specs
+    )
+    outputs, sent = run(f, layer, x, dy)
+    expected = step(with_parameters(whole, whole.weight + 1, whole.bias), x, dy)
+    assert error(parts(outputs), parts(expected)) < 1e-6
+    # Of each example a few numbers: its moments, and backward two sums; of an RMS norm one.
+    forward = "all-reduce" if kind is RMSNorm else "all-gather"
+    assert [name for name, _ in sent] == [forward, "all-reduce"]
+    assert sum(elements for _, elements in sent) <= N * 10 * DEVICES
 
 
 @pytest.mark.parametrize("way", ["shard_map", "jit"])

@@ -71,7 +71,7 @@ def check(batch, mask, norm, *options, scale=1.0):
     answer, mean = jax.tree.map(np.asarray, train(batch, mask, norm, *options))
     assert answer.y.dtype == answer.dx.dtype == batch.x.dtype
     if mask is not None:
-        masked = np.broadcast_to(~mask[:, None], batch.x.shape)
+        masked = ~exact.counted(batch, mask)
         assert not answer.y[masked].any()
         assert not answer.dx[masked].any()
     expected = NORMS[norm].exact(batch, mask=mask)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import P
+from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests import exact
@@ -22,6 +24,7 @@ class Norm(NamedTuple):
 
     make: Callable[..., Any]
     exact: Callable[..., exact.Exact]
+    call: Any = None  # of a batch; `None`: mapped over it
 
 
 def group_norm(shape, **options):
@@ -57,16 +60,16 @@ NORMS = {
     "InstanceNorm": Norm(instance_norm, exact_instance_norm),
 }
 EXAMPLE_NORMS = [name for name in NORMS if name != "BatchNorm"]
-each_norm = pytest.mark.parametrize("name", NORMS)
+each_norm = pytest.mark.parametrize("name", [*NORMS])
 each_example_norm = pytest.mark.parametrize("name", EXAMPLE_NORMS)
 
 
 def made(name, shape, **options):
     """Returns a layer, and `call(layer, x, mask=None)`, which maps it over a batch and returns
     y and the new state; that of a norm of one example is `None`."""
-    layer = NORMS[name].make(shape, **options)
+    layer, mapped = NORMS[name].make(shape, **options), NORMS[name].call or over_examples
     if name != "BatchNorm":
-        return layer, lambda layer, x, mask=None: (over_examples(layer, x, mask), None)
+        return layer, lambda layer, x, mask=None: (mapped(layer, x, mask), None)
     layer, state = layer
 
     def call(layer, x, mask=None):
@@ -82,6 +85,14 @@ def over_examples(layer, x, mask=None):
     return jax.vmap(lambda x, mask: layer(x, mask=mask))(x, mask)
 
 
+def mask_shape(name, shape):
+    """Returns the shape of a mask of a batch with this shape. A norm along the channels that is
+    split takes the mask of each part from its first channel."""
+    kind, *how = name.split(", ")
+    of_values = kind in ("LayerNorm", "RMSNorm") and how != ["axis=0"]
+    return shape if of_values else shape[:1] + shape[2:]
+
+
 def moved(layer):
     """Returns the layer with another weight and bias."""
     random = np.random.RandomState(3)
@@ -94,3 +105,55 @@ def moved(layer):
 
 def with_parameters(layer, weight, bias):
     return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
+
+
+# --- Norms of parts of an example, on several devices, or with one along a mapped axis: blocks
+# of its first axis, and of norms with channels of its second.
+
+PARTS = max(2, jax.device_count())
+
+
+def split(name, check_vma):
+    """Returns the norm; its layer has the weights of all parts."""
+    has_channels = name in ("GroupNorm", "InstanceNorm")
+    axis = 1 + has_channels  # of a batch
+    # Of a layer, a batch and its mask.
+    axes = None if has_channels else 0, axis, 1
+
+    def make(shape, **options):
+        sizes = [n // PARTS if i == axis else n for i, n in enumerate(shape, 1)]
+        whole, part = (
+            NORMS[name].make(shape),
+            NORMS[name].make(sizes, axis_name="part", **options),
+        )
+        return with_parameters(part, whole.weight, whole.bias)
+
+    def one_part(layer, x, mask):
+        # Of each part its own positions.
+        if mask is not None and "axis=0" in name:
+            mask = mask[:, 0]
+        return over_examples(layer, x, mask)
+
+    def over_parts(layer, x, mask=None):
+        if jax.device_count() == 1:
+            arrays = (in_parts(*pair) for pair in zip((layer, x, mask), axes, strict=True))
+            in_axes = axes[0], 0, 0
+            y = jax.vmap(one_part, in_axes, axis_name="part")(*arrays)
+            return jnp.concatenate(y, axis)
+        specs = [P() if i is None else P(*(None,) * i, "part") for i in axes]
+        mesh = jax.make_mesh((PARTS,), ("part",), axis_types=(AxisType.Auto,))
+        options: Any = {"mesh": mesh, "in_specs": tuple(specs), "out_specs": specs[1]}
+        return jax.shard_map(one_part, check_vma=check_vma, **options)(layer, x, mask)
+
+    return Norm(make, NORMS[name].exact, over_parts)
+
+
+def in_parts(tree, axis):
+    """Returns arrays, cut into parts along an axis, which are stacked; `None`: not cut."""
+    if axis is None:
+        return tree
+    return jax.tree.map(lambda array: jnp.stack(jnp.split(array, PARTS, axis)), tree)
+
+
+NORMS |= {f"{name}, split": split(name, True) for name in EXAMPLE_NORMS}
+NORMS |= {f"{name}, split, unchecked": split(name, False) for name in EXAMPLE_NORMS}

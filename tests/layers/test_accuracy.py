@@ -27,7 +27,7 @@ from tests.layers.accuracy import (
     train,
     with_outlier,
 )
-from tests.layers.norms import with_parameters
+from tests.layers.norms import PARTS, mask_shape, with_parameters
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -58,11 +58,13 @@ class Case(NamedTuple):
         return make_batch(random, x, norm=self.norm, affine=affine)
 
     def mask(self):
-        """Returns a mask without the first position, the fourth and so on, and without the
-        second example."""
-        shape = self.shape[:1] + self.shape[2:]
+        """Returns a mask without the first position, or value, the fourth and so on, and
+        without the second example."""
+        shape = mask_shape(self.norm, self.shape)
         mask = np.arange(np.prod(shape)).reshape(shape) % 3 != 0
         mask[1] = False
+        if "axis=0, split" in self.norm:
+            mask = np.repeat(mask[:, :PARTS], mask.shape[1] // PARTS, 1)
         return mask
 
     def check(self, batch, mask=None, scale=1.0):
@@ -98,6 +100,19 @@ ONE_KERNEL = [
     ]
     for shape in shapes
 ]
+# Parts of examples on each device, or along a mapped axis.
+SPLIT = [
+    Case(f"{norm}, split", shape)
+    for norm, shape in [
+        ("LayerNorm", (4, 112)),
+        ("LayerNorm", (4, 8, 5, 7)),
+        ("RMSNorm", (4, 112)),
+        ("LayerNorm, axis=0", (4, 16, 5)),
+        ("RMSNorm, axis=0", (4, 16, 5)),
+        ("GroupNorm", (4, 6, 8, 7)),
+        ("InstanceNorm", (4, 6, 8, 7)),
+    ]
+]
 # Few channels side by side, prime numbers, and a million values a channel.
 LARGE = cases("BatchNorm", (4001, 3), (509, 2, 31), (1000, 2, 1000))
 
@@ -123,7 +138,7 @@ def hard(case, random, dtype: Any = np.float32):
 
 
 @pytest.mark.filterwarnings("ignore:In training, x of")  # of one value
-@each_case(*VECTORS, *SPATIAL, *ROWS, *IMAGES, *ELSEWHERE, *ONE_KERNEL)
+@each_case(*VECTORS, *SPATIAL, *ROWS, *IMAGES, *ELSEWHERE, *ONE_KERNEL, *SPLIT[:3])
 @hypothesis.given(seeds)
 @few_examples
 def test_hard_values(case, seed):
@@ -143,15 +158,15 @@ def test_hard_values_in_double_precision(case, seed):
             case.check(batch, scale=2.0**-29)
 
 
-@each_case(*VECTORS[2::3], *SPATIAL, *IMAGES, *ELSEWHERE[1::3])
+@each_case(*VECTORS[2::3], *SPATIAL, ROWS[3], *IMAGES, *ELSEWHERE[1:3], *ELSEWHERE[4:], *SPLIT)
 @hypothesis.given(seeds)
 @few_examples
 def test_hard_values_and_a_third_masked(case, seed):
-    """A NaN stands wherever a position does not count."""
+    """A NaN stands wherever a position, or a value, does not count."""
     random, mask = np.random.default_rng(seed), case.mask()
     for drawn in ((far_from_zero,), (with_outlier, 1)):
         batch = case.batch(random, *drawn, affine=drawn[0] is far_from_zero)
-        np.moveaxis(batch.x, 1, -1)[~mask] = np.nan
+        batch.x[~exact.counted(batch, mask)] = np.nan
         case.check(batch, mask)
 
 

@@ -16,7 +16,7 @@ from tests.compiling import jit
 from tests.exact import EPS, Answer, Batch
 from tests.helpers import bits, copy, make, normal, over_batch
 from tests.layers.accuracy import BOUNDS
-from tests.layers.norms import NORMS, each_norm, made, with_parameters
+from tests.layers.norms import NORMS, each_norm, made, mask_shape, with_parameters
 
 N, SHAPE = 4, (6, 5, 7)
 # What each example brings: a number for each channel (or the layer's own shape), one for each
@@ -71,10 +71,11 @@ def test_in_extended_precision(name, kind, masked):
     """Holds y and the gradients of x, weight and bias to each layer's bounds. The norm is that
     without weights, whose dy is multiplied by those of the call."""
     x, dy, weight, bias = drawn(name, kind)
-    mask = np.arange(N * 35).reshape(N, 5, 7) % 3 > 0 if masked else None
+    shape = mask_shape(name, x.shape)
+    mask = np.arange(np.prod(shape)).reshape(shape) % 4 > 0 if masked else None
     scale, shift, g = (like_x(v).astype(np.longdouble) for v in (weight, bias, dy))
     plain, units = NORMS[name].exact(Batch(x, g * scale, None, None), mask=mask)
-    counted = 1 if mask is None else mask[:, None]
+    counted = exact.counted(Batch(x, dy, None, None), mask)
     g = np.broadcast_to(g * counted, x.shape)
     y = np.where(counted, plain.y * scale + shift, 0)
     expected = Answer(y, None, plain.dx, summed(g * plain.y, weight), summed(g, bias))
@@ -188,7 +189,7 @@ def test_x_is_kept_and_one_pass_sums_for_all(name):
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, kind, dtype):
     x, dy, weight, bias = drawn(name, kind, dtype)
-    for mask in (None, np.ones((N, 5, 7), bool)):
+    for mask in (None, np.ones(mask_shape(name, x.shape), bool)):
 
         def outputs(*arrays, mask=mask):
             y, pull_back = jax.vjp(lambda *a: mapped(*layer_of(name))(*a, mask), *arrays)

@@ -12,6 +12,7 @@ from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, gho
 from eqx_norm.strategies import NAMED, Batch, Ema, Frozen, Renorm, VarianceClip
 from tests.helpers import Cumulative, cast, copy, make, normal, over_batch
 from tests.helpers import quick_call as call
+from tests.layers.norms import with_parameters
 from tests.processes import ROOT, python
 
 X = normal(0, (6, 3, 2))
@@ -51,6 +52,10 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (batch_norm, {"axis_name": iter("b")}, "iterator.* is no name of an axis.*='batch'"),
         (batch_norm, {"axis_name": ("b", "b")}, "name 'b' more than once.*each name once"),
         (batch_norm, {"memory_axis_name": ["a", "batch"]}, "'batch' more than once.*separate"),
+        (batch_norm, {"dtype": bool}, "dtype=bool: .*float or complex.*dtype=jnp.float32"),
+        (layer_norm, {"dtype": jnp.int32}, "dtype=int32: .*gradients.*dtype=jnp.float32"),
+        (layer_norm, {"axis_name": ["a", "a"]}, r"^axis_name=.* name 'a' more than.*once\.$"),
+        (InstanceNorm, {"channels": 4, "axis_name": None}, "^axis_name=None: None is no name"),
         (layer_norm, {"eps": 0.0}, "eps=0.0.*at least 1e-20"),
         (layer_norm, {"eps": float("inf")}, "eps=inf.*must be a finite number"),
         (layer_norm, {"implementation": "cuda"}, UNAVAILABLE),
@@ -172,6 +177,10 @@ CALLS = [
         {"mask": np.ones(3, bool)},
         ValueError(r"mask has shape \(3,\).*\(3, 2\).*shape \(\),.*the channels share it"),
     ),
+    (
+        {"layer": with_parameters(single(3)[0], jnp.ones((3, 2)), jnp.zeros(3))},
+        ValueError(r"own weight has shape \(3, 2\), and x has \(3, 2\).* the shape \(3,\)"),
+    ),
     ({"mask": np.ones(2, np.float32)}, TypeError("dtype float32.*give booleans.*mask > 0")),
     ({"state": None}, ValueError("state=None is no eqx.nn.State.*make_with_state")),
     ({"state": in_a_model()[1]}, ValueError("made for another model.*make_with_state")),
@@ -193,7 +202,10 @@ IN_TRAINING = [
         {"layer": OTHER_NAME, "inference": jnp.array(True)},  # as jax.jit(model) traces it
         NameError("'another' is not bound.*is a traced value.*filter_jit, or close over"),
     ),
-    ({"layer": GROUPED}, NameError("'group' is not bound.*axis_name='group'")),
+    (
+        {"layer": GROUPED},
+        NameError(r"'group' is not bound.*vmap\(jax.vmap\(model, axis_name='batch'.*group'"),
+    ),
 ]
 
 
@@ -247,7 +259,19 @@ def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(appro
         over_batch(single(3, approach=other)[0])(ONE, single(3, approach=other)[1])
 
 
-MASKED = functools.partial(GroupNorm(2, 6), mask=jnp.ones(6, bool))
+def masked(layer, *shape):
+    return functools.partial(layer, mask=jnp.ones(shape, bool))
+
+
+def with_own(layer, weight=(), bias=()):
+    return with_parameters(layer, jnp.ones(weight), jnp.zeros(bias))
+
+
+TOKENS, EACH = (
+    LayerNorm((4, 4)),
+    r"jax.vmap\(lambda x, mask: layer\(x, mask=mask\)\)\(x, mask\)",
+)
+BY_TOKEN = r"mask=jnp.broadcast_to\(mask\[:, None\], x.shape\)"
 linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
 
 
@@ -261,7 +285,65 @@ linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
         (GroupNorm(2, 6), jnp.ones((4, 6, 3)), ValueError(r"\(4, 6, 3\).*looks like a batch")),
         (GroupNorm(2, 6), jnp.ones(()), ValueError(r"shape \(\).*channels=6")),
         (GroupNorm(4, None, 1e-5, False), jnp.ones(6), ValueError("groups=4 and channels=6")),
-        (MASKED, jnp.ones((6, 3)), ValueError("mask has shape")),
+        (masked(GroupNorm(2, 6), 6), jnp.ones((6, 3)), ValueError(rf"\(3,\); the ch.*{EACH}")),
+        (
+            masked(TOKENS, 4),
+            jnp.ones((4, 4)),
+            ValueError(f"each value, .*{BY_TOKEN} or .*{EACH}"),
+        ),
+        (
+            masked(RMSNorm((6, 4)), 6),
+            jnp.ones((6, 4)),
+            ValueError(rf"shape \(6, 4\): {BY_TOKEN}\."),
+        ),
+        (
+            masked(RMSNorm((6, 4)), 4),
+            jnp.ones((6, 4)),
+            ValueError(r"\): mask=.*_to\(mask, x\.sh"),
+        ),
+        (
+            masked(TOKENS, 2, 4, 4),
+            jnp.ones((4, 4)),
+            ValueError(rf"\(4, 4\)\. Map over.*{EACH}"),
+        ),
+        (
+            GroupNorm(2, 6, axis_name="parts"),
+            jnp.ones((6, 3)),
+            NameError(r"'parts' is not bound.*jax.vmap\(layer, axis_name='parts'\)\(x\)"),
+        ),
+        (
+            jax.vmap(RMSNorm(4, axis_name="a", implementation="pallas"), axis_name="a"),
+            jnp.ones((2, 4)),
+            ValueError(
+                "cannot serve.* no kernel merges .*axis_name='a'.*Use implementation='au"
+            ),
+        ),
+        (
+            functools.partial(TOKENS, state=jnp.ones(4, bool)),
+            jnp.ones((4, 4)),
+            ValueError(r"state=bool\[4\] is no eqx.nn.State.*layer\(x, mask=mask\)"),
+        ),
+        (
+            with_own(LayerNorm(4), 1, 4),
+            jnp.ones(4),
+            ValueError(r"own weight .*\(1,\).*\(4,\)\."),
+        ),
+        (
+            with_own(RMSNorm(4), 4, (2, 4)),
+            jnp.ones(4),
+            ValueError(r"own bias .*\(2, 4\).*tree_at"),
+        ),
+        (with_own(LayerNorm(4, axis=0), (4, 2), 4), jnp.ones((4, 2)), ValueError("own weight")),
+        (
+            with_own(GroupNorm(2, 6), 2, 6),
+            jnp.ones(6),
+            ValueError(r"own weight .*\(2,\).*\(6,\)"),
+        ),
+        (
+            with_own(InstanceNorm(6, affine=True), 6, (6, 3)),
+            jnp.ones((6, 3)),
+            ValueError("layer.x, bias=bias"),
+        ),
         (
             LayerNorm((3, 4), activation=linear),
             jnp.ones((3, 4)),
@@ -270,6 +352,6 @@ linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
     ],
     ids=lambda value: str(value) if isinstance(value, Exception) else "",
 )
-def test_calls_of_norms_of_one_example(layer, x, error):
+def test_calls_of_norms_of_one_example(layer, x, error, unchecked):
     with pytest.raises(type(error), match=f"(?s){error}"):
         jax.eval_shape(layer, x)

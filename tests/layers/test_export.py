@@ -11,7 +11,7 @@ from jax.experimental.jet import jet
 from eqx_norm._normalise import jaxprs
 from tests.compiling import jit
 from tests.helpers import copy, make, normal, over_batch
-from tests.layers.norms import made
+from tests.layers.norms import made, mask_shape
 
 N, C = 3, 6
 PLATFORMS = "cpu", "cuda", "tpu"
@@ -45,13 +45,14 @@ def test_symbolic_sizes(name, masked):
     shape = export.symbolic_shape(symbols)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     if masked:
-        arguments.append(jax.ShapeDtypeStruct((shape[0], *shape[2:]), bool))
+        arguments.append(jax.ShapeDtypeStruct(mask_shape(name, shape), bool))
     exported = export.export(jax.jit(f), platforms=PLATFORMS)(*arguments)
     assert exported.vjp().platforms == PLATFORMS
-    for n, channels, *spatial in shapes:
-        arrays = [normal(0, (n, channels, *spatial), 3)]
+    for sizes in shapes:
+        arrays = [normal(0, sizes, 3)]
         if masked:
-            arrays.append(jnp.asarray(np.random.RandomState(0).random((n, *spatial)) < 0.7))
+            mask = np.random.RandomState(0).random(mask_shape(name, sizes)) < 0.7
+            arrays.append(jnp.asarray(mask))
         outputs, expected = (
             jit(derive, static_argnums=0)(g, *arrays) for g in (exported.call, f)
         )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import LayerNorm, RMSNorm
 from tests.compiling import filter_jit, jit
 from tests.helpers import APPROACHES, bits, copy, each_approach, f32, make, member, normal, same
 from tests.helpers import quick_call as call
@@ -35,7 +36,7 @@ from tests.layers.masking import (
     unpadded,
     untrained,
 )
-from tests.layers.norms import each_norm, made, with_parameters
+from tests.layers.norms import each_norm, made, mask_shape, with_parameters
 
 
 @each_approach
@@ -61,13 +62,38 @@ def test_half_precision_and_complex_numbers(mask):
     assert_as_unpadded(layer, state, X.astype(jnp.bfloat16), mask, close=close)
 
 
+@pytest.mark.x32  # has its own dtypes
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_a_mask_of_values_leaves_an_example_of_those_that_count(kind, dtype):
+    weight, bias = normal(2, (2, C, L), 1)
+    whole = with_parameters(kind((C, L)), weight, bias)
+    is_complex = dtype == jnp.complex64
+    x, dy = (jax.lax.complex(*v[:2]) if is_complex else v[0].astype(dtype) for v in (X, DY))
+    of_values = np.arange(C * L).reshape(C, L) % 3 > 0
+    ulp = 1e-6 if is_complex else max(1e-6, float(jnp.finfo(dtype).eps))
+    for mask in (of_values, np.ones((), bool)):
+        kept = np.broadcast_to(mask, (C, L))
+        alone = with_parameters(kind(int(kept.sum())), weight[kept], bias[kept])
+        spoilt = jnp.where(kept, x, jnp.nan).astype(dtype)
+        y, pull_back = jax.vjp(functools.partial(whole, mask=mask), spoilt)
+        expected, pull_alone = jax.vjp(alone, x[kept])
+        for array, desired in ((y, expected), (pull_back(dy)[0], pull_alone(dy[kept])[0])):
+            assert array.dtype == dtype
+            np.testing.assert_array_equal(array[~kept], 0)
+            wide = (a.astype(jnp.complex64) for a in (array[kept], desired))
+            np.testing.assert_allclose(*wide, rtol=ulp, atol=2 * ulp)
+
+
 @each_norm
 @pytest.mark.parametrize("function", [None, activation, jnp.log, jax.nn.softmax])
 def test_gradients_of_masked_values_are_0_whatever_x_and_dy_hold(name, function):
     layer, call = made(name, (C, L), activation=function)
+    of_values = np.broadcast_to(LENGTHS[:, None], X.shape)
+    mask = of_values if mask_shape(name, X.shape) == X.shape else LENGTHS
 
     def forward(weight, bias, x):
-        return call(with_parameters(layer, weight, bias), x, LENGTHS)[0]
+        return call(with_parameters(layer, weight, bias), x, mask)[0]
 
     @jit
     def derive(x, dy):

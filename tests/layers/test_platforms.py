@@ -18,7 +18,14 @@ from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from tests.compiling import lowered_for
-from tests.layers.norms import each_example_norm, each_norm, made, moved, over_examples
+from tests.layers.norms import (
+    EXAMPLE_NORMS,
+    each_example_norm,
+    made,
+    mask_shape,
+    moved,
+    over_examples,
+)
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -26,6 +33,7 @@ N, C, H, W = 2, 6, 3, 5
 SHAPE = C, H, W
 # Mask, weights, activation: all pairs of two are among them.
 SILU = jax.nn.silu
+SPLIT = "LayerNorm, split", "RMSNorm, split"
 PAIRS = (False, False, None), (False, True, SILU), (True, False, SILU), (True, True, None)
 
 
@@ -48,7 +56,7 @@ def every_direction(call, mask, static, weights, x):
     return forward(weights, x), gradients, jax.jvp(forward, (weights, x), (weights, x))
 
 
-@each_norm
+@pytest.mark.parametrize("name", ["BatchNorm", *EXAMPLE_NORMS, *SPLIT])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
@@ -56,7 +64,8 @@ def test_lowered_for_every_platform(name, dtype):
         layer, call = made(name, SHAPE, activation=activation)
         layer = layer if has_weights else without_weights(layer)
         weights, static = eqx.partition(layer, eqx.is_inexact_array)
-        mask = jnp.broadcast_to(jnp.arange(W) > 0, (N, H, W)) if masked else None
+        mask = jnp.arange(W) > 0 if masked else None
+        mask = None if mask is None else jnp.broadcast_to(mask, mask_shape(name, x.shape))
         f = functools.partial(every_direction, call, mask, static, weights)
         jax.jit(f).trace(x).lower(lowering_platforms=("cuda", "tpu"))
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm
+from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.models import (
     fold,
     fold_pairs,
@@ -125,6 +125,10 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: unswap(MODEL, mapped(STATE)), STACKED),
     (lambda: unswap(*swap(*SWAPPED, "adam")), r"^\[0\]: approach=Adam\("),
     (lambda: unswap(*swap(*SWAPPED, activation=jnp.tanh)), r"\[0\]: activation=.*reconfigure"),
+    (
+        lambda: unswap(LayerNorm(3, axis_name="a"), STATE),
+        "^LayerNorm: axis_name='a': .* where=",
+    ),
     # reconfigure
     (lambda: reconfigure(*LINEAR, eps=1.0), r"no layer of eqx_norm; .*swap\("),
     (lambda: reconfigure(MODEL, STATE, input_size=4), "^input_size= .*, only activation, app"),

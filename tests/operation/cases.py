@@ -228,6 +228,25 @@ def of_example(kind, *arguments, activation="none", groups=1, centred=True, **op
     return case(f, over, vector, vector, (), FULL)
 
 
+def of_parts(kind, centred):
+    """Returns a norm of examples that are cut in two along a mapped axis."""
+    part = (C // 2, H, W)
+
+    def f(weight, bias, slope, x):
+        layer = kind(part, axis_name="part", activation=eqx.nn.PReLU(slope))
+
+        def one(weight, bias, x):
+            values = (weight, bias)
+            return jax.vmap(eqx.tree_at(lambda m: (m.weight, m.bias), layer, values))(x)
+
+        weight, bias, parts = (v.reshape(*v.shape[:-3], 2, *part) for v in (weight, bias, x))
+        y = jax.vmap(one, (0, 0, 1), 1, axis_name="part")(weight, bias, parts)
+        return y.reshape(x.shape)
+
+    over = formula("prelu", 1, (2, 3, 4), centred=centred)
+    return case(f, over, FULL[1:], FULL[1:], (), FULL)
+
+
 # Of each approach one; a new one fails here until it has a formula.
 AFTER = {"batch": "gelu", "ema": "relu", "adam": "silu", "smooth_start": "gelu"}
 AFTER |= {"renorm": "none", "variance_clip": "prelu"}
@@ -240,6 +259,8 @@ LAYERS = {
     "LayerNorm, branch": of_example(LayerNorm, FULL[1:], activation="branch"),
     "LayerNorm, no bias": of_example(LayerNorm, FULL[1:], use_bias=False),
     "RMSNorm, silu": of_example(RMSNorm, FULL[1:], activation="silu", centred=False),
+    "LayerNorm, parts": of_parts(LayerNorm, True),
+    "RMSNorm, parts": of_parts(RMSNorm, False),
     "GroupNorm, silu": of_example(GroupNorm, 2, C, activation="silu", groups=2),
     "InstanceNorm, prelu": of_example(
         InstanceNorm, C, 1e-5, True, activation="prelu", groups=C
