@@ -4,9 +4,10 @@ PYTHON ?= python3
 # The tests of a file share compiled programs: two processes on any number of cores, and each file
 # in one of them.
 PYTEST_FLAGS ?= -n 2 --dist loadfile
-# float64 is the default, and implicit promotion an error. Tests that depend on neither, or set
-# both themselves, are marked x32.
-X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict
+# float64 is the default; implicit promotion of dtypes or ranks is an error, and so is a NaN that
+# the test does not make. Tests that depend on none of these, or set them themselves, are marked x32.
+X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTION=raise \
+	JAX_DEBUG_NANS=1
 X64_TESTS := -m "not peers and not long and not x32" tests/strategies tests/layers \
 	tests/operation/test_activations.py
 TO := $(if $(OUT),--out $(OUT))

@@ -1,5 +1,6 @@
 """Runs every test with the annotations checked at run time, and with warnings as errors."""
 
+import contextlib
 import gc
 
 import hypothesis
@@ -26,6 +27,14 @@ hypothesis.settings.load_profile("eqx_norm")
 def unchecked(monkeypatch):
     """Turns the checks of annotations off: users have none, and here they would speak first."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(autouse=True)
+def _nans_are_made_on_purpose(request):
+    """Lets a test marked `nans` make NaN where `make test-long` sets `jax_debug_nans`."""
+    is_marked = request.node.get_closest_marker("nans")
+    with jax.debug_nans(False) if is_marked else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -85,6 +85,7 @@ def test_a_mask_of_values_leaves_an_example_of_those_that_count(kind, dtype):
             np.testing.assert_allclose(*wide, rtol=ulp, atol=2 * ulp)
 
 
+@pytest.mark.nans
 @each_norm
 @pytest.mark.parametrize("function", [None, activation, jnp.log, jax.nn.softmax])
 def test_gradients_of_masked_values_are_0_whatever_x_and_dy_hold(name, function):
@@ -146,7 +147,7 @@ def test_one_mask_for_all_examples():
 
 @each_approach
 def test_a_batch_that_is_masked_out_is_as_if_it_had_not_been(approach):
-    nothing, x = np.zeros((N, L), bool), jnp.full_like(X, np.nan)
+    nothing, x = np.zeros((N, L), bool), jax.device_put(np.full_like(X, np.nan))
     for make_layer in (trained, untrained):
         layer, state = make_layer(approach)
         y, after, *gradients, dx = step(layer, copy(state), x, nothing, DY)

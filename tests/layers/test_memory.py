@@ -157,6 +157,7 @@ def test_no_gradient_flows_into_or_out_of_memory(approach):
         np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
 
 
+@pytest.mark.nans
 @each_approach
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
 def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad):

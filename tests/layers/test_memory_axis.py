@@ -45,6 +45,7 @@ def test_each_group_is_normalised_alone_and_all_are_remembered(approach, unbiase
     jax.tree.map(close, after, step(one, copy(state), X, mask, DY)[1])
 
 
+@pytest.mark.nans
 def test_a_group_that_is_not_finite():
     """It is one batch that is remembered, or not."""
     layer, state = untrained("batch", **GHOST)

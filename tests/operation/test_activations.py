@@ -41,7 +41,7 @@ FUNCTIONS = {
     "maximum": lambda u: u / (1 + jnp.abs(u).max()),
     "cumsum": lambda u: jnp.cumsum(u, axis=0),
     "softmax": jax.nn.softmax,
-    "position": lambda u: u * jnp.arange(1.0, 1 + u.shape[-1]),
+    "position": lambda u: u * jnp.arange(1.0, 1 + u.shape[-1])[None],
     "size": lambda u: u * u.shape[0],
     "size in a call": lambda u: jnp.where(u > 0, u, float(u.shape[0])),
     "size, filled in": lambda u: u * jnp.full_like(u, u.shape[0]),

@@ -157,6 +157,7 @@ class Told(Cumulative):
         return Moments.of(step, jnp.ones_like(step)), memory
 
 
+@pytest.mark.nans
 def test_a_strategy_is_told_eps_and_the_step():
     layer, state = make(C, "batch", eps=0.25, approach=Told())
     steps = []

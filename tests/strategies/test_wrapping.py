@@ -85,6 +85,7 @@ def test_micro_batches_are_remembered_as_the_batch_that_they_are_together(approa
         assert state.get(accumulating.memory_index).accepted == step * len(SIZES)
 
 
+@pytest.mark.nans
 def test_a_micro_batch_that_is_not_finite_is_left_out():
     *_, accumulating, state = accumulated("batch")
     first, *others = micro_batches(0)
