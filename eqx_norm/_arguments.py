@@ -1,6 +1,7 @@
 """Checks the arguments that several layers share."""
 
 import math
+import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from eqx_norm._approach import stacklevel
 from eqx_norm._contract import described
 from eqx_norm._normalise import AxisName, names_of
 from eqx_norm._normalise.reference import Shape, compute_dtype
@@ -178,6 +180,17 @@ def checked_x(x: Any) -> Array:
             "Write x.astype(jnp.float32)."
         )
     return array
+
+
+def warn_of_one_value(
+    x: Array, axis_name: AxisName, kind: str, to_do: str, when: str = ""
+) -> None:
+    """Warns that the moments of each channel, or another `kind`, are those of one value."""
+    warnings.warn(
+        f"{when}x of shape {x.shape} and axis_name={axis_name!r} hold one value per {kind}. It "
+        f"is its own mean, so y is the layer's bias, whatever x is. {to_do}",
+        stacklevel=stacklevel(),
+    )
 
 
 def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -> Array | None:

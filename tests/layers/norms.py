@@ -59,8 +59,9 @@ NORMS = {
     "GroupNorm": Norm(group_norm, functools.partial(exact.group_norm, groups=GROUPS)),
     "InstanceNorm": Norm(instance_norm, exact_instance_norm),
 }
+NAMES = [*NORMS]
 EXAMPLE_NORMS = [name for name in NORMS if name != "BatchNorm"]
-each_norm = pytest.mark.parametrize("name", [*NORMS])
+each_norm = pytest.mark.parametrize("name", NAMES)
 each_example_norm = pytest.mark.parametrize("name", EXAMPLE_NORMS)
 
 
@@ -100,7 +101,7 @@ def moved(layer):
     def move(leaf):
         return leaf + jnp.asarray(random.uniform(-0.5, 0.5, leaf.shape), leaf.dtype)
 
-    return jax.tree.map(move, layer)
+    return jax.tree.map(lambda leaf: move(leaf) if eqx.is_array(leaf) else leaf, layer)
 
 
 def with_parameters(layer, weight, bias):

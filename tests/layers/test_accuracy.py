@@ -137,7 +137,7 @@ def hard(case, random, dtype: Any = np.float32):
         yield case.batch(random, with_outlier, place, dtype)
 
 
-@pytest.mark.filterwarnings("ignore:In training, x of")  # of one value
+@pytest.mark.filterwarnings("ignore:.* hold one value per")
 @each_case(*VECTORS, *SPATIAL, *ROWS, *IMAGES, *ELSEWHERE, *ONE_KERNEL, *SPLIT[:3])
 @hypothesis.given(seeds)
 @few_examples

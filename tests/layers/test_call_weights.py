@@ -100,6 +100,7 @@ def test_in_extended_precision(name, kind, masked):
     assert not {k: v for k, v in errors._asdict().items() if v > bounds[k]}
 
 
+@pytest.mark.filterwarnings("ignore:.* hold one value per group")
 @pytest.mark.parametrize("name", ["BatchNorm", "GroupNorm", "InstanceNorm"])
 def test_a_number_per_value_of_one_position(name):
     """There a number per value is one per channel."""

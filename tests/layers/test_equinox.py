@@ -12,9 +12,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 import pytest
 
-from eqx_norm import BatchNorm
+from eqx_norm import BatchNorm, LayerNorm
 from tests.helpers import call as precise_call
 from tests.helpers import make, normal, over_batch
 from tests.helpers import quick_call as call
@@ -150,3 +151,18 @@ def test_plain_jit():
     with pytest.raises(TypeError, match="non-array argument|not a valid JAX type"):
         run(*theirs, X)
     assert run(*ours, X).shape == X.shape
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, functools.partial(jax.nn.elu, alpha=0.5)])
+def test_a_function_as_activation_is_a_leaf_as_in_an_mlp(activation, tmp_path):
+    """Orbax takes a node without leaves for a leaf, which a `Partial` of a function would be:
+    https://github.com/patrick-kidger/equinox/issues/606."""
+    norm, state = make(3, "batch", approach="batch", activation=activation)
+    model = norm, LayerNorm(3, activation=activation)
+    assert [leaf for leaf in jax.tree.leaves(model) if callable(leaf)] == [activation] * 2
+    arrays = eqx.filter((model, state), eqx.is_array)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", arrays)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "model", arrays)
+    assert eqx.tree_equal(restored, arrays)

@@ -103,7 +103,7 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from eqx_norm import BatchNorm
+from eqx_norm import BatchNorm, InstanceNorm
 from eqx_norm.strategies import Batch
 
 class Model(eqx.Module):
@@ -119,6 +119,7 @@ with warnings.catch_warnings(record=True) as caught:
         model, state = eqx.nn.make_with_state(Model)()
         over_batch = jax.vmap(model, axis_name="b", in_axes=(0, None), out_axes=(0, None))
         over_batch(jnp.ones((1, 3)), state)
+        jax.vmap(InstanceNorm(8))(jnp.ones((2, 8, 1)))  # the user's third line
 assert model.norm.approach == Batch(0.99)
 for warning in caught:
     print(warning.filename, warning.lineno, warning.message, sep="|")
@@ -127,13 +128,17 @@ for warning in caught:
 
 @pytest.mark.x32  # a process, which has no dtypes to look at
 def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
-    """Warns without an approach, which is then batch, and of one value per channel."""
+    """Warns without an approach, which is then batch, and of one value per channel or group:
+    https://github.com/ml-explore/mlx/issues/3653,
+    https://github.com/pytorch/pytorch/issues/19250."""
     path = tmp_path / "model.py"
     path.write_text(WARNED)
-    first, second = python(path, PYTHONPATH=str(ROOT)).stdout.splitlines()
+    caught = python(path, PYTHONPATH=str(ROOT)).stdout.splitlines()
     words = ("uses approach='batch'", "mode='ema'", "issues/659")
-    others = ("x of shape (3,) and axis_name='b' hold one value", "or GroupNorm")
-    for warning, nth, expected in ((first, "first", words), (second, "second", others)):
+    others = ("In training, x of shape (3,) and axis_name='b' hold one value", "or GroupNorm")
+    groups = ("x of shape (8, 1) and axis_name=() hold one value per group", "fewer groups")
+    expectations = {"first": words, "second": others, "third": groups}
+    for warning, (nth, expected) in zip(caught, expectations.items(), strict=True):
         file, line, message = warning.split("|")
         assert file == str(path)
         assert WARNED.splitlines()[int(line) - 1].endswith(f"# the user's {nth} line")
@@ -257,6 +262,29 @@ def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(appro
         over_batch(layer)(x, copy(state))
     for other in ("ema", Renorm(0.9, 3.0, 5.0), Frozen(Batch())):
         over_batch(single(3, approach=other)[0])(ONE, single(3, approach=other)[1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (LayerNorm(1, 0.1), (1,)),
+        (LayerNorm(1, 0.1, axis=0), (1, 5)),
+        (GroupNorm(8, 8, 0.1), (8,)),
+        (InstanceNorm(8, 0.1), (8, 1, 1)),
+    ],
+)
+def test_one_value_per_group_is_warned_of(layer, shape):
+    """Where warnings are errors, a call without one is silent."""
+    x = normal(0, shape)
+    with pytest.warns(UserWarning, match="hold one value per group") as caught:
+        y, pull_back = jax.vjp(layer, x)
+    assert len(caught) == 1
+    assert not y.any()
+    assert not pull_back(y + 1)[0].any()
+    layer(x, mask=True)
+    for other in (RMSNorm(1), GroupNorm(4, 8)):
+        other(jnp.ones(other.weight.shape))
+    jax.vmap(LayerNorm(1, axis_name="a"), axis_name="a")(jnp.ones((2, 1)))
 
 
 def masked(layer, *shape):

@@ -237,7 +237,7 @@ def test_several_axis_names_are_one_large_batch(approach, names, unequal):
 )
 def test_one_program_serves_all_masks_and_both_modes(approach, unbiased):
     """Plain `jax.jit` takes the layer, and the mode, as arguments."""
-    layer, state = trained(approach, unbiased=unbiased)
+    layer, state = trained(approach, None, unbiased=unbiased)
     inference_only = eqx.nn.inference_mode(layer)
 
     @jit

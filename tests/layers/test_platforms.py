@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from tests.compiling import lowered_for
 from tests.layers.norms import (
-    EXAMPLE_NORMS,
+    NAMES,
     each_example_norm,
     made,
     mask_shape,
@@ -56,7 +56,7 @@ def every_direction(call, mask, static, weights, x):
     return forward(weights, x), gradients, jax.jvp(forward, (weights, x), (weights, x))
 
 
-@pytest.mark.parametrize("name", ["BatchNorm", *EXAMPLE_NORMS, *SPLIT])
+@pytest.mark.parametrize("name", [*NAMES, *SPLIT])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)

@@ -11,7 +11,7 @@ import pytest
 from eqx_norm._normalise import jaxprs
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, normal
-from tests.layers.norms import NORMS, each_norm, made
+from tests.layers.norms import NAMES, each_norm, made
 
 DEPTH, SHAPE = 3, (4, 6, 5, 7)
 PRELU = eqx.nn.PReLU(0.25)
@@ -29,7 +29,7 @@ def norm(name, mask=None, **options):
 LAYERS = {
     **{
         f"{name}, {activation}": norm(name, activation=function)
-        for name in NORMS
+        for name in NAMES
         for activation, function in ACTIVATIONS.items()
     },
     **{approach: norm("BatchNorm", approach=approach, **SILU) for approach in APPROACHES},
