@@ -63,7 +63,8 @@ def checked_state(state: Any) -> eqx.nn.State:
         given = textwrap.shorten(eqx.tree_pformat(state), 120)
         raise ValueError(
             f"state={given} is no eqx.nn.State, which holds the running statistics: "
-            "`model, state = eqx.nn.make_with_state(Model)(...)` makes it."
+            "`model, state = eqx.nn.make_with_state(Model)(...)` makes it. (A mask is given by "
+            "name, layer(x, mask=mask).)"
         )
     return state
 

@@ -87,7 +87,5 @@ def _innermost(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:
 
 def _is_average(approach: AbstractStrategy[Any]) -> bool:
     """Returns whether a strategy infers from a `Running` and loads it as `Batch` does."""
-    return all(
-        getattr(type(approach), name) is getattr(AbstractAveragingStrategy, name)
-        for name in ("infer", "load")
-    )
+    kind, base = type(approach), AbstractAveragingStrategy
+    return kind.infer is base.infer and kind.load is base.load

@@ -19,7 +19,7 @@ from ._layers import (
     axes_in_front,
     check_single,
     checked,
-    checked_names,
+    checked_mapping,
     copied,
     layers_of,
     listed,
@@ -98,7 +98,7 @@ def fold_pairs(
     """
     values, folded, markers = checked(model, state), dict[str, Any](), set[Any]()
     hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'
-    for linear, norm in checked_names("pairs", pairs, hint).items():
+    for linear, norm in checked_mapping("pairs", pairs, hint).items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
             folded[linear] = _folded(layer, after, state)

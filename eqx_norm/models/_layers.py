@@ -154,7 +154,7 @@ def untraced(*given: Any) -> None:
         )
 
 
-def checked_names(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
+def checked_mapping(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
     """Returns a mapping from paths to names; raises `ValueError`, with the hint, for others."""
     if not isinstance(names, Mapping):
         raise ValueError(f"{argument}={names!r} is no mapping of {hint}")

@@ -13,7 +13,7 @@ from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import check_single, checked, checked_names, listed, located, path_of
+from ._layers import check_single, checked, checked_mapping, listed, located, path_of
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
@@ -190,7 +190,7 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
     )
     dotted = {path: _dotted(path) for path in paths}
     pairs = {path: names(path) for path in dotted} if callable(names) else names
-    pairs = checked_names("names", {} if pairs is None else pairs, hint)
+    pairs = checked_mapping("names", {} if pairs is None else pairs, hint)
     if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
         raise ValueError(
             f"names has {unused}, but no layer's path begins so. The paths are "
