@@ -282,8 +282,8 @@ def test_one_value_per_group_is_warned_of(layer, shape):
     assert not y.any()
     assert not pull_back(y + 1)[0].any()
     layer(x, mask=True)
-    for other in (RMSNorm(1), GroupNorm(4, 8)):
-        other(jnp.ones(other.weight.shape))
+    for other, size in ((RMSNorm(1), 1), (GroupNorm(4, 8), 8)):
+        other(jnp.ones(size))
     jax.vmap(LayerNorm(1, axis_name="a"), axis_name="a")(jnp.ones((2, 1)))
 
 

@@ -28,7 +28,7 @@ def network(nn: Any, key: Any) -> Any:
         "body": [
             eqx.nn.SpectralNorm(eqx.nn.Linear(C, C, key=key), "weight", key=key),
             eqx.nn.Shared(Two(twice, twice), lambda two: two.second, lambda two: two.first),
-            Two(nn.GroupNorm(C, C), nn.LayerNorm(C, use_bias=False)),
+            Two(nn.GroupNorm(1, C), nn.LayerNorm(C, use_bias=False)),
         ],
         "last": nn.BatchNorm(C, "batch", 1e-3, False, 0.9, inference=True, mode="batch"),
         "head": [nn.RMSNorm(C, use_weight=False), eqx.nn.Linear(C, C, key=keys[1])],
