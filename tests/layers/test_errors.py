@@ -201,11 +201,18 @@ CALLS = [
 ]
 OTHER_NAME, _ = make(3, "another", approach="batch")
 GROUPED, _ = make(3, "batch", approach="batch", memory_axis_name="group")
+SEVERAL, _ = make(3, ("row", "column"), approach="batch")
 IN_TRAINING = [
     ({"layer": OTHER_NAME}, NameError("'another' is not bound.*vmap.*axis_name='another'")),
     (
         {"layer": OTHER_NAME, "inference": jnp.array(True)},  # as jax.jit(model) traces it
         NameError("'another' is not bound.*is a traced value.*filter_jit, or close over"),
+    ),
+    (
+        {"layer": SEVERAL},
+        NameError(
+            r"'row' is not bound.*vmap\(jax.vmap\(model, axis_name='row'.*binds one name"
+        ),
     ),
     (
         {"layer": GROUPED},
