@@ -211,7 +211,7 @@ IN_TRAINING = [
     (
         {"layer": SEVERAL},
         NameError(
-            r"'row' is not bound.*vmap\(jax.vmap\(model, axis_name='row'.*binds one name"
+            r"'row' is not bound.*vmap\(jax.vmap\(model, axis_name='row'.*binds one"
         ),
     ),
     (
