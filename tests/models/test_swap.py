@@ -64,20 +64,6 @@ def test_is_the_model_built_with_these_layers(members, steps):
         assert (np.asarray(memory.accepted) == steps).all()
 
 
-def test_training_goes_on_as_if_it_had_begun_with_this_layer():
-    (theirs, state), (ours, expected) = made(norm, THEIRS), made(norm, OURS)
-    x = normal(0, (16, C))
-    for step in range(3):
-        x = normal(step, (16, C), step, 2)
-        state, expected = call(theirs, state, x)[1], call(ours, expected, x)[1]
-        if not step:
-            np.testing.assert_allclose(inferred(*swap(theirs, state))[1], x.var(0), rtol=1e-5)
-    answer, expected = (call(n, s, x) for n, s in (swap(theirs, state), (ours, expected)))
-    for a, b in zip(*map(jax.tree.leaves, (answer, expected)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
-    np.testing.assert_allclose(answer[0], call(theirs, state, x)[0], atol=2e-6)
-
-
 @pytest.mark.parametrize("mode", ["batch", "ema"])
 def test_statistics_that_were_put_there_are_taken_as_they_are(mode):
     """So are PyTorch's statistics, which have no count of batches."""
