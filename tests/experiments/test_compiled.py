@@ -98,6 +98,11 @@ def test_no_more_than_equinox(field):
         assert [goal[2] for goal in goals] == [reason] * (not held)
 
 
+def test_a_cell_of_the_table():
+    rows = [PAIR[0], {**PAIR[1], "units": 9, "temporary": 0}]
+    assert "8.00 (1.00) / 9.00" in compiled.beside("H200", rows)[1]
+
+
 BAD = {"kept": 41}, {"atomics": 1}
 
 

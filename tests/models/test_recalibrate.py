@@ -15,7 +15,7 @@ from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Average, VarianceClip
 from tests.helpers import Cumulative as Unloaded
 from tests.helpers import copy, example, make, over_batch, quick_call, remembered, same
-from tests.models.nested import OURS, forward, inferred, made, norm
+from tests.models.nested import OURS, forward, made, norm
 from tests.models.nested import network as nested
 
 SIZES = (16, 8, 16)
@@ -132,10 +132,10 @@ def test_an_ensemble():
     code = str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
     exec(textwrap.dedent(code), names)
     expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
-    np.testing.assert_allclose(inferred(models, names["states"]), expected, rtol=1e-5)
+    np.testing.assert_allclose(remembered(models, names["states"]), expected, rtol=1e-5)
     after = recalibrate(models, states, batches, forward)
     expected = batches.mean((0, 2)), batches.var((0, 2))
-    np.testing.assert_allclose(inferred(models, after), expected, rtol=1e-5)
+    np.testing.assert_allclose(remembered(models, after), expected, rtol=1e-5)
 
 
 class Stacked(eqx.Module):

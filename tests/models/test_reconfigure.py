@@ -189,10 +189,7 @@ def test_other_settings_of_the_layers_that_where_chooses():
 
 
 def test_the_example_in_the_docstring():
-    def build(nn, key):
-        return eqx.nn.Sequential([norm(nn), norm(nn)])
-
-    model, state = made(build, OURS)
+    model, state = made(lambda nn, key: eqx.nn.Sequential([norm(nn), norm(nn)]), OURS)
     layers = example(reconfigure, **globals(), model=model, state=state)["model"].layers
     assert [n.approach for n in layers] == [Renorm(momentum=0.9), Renorm(momentum=0.9)]
     assert [n.activation is None for n in layers] == [True, False]

@@ -9,7 +9,7 @@ from eqx_norm import LayerNorm, RMSNorm
 from eqx_norm.models import fold_pairs, from_torch, reconfigure, swap, to_torch, unswap
 from tests.helpers import normal
 from tests.layers.norms import moved
-from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm
+from tests.models.nested import OURS, THEIRS, C, call, made, norm
 
 
 def every_norm(nn, key):
@@ -55,11 +55,7 @@ def test_unswap_has_no_axis():
 
 
 def test_fold():
-    def build(nn, key):
-        norm = nn.BatchNorm(C, "batch", approach="batch")
-        return [eqx.nn.Linear(C, C, key=KEY), norm]
-
-    model, state = made(build, OURS)
+    model, state = made(lambda nn, key: [eqx.nn.Linear(C, C, key=key), norm(nn)], OURS)
     _, state = call(model := with_other_weights(model), state, normal(0, (8, C)))
     model = eqx.nn.inference_mode(model)
     folded = fold_pairs(*reconfigure(model, state, weight_offset=1.0), {"[0]": "[1]"})
