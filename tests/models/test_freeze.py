@@ -45,7 +45,7 @@ def step(optimiser, model, state, memory, x):
 def trained():
     """A model after a step, so that nothing in it is 0 or 1, with its state."""
     model, state = eqx.nn.make_with_state(build)(jax.random.key(0))
-    return step(PLAIN, model, state, start(PLAIN, model), X)[:2]
+    return step(PLAIN, model, state, start(PLAIN, model), X)[:3]
 
 
 DECAYING = optax.adamw(1e-2, weight_decay=0.1, mask=trainable)
@@ -53,7 +53,7 @@ DECAYING = optax.adamw(1e-2, weight_decay=0.1, mask=trainable)
 
 @pytest.mark.parametrize("optimiser", [PLAIN, DECAYING], ids=["Adam", "masked weight decay"])
 def test_steps_change_no_bit(trained, optimiser):
-    model, state = trained
+    model, state, _ = trained
     frozen, after = freeze(model), copy(state)
     memory = start(optimiser, frozen)
     for inference in (True, False):  # it is frozen whatever this says
@@ -66,7 +66,7 @@ def test_steps_change_no_bit(trained, optimiser):
 
 @pytest.mark.parametrize("case", ["training", "traced", "mask", "nan"])
 def test_it_is_inference_to_the_bit(trained, case):
-    model, state = trained
+    model, state, _ = trained
     layer, frozen = model.layers[1], eqx.nn.inference_mode(freeze(model), False).layers[1]
     mask = np.arange(5) < 3 if case == "mask" else None
     inference = {"training": False, "traced": jnp.array(False)}.get(case)
@@ -85,7 +85,7 @@ def test_it_is_inference_to_the_bit(trained, case):
 
 
 def test_only_some_and_the_way_back(trained):
-    model = trained[0]
+    model, state, memory = trained
     some = freeze(model, lambda path, layer: isinstance(layer.approach, Ema))
     assert [n.approach for n in some.layers[1:3]] == [Batch(), Frozen(Ema())]
     both = freeze(some)  # nothing is frozen twice
@@ -94,5 +94,7 @@ def test_only_some_and_the_way_back(trained):
     assert eqx.tree_equal(unfreeze(both), model)
     assert same(both, model)  # which is what a checkpoint is made of
     assert unfreeze(eqx.nn.inference_mode(both)).layers[1].inference
+    _, _, memory_after, _ = step(PLAIN, both, copy(state), freeze(memory), X)
+    assert jax.tree.structure(unfreeze(memory_after)) == jax.tree.structure(memory)
     layers = example(freeze, **globals(), model=model)["model"].layers
     assert [layers[i].approach.learns for i in (1, 2)] == [False, True]
