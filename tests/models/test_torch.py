@@ -118,6 +118,7 @@ QKV = dict.fromkeys("kqv", "linear")
 NET = {"head": "linear", "stem": ["convolution", "norm"]}
 FEATURES = {"conv": r"^stem\.0", "bn": r"^stem\.1"}
 PATHS = {"['head']": "head", "['stem'][0]": "conv", "['stem'][1]": "bn"}
+BEGINNINGS = {"": "", "['stem'][0]": "conv", "stem.1": "bn"}
 TWICE, ONE_BY_ONE = [["convolution", "norm"]] * 2, {r"\2\1": r"^(\d)\.(\d)"}
 THRICE, FEWER = [*TWICE, ["convolution"]], ONE_BY_ONE | {"02.kernel": r"^02\.weight"}
 # The model; what is renamed in the `state_dict`; `names`; the prefix that each layer is loaded
@@ -128,13 +129,7 @@ MATCHES: dict[str, tuple[Any, dict[str, str], Any, str, str]] = {
     "not by order unless asked": (QKV, {"w": "^q"}, None, "k - v", "w"),
     "by order among equal layers": (TWICE, ONE_BY_ONE, "order", "01 11 00 10", ""),
     "not if there are more": (THRICE, FEWER, "order", "- 11 - 10 -", "00 01 02"),
-    "by the longest beginning": (
-        NET,
-        FEATURES,
-        {"": "", "['stem'][0]": "conv", "stem.1": "bn"},
-        "head conv bn",
-        "",
-    ),
+    "by the longest beginning": (NET, FEATURES, BEGINNINGS, "head conv bn", ""),
     "by a function": (NET, FEATURES, PATHS.get, "head conv bn", ""),
     "in a DataParallel": (NET, {r"m.\g<0>": "^.+"}, {"": "m"}, "m.head m.stem.0 m.stem.1", ""),
     "a head is left out": (NET, {}, {"head": None}, "- stem.0 stem.1", ""),

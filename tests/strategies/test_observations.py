@@ -77,16 +77,14 @@ def test_batches_after_billions_of_observations_count_in_full(count):
     ns = np.array([float(before.count)] + [size] * 200, np.longdouble)
     every_mean = np.concatenate([[before.mean], means]).astype(np.longdouble)
     every_m2 = np.concatenate([[before.m2], m2]).astype(np.longdouble)
-    n = ns.sum()
-    moved = (ns[:, None] * (every_mean - every_mean[0])).sum(0) / n
-    distances = every_mean - (every_mean[0] + moved)
-    added = every_m2[1:].sum(0) + (ns[:, None] * distances**2).sum(0)
+    n, mean = ns.sum(), np.average(every_mean, 0, ns)
+    added = every_m2[1:].sum(0) + (ns[:, None] * (every_mean - mean) ** 2).sum(0)
 
     assert exact(end.count_pair) == n == exact(start.count_pair) + 200 * size
     ulp = float(np.finfo(means.dtype).eps)
     lost = 200 * ulp**2 / 2  # roundings of pairs, of 2 |log2(ulp)| bits
     for pair, begin, change in (
-        (end.mean_pair, start.mean_pair, moved),
+        (end.mean_pair, start.mean_pair, mean - every_mean[0]),
         (end.m2_pair, start.m2_pair, added),
     ):
         atol = lost * abs(exact(pair)).max() + ulp * abs(change).max()
