@@ -162,7 +162,7 @@ def in_order(order, x):
     return jax.lax.scan(lambda total, i: (total + x[i], None), jnp.zeros(()), order)[0]
 
 
-def network(key):
+def network(key) -> Any:
     linear = [eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(key)]
     norm = BatchNorm(8, "batch", approach="batch")
     total = eqx.nn.Lambda(jax.tree_util.Partial(in_order, jnp.arange(8)))

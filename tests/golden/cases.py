@@ -49,8 +49,9 @@ def record(peer: str, step: Step) -> Arrays:
 
 
 def write(peer: str, arrays: Arrays, version: str) -> None:
+    content: dict[str, Any] = {**arrays, "version": np.array(version)}
     # Not compressed: the values are random, and zlib's bytes depend on its version.
-    np.savez(Path(__file__).parent / f"{peer}.npz", **arrays, version=np.array(version))
+    np.savez(Path(__file__).parent / f"{peer}.npz", **content)
 
 
 def golden(peer: str) -> Arrays:

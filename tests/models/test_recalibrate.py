@@ -141,19 +141,15 @@ def test_an_ensemble():
 class Stacked(eqx.Module):
     """Maps over norms of its own."""
 
-    norms: BatchNorm
-
-    def __init__(self):
-        self.norms = eqx.filter_vmap(lambda _: BatchNorm(3, "batch", approach="batch"))(
-            jnp.arange(2)
-        )
+    norms: Any
 
     def __call__(self, x, state):
         return eqx.filter_vmap(lambda norm, state: norm(x, state))(self.norms, state)
 
 
 def test_a_model_that_maps_over_norms_is_no_ensemble():
-    model, state = eqx.nn.make_with_state(Stacked)()
+    norms = eqx.filter_vmap(lambda _: BatchNorm(3, "batch", approach="batch"))
+    model, state = eqx.nn.make_with_state(lambda: Stacked(norms(jnp.arange(2))))()
     after = recalibrate(model, state, cut(data()))
     assert after.get(model.norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
 

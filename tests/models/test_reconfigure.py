@@ -118,9 +118,9 @@ def test_a_memory_of_the_same_form_but_another_meaning_is_loaded(settings):
 
 def test_a_frozen_layer_stays_frozen_and_trains_with_its_new_approach_once_unfrozen():
     model, state = trained()
-    others: Any = {"momentum": 0.5, "weight_offset": 1.0}
-    wrapped: Any = {"approach": lambda strategy: Accumulated(strategy, 4)}
-    for settings in ({"approach": Cumulative()}, wrapped, others):
+    cases: list[Any] = [{"approach": Cumulative()}, {"momentum": 0.5, "weight_offset": 1.0}]
+    cases += [{"approach": lambda strategy: Accumulated(strategy, 4)}]
+    for settings in cases:
         frozen, after = reconfigure(freeze(model), state, **settings)
         expected = reconfigure(model, state, **settings)
         assert not any(jax.tree.leaves(trainable(frozen[0])))
