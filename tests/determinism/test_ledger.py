@@ -1,17 +1,23 @@
-"""Tests that ledgers are written step by step, survive killed runs, and show differences."""
+"""Tests that ledgers are written step by step, survive killed runs, and show differences.
+
+In a training step `compare` finds each kind of fault.
+"""
 
 import re
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from eqx_norm.determinism import Ledger, compare, monitor, read, recorded
+from eqx_norm import BatchNorm
+from eqx_norm.determinism import Ledger, compare, monitor, monitor_module, read, recorded
 from eqx_norm.determinism.__main__ import main
 from eqx_norm.determinism._compare import difference
-from tests.helpers import bits, f32, normal
+from tests.helpers import bits, f32, normal, over_batch
 from tests.processes import python
 
 X = normal(0, (2, 3))
@@ -146,3 +152,57 @@ def test_differences():
         (jnp.bfloat16(1), jnp.bfloat16(2), "1 and 2; max difference 1, 128 ulp"),
     ):
         assert re.search(expected, "; ".join(difference(np.asarray(a), np.asarray(b))))
+
+
+# --- Each kind of fault, in a training step.
+
+
+def in_order(order, x):
+    """Sums one term after the other."""
+    return jax.lax.scan(lambda total, i: (total + x[i], None), jnp.zeros(()), order)[0]
+
+
+def network(key) -> Any:
+    linear = [eqx.nn.Linear(8, 8, key=key) for key in jax.random.split(key)]
+    norm = BatchNorm(8, "batch", approach="batch")
+    total = eqx.nn.Lambda(jax.tree_util.Partial(in_order, jnp.arange(8)))
+    return eqx.nn.Sequential([linear[0], norm, eqx.nn.Dropout(0.5), linear[1], total])
+
+
+@eqx.filter_jit
+@recorded
+@eqx.filter_grad
+def training_step(model, state, x, y, key):
+    weights, rest = eqx.partition(model, eqx.is_inexact_array)
+    model = monitor_module(eqx.combine(monitor(weights, "weights"), rest))
+    called = over_batch(lambda x, state: model(x, state, key=key))
+    return monitor(jnp.mean((called(monitor(x, "x"), state)[0] - y) ** 2), "loss")
+
+
+KEY, XS, YS = jax.random.key(0), normal(0, (4, 8)), normal(1, (4,))
+MODEL, STATE = eqx.nn.make_with_state(network)(KEY)
+FLIPPED = (MODEL[3].weight.view(jnp.int32) ^ jnp.eye(8, dtype=int)[3]).view(float)
+# The arguments that it changes in the second of two steps, and what is found.
+FAULTS: dict[str, Any] = {
+    "none": ({}, "the same: "),
+    "a flipped bit": (
+        {"model": eqx.tree_at(lambda m: m[3].weight, MODEL, FLIPPED)},
+        "step 1: `weights.layers.3.weight` forward",
+    ),
+    "another order": (
+        {"model": eqx.tree_at(lambda m: m[4].fn.args[0], MODEL, jnp.arange(8)[::-1])},
+        "step 1: `layers.4` forward",
+    ),
+    "a shuffled loader": ({"x": XS[::-1], "y": YS[::-1]}, "step 1: `x` forward"),
+    "another seed": ({"key": jax.random.key(1)}, "step 1: `layers.2` forward"),
+    "another label": ({"y": YS.at[0].add(1)}, "step 1: `loss` forward"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_where_it_is(tmp_path, fault):
+    changed, verdict = FAULTS[fault]
+    given = {"model": MODEL, "state": STATE, "x": XS, "y": YS, "key": KEY}
+    good, bad = (training_step(*(given | new).values())[1] for new in ({}, changed))
+    a, b = written(tmp_path / "a", good, good), written(tmp_path / "b", good, bad)
+    assert str(compare(a, b)).startswith(verdict)

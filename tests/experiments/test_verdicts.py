@@ -14,7 +14,9 @@ from tests.exact import Errors
 RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0))
 OTHER = RUN._replace(run="before step 1", fingerprint="bb", parts="step 1: `loss` forward")
 PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
-LINE = dict.fromkeys(("layer", *(claim[0] for claim in state_consistency.CLAIMS.values())), "")
+LARGE = Errors(*[1e-5] * 5)
+CLAIMED = dict.fromkeys((claim[0] for claim in state_consistency.CLAIMS.values()), "")
+LINES = [{**CLAIMED, "layer": name} for name in state_consistency.OURS]
 ENDED = distributed.Process(distributed.ONE, 1, 2, 0, 0, np.nan, 0.0, 1.0, "a", "b", "c")
 KILLED = ENDED._replace(run=distributed.SEVERAL, code=-9, seconds=0)
 LATE = KILLED._replace(code=1, seconds=15.1, memory="z", first_memory="z", error=np.nan)
@@ -29,9 +31,7 @@ def measured(unit, value, peer=peers.OURS_SEPARATE, shape="64x64"):
     "verdicts",
     [
         [
-            accuracy.within(
-                [Row(claim[3][0], "case", 0, peers.OURS, Errors(*[1e-5] * 5))], *claim
-            )
+            accuracy.within([Row(claim[3][0], "case", 0, peers.OURS, LARGE)], *claim)
             for claim in accuracy.CLAIMS
         ],
         [accuracy.pair_is_right([PAIR._replace(error=2e-6)])],
@@ -40,11 +40,7 @@ def measured(unit, value, peer=peers.OURS_SEPARATE, shape="64x64"):
         [determinism.judge_runs(determinism.RECIPE, [RUN, OTHER])],
         [determinism.judge_runs(determinism.FAULT, [RUN, OTHER])],
         distributed.judge([ENDED, KILLED, LATE, RESTORED]),
-        [
-            *state_consistency.judge(
-                [{**LINE, "layer": name} for name in state_consistency.OURS]
-            )
-        ],
+        [*state_consistency.judge(LINES)],
         speed.judge([measured(speed.DEVIATION, 1e-3)], speed.QUICK),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs the cases in PyTorch and Flax: `python -m tests.golden.peers` writes their outputs."""
+"""Trains in PyTorch and Flax: `python -m tests.golden.peers` writes what they give."""
 
 from typing import Any
 
@@ -8,13 +8,11 @@ import jax
 import torch  # pyright: ignore[reportMissingImports]
 from flax import linen  # pyright: ignore[reportMissingImports]
 
-from .cases import EPS, Arrays, Case, Step, record, write
+from .cases import EPS, MOMENTUM, SHAPE, Arrays, record, write
 
 
-def in_torch(case: Case) -> Step:
-    layer = getattr(torch.nn, case.layer)(
-        case.channels, eps=EPS, momentum=case.momentum, affine=case.affine
-    )
+def in_torch() -> Arrays:
+    layer = torch.nn.BatchNorm2d(SHAPE[1], eps=EPS, momentum=1 - MOMENTUM)
 
     def step(affine: Arrays, *arrays: Any) -> dict[str, Any]:
         x, dy, probe = map(torch.from_numpy, arrays)
@@ -27,16 +25,13 @@ def in_torch(case: Case) -> Step:
         outputs |= {"running_mean": layer.running_mean, "running_var": layer.running_var}
         return {name: tensor.numpy(force=True) for name, tensor in outputs.items()}
 
-    return step
+    return record("torch", step)
 
 
-def in_flax(case: Case) -> Step:
+def in_flax() -> Arrays:
     names = {"weight": "scale", "bias": "bias"}
-    options: Any = {"use_scale": case.affine, "use_bias": case.affine, "axis": 1}
-    layer = linen.BatchNorm(
-        momentum=case.momentum, epsilon=EPS, use_fast_variance=False, **options
-    )
-    variables: Any = layer.init(jax.random.key(0), jax.numpy.zeros(case.shape), True)
+    layer = linen.BatchNorm(momentum=MOMENTUM, epsilon=EPS, use_fast_variance=False, axis=1)
+    variables: Any = layer.init(jax.random.key(0), jax.numpy.zeros(SHAPE), True)
 
     @jax.jit
     def call(variables: Any, x: Any, dy: Any, probe: Any) -> Any:
@@ -57,13 +52,11 @@ def in_flax(case: Case) -> Step:
         outputs |= {"running_mean": statistics["mean"], "running_var": statistics["var"]}
         return {**outputs, "dx": dx}
 
-    return step
+    return record("flax", step)
 
 
-def run(case: Case) -> Arrays:
-    return record(case, {"torch": in_torch, "flax": in_flax}[case.peer](case))
-
+RUN = {"torch": in_torch, "flax": in_flax}
 
 if __name__ == "__main__":
-    write("torch", run, torch.__version__)
-    write("flax", run, flax.__version__)
+    for peer, module in (("torch", torch), ("flax", flax)):
+        write(peer, RUN[peer](), module.__version__)

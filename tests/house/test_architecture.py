@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import eqx_norm.strategies
 from tests.processes import ROOT, python
 
 
@@ -68,13 +67,6 @@ def test_imports_go_one_way(arrow):
         for name in imports(file)
         if re.match(forbidden, name)
     }
-
-
-def test_strategies_are_a_link_to_those_at_top_level():
-    link, strategies = ROOT / "eqx_norm" / "strategies", ROOT / "strategies"
-    assert link.is_symlink()
-    assert not link.readlink().is_absolute()
-    assert Path(eqx_norm.strategies.__file__).resolve() == strategies / "__init__.py"
 
 
 # Prints what is loaded that Equinox has not: after the import, and after a gradient.

@@ -86,14 +86,3 @@ def shapes(tree: Any) -> Any:
         return leaf if isinstance(leaf, bool) else type(leaf)
 
     return jax.tree.structure(tree), list(map(described, jax.tree.leaves(tree)))
-
-
-def inferred(norm: Any, state: Any) -> Any:
-    """Returns the mean and the variance of inference, of an ensemble, too."""
-
-    def infer(memory):
-        moments = norm.approach.infer(memory)
-        return moments.mean, moments.variance
-
-    memory = state.get(norm.memory_index).statistics
-    return (jax.vmap(infer) if memory.mean.ndim > 1 else infer)(memory)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.interpreters import batching
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import LayerNorm
 from eqx_norm.models import fold_pairs, propose_pairs, unswap
 from tests.helpers import normal, over_batch
 from tests.models.nested import KEY
@@ -32,17 +32,6 @@ def check(function, x, monkeypatch):
     (y,) = session.run(None, {session.get_inputs()[0].name: np.asarray(x)})
     np.testing.assert_allclose(y, function(x), atol=1e-5)
     return len(model.graph.node)
-
-
-def test_batch_norms_in_inference(monkeypatch):
-    convs = [eqx.nn.Conv2d(4, 4, 3, padding=1, key=KEY) for _ in range(2)]
-    norms = [BatchNorm(4, "batch", mode="batch", activation=f) for f in (jax.nn.relu, None)]
-    layers = [convs[0], norms[0], convs[1], norms[1]]
-    model, state = eqx.nn.make_with_state(lambda: eqx.nn.Sequential(layers))()
-    x = normal(1, (2, 4, 8, 8))
-    _, state = over_batch(model)(x, state)
-    model = eqx.nn.inference_mode(model)
-    check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch)
 
 
 def test_a_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):

@@ -15,7 +15,7 @@ from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Average, VarianceClip
 from tests.helpers import Cumulative as Unloaded
 from tests.helpers import copy, example, make, over_batch, quick_call, remembered, same
-from tests.models.nested import OURS, forward, inferred, made, norm
+from tests.models.nested import OURS, forward, made, norm
 from tests.models.nested import network as nested
 
 SIZES = (16, 8, 16)
@@ -132,28 +132,24 @@ def test_an_ensemble():
     code = str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
     exec(textwrap.dedent(code), names)
     expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
-    np.testing.assert_allclose(inferred(models, names["states"]), expected, rtol=1e-5)
+    np.testing.assert_allclose(remembered(models, names["states"]), expected, rtol=1e-5)
     after = recalibrate(models, states, batches, forward)
     expected = batches.mean((0, 2)), batches.var((0, 2))
-    np.testing.assert_allclose(inferred(models, after), expected, rtol=1e-5)
+    np.testing.assert_allclose(remembered(models, after), expected, rtol=1e-5)
 
 
 class Stacked(eqx.Module):
     """Maps over norms of its own."""
 
-    norms: BatchNorm
-
-    def __init__(self):
-        self.norms = eqx.filter_vmap(lambda _: BatchNorm(3, "batch", approach="batch"))(
-            jnp.arange(2)
-        )
+    norms: Any
 
     def __call__(self, x, state):
         return eqx.filter_vmap(lambda norm, state: norm(x, state))(self.norms, state)
 
 
 def test_a_model_that_maps_over_norms_is_no_ensemble():
-    model, state = eqx.nn.make_with_state(Stacked)()
+    norms = eqx.filter_vmap(lambda _: BatchNorm(3, "batch", approach="batch"))
+    model, state = eqx.nn.make_with_state(lambda: Stacked(norms(jnp.arange(2))))()
     after = recalibrate(model, state, cut(data()))
     assert after.get(model.norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
 

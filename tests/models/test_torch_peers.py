@@ -1,7 +1,8 @@
-"""Tests `from_torch` and `to_torch` beside PyTorch itself: layers, and a published ResNet."""
+"""Tests `from_torch` and `to_torch` beside PyTorch itself: layers, and published models."""
 
 import functools
 import importlib
+import itertools
 import sys
 import types
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from eqx_norm import LayerNorm
 from eqx_norm.models import from_torch, swap, to_torch
+from tests.compiling import filter_jit
 from tests.helpers import make, over_batch, quick_call
 from tests.models.nested import KEY
 
@@ -164,3 +166,67 @@ def test_a_published_resnet18_swapped_infers_and_trains_as_torchvision_s(monkeyp
         expected = numpy(theirs)
         # An error of 1e-16 grows by less than a factor of 2 in each step.
         assert np.abs(ours[key] - expected).max() / np.abs(expected).max() < 1e-9, key
+
+
+class Block(eqx.Module):
+    """Is ConvNeXt's."""
+
+    layers: list[Any]
+    layer_scale: Any
+
+    def __init__(self, channels: int):
+        conv = eqx.nn.Conv2d(channels, channels, 7, padding=3, groups=channels, key=KEY)
+        sizes = (channels, 4 * channels), (4 * channels, channels)
+        linear = [eqx.nn.Linear(*size, key=KEY) for size in sizes]
+        self.layers = [conv, LayerNorm(channels, axis=0, eps=1e-6), *linear]
+        self.layer_scale = jnp.ones((channels, 1, 1))
+
+    def __call__(self, x: Any) -> Any:
+        conv, norm, up, down = self.layers
+        mlp = jax.vmap(jax.vmap(lambda x: down(jax.nn.gelu(up(x), False)), 1, 1), 1, 1)
+        return x + self.layer_scale * mlp(norm(conv(x)))
+
+
+def convnext() -> dict[str, Any]:
+    """Returns the layers of a ConvNeXt-T."""
+    channels, features = 3, []
+    for out, depth, size in ((96, 3, 4), (192, 3, 2), (384, 9, 2), (768, 3, 2)):
+        conv = eqx.nn.Conv2d(channels, out, size, stride=size, key=KEY)
+        norm = LayerNorm(channels if features else out, axis=0, eps=1e-6)
+        features += [[norm, conv] if features else [conv, norm], [Block(out)] * depth]
+        channels = out
+    head = eqx.nn.Linear(channels, 10, key=KEY)
+    return {"features": features, "norm": LayerNorm(channels, axis=0, eps=1e-6), "head": head}
+
+
+@filter_jit
+def outputs_and_gradient(model: dict[str, Any], x: Any, dy: Any) -> tuple[Any, Any]:
+    def logits(x: Any) -> Any:
+        for layer in itertools.chain(*model["features"]):
+            x = layer(x)
+        return model["head"](model["norm"](x.mean((1, 2), keepdims=True))[:, 0, 0])
+
+    y, pull = jax.vjp(jax.vmap(logits), x)
+    return y, pull(dy)[0]
+
+
+def test_a_convnext_infers_as_torchvision_s():
+    torch().manual_seed(0)
+    module = torchvision_models().convnext_tiny(num_classes=10).eval()
+    for key, parameter in module.named_parameters():
+        if "layer_scale" in key or (parameter.ndim == 1 and key.endswith("weight")):
+            torch().nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter.ndim == 1:
+            torch().nn.init.normal_(parameter, 0, 0.1)
+    # Equal names match the stages and layer scales; order matches the layers in the blocks, and
+    # the last two.
+    model, _, report = from_torch(filter_jit(convnext)(), None, module.state_dict(), "order")
+    assert_back(model, None, module, report.matched)
+    x, dy = random(2, 3, 64, 64), random(2, 10)
+    y, dx = outputs_and_gradient(model, jnp.asarray(x), jnp.asarray(dy))
+    images = torch().from_numpy(x).requires_grad_()
+    logits = module(images)
+    logits.backward(torch().from_numpy(dy))
+    for actual, tensor, tolerance in ((y, logits, 1e-5), (dx, images.grad, 1e-4)):
+        expected = numpy(tensor)
+        assert np.abs(actual - expected).max() < tolerance * np.abs(expected).max()

@@ -9,9 +9,7 @@ from eqx_norm import LayerNorm, RMSNorm
 from eqx_norm.models import fold_pairs, from_torch, reconfigure, swap, to_torch, unswap
 from tests.helpers import normal
 from tests.layers.norms import moved
-from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm
-
-X = normal(0, (8, C))
+from tests.models.nested import OURS, THEIRS, C, call, made, norm
 
 
 def every_norm(nn, key):
@@ -33,35 +31,32 @@ def weights(model):
     return jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
 
 
+def around_one(model, state):
+    return reconfigure(model, state, weight_offset=0.0)
+
+
+WAYS = {"reconfigure": (OURS, reconfigure, around_one), "swap": (THEIRS, swap, unswap)}
+
+
 @pytest.mark.parametrize("members", [0, 2])
-def test_reconfigure_there_and_back(members):
-    model, state = made(every_norm, OURS, members=members)
-    model = with_other_weights(model)
-    x = normal(0, (members, 8, C)[not members :])
-    around_zero = reconfigure(model, state, weight_offset=1.0)
-    assert around_zero[0][2].weight_offset == 1.0
-    close(call(*around_zero, x)[0], call(model, state, x)[0])
-    close(weights(reconfigure(*around_zero, weight_offset=0.0)[0]), weights(model))
+@pytest.mark.parametrize(("nn", "there", "back"), WAYS.values(), ids=WAYS)
+def test_there_and_back(nn, there, back, members):
+    model, state = made(every_norm, nn, members=members)
+    model, x = with_other_weights(model), normal(0, (members, 8, C)[not members :])
+    around_zero = there(model, state, weight_offset=1.0)
+    assert {layer.weight_offset for layer in around_zero[0][2:]} == {1.0}
+    close(call(*around_zero, x)[0], call(*there(model, state, weight_offset=0.0), x)[0])
+    close(weights(back(*around_zero)[0]), weights(model))
 
 
-def test_swap_and_unswap():
-    model, state = made(every_norm, THEIRS)
-    model = with_other_weights(model)
-    ours = swap(model, state, weight_offset=1.0)
-    close(call(*ours, X)[0], call(*swap(model, state), X)[0])
-    close(weights(unswap(*ours)[0]), weights(model))
-    along = [LayerNorm(C, axis=0)]
+def test_unswap_has_no_axis():
     with pytest.raises(ValueError, match=r"^\[0\]: axis=0: Equinox's layer has none"):
-        unswap(along, state)
+        unswap([LayerNorm(C, axis=0)], eqx.nn.State(()))
 
 
 def test_fold():
-    def build(nn, key):
-        norm = nn.BatchNorm(C, "batch", approach="batch")
-        return [eqx.nn.Linear(C, C, key=KEY), norm]
-
-    model, state = made(build, OURS)
-    _, state = call(model := with_other_weights(model), state, X)
+    model, state = made(lambda nn, key: [eqx.nn.Linear(C, C, key=key), norm(nn)], OURS)
+    _, state = call(model := with_other_weights(model), state, normal(0, (8, C)))
     model = eqx.nn.inference_mode(model)
     folded = fold_pairs(*reconfigure(model, state, weight_offset=1.0), {"[0]": "[1]"})
     close(folded, fold_pairs(model, state, {"[0]": "[1]"}))

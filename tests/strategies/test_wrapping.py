@@ -1,6 +1,6 @@
-"""Tests `Accumulated`, whose micro-batches are one batch, and `Cumulative`, which forgets none.
+"""Tests `Accumulated`, whose micro-batches are one batch.
 
-`Frozen` is tested where models are frozen, in `tests/models/test_freeze.py`.
+`Frozen` is tested in `tests/models/test_freeze.py`, `Cumulative` in `test_observations.py`.
 """
 
 from typing import Any
@@ -12,12 +12,10 @@ import pytest
 
 import eqx_norm
 from eqx_norm.models import reconfigure
-from eqx_norm.strategies import NAMED, Accumulated, Average, Batch, Cumulative, Frozen, Moments
+from eqx_norm.strategies import NAMED, Accumulated, Average, Batch, Cumulative, Frozen
 from tests.helpers import Cumulative as Unloaded
 from tests.helpers import (
-    at_step,
     copy,
-    exact,
     example,
     floats,
     make,
@@ -66,9 +64,6 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 2e-6) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=5 * tolerance)
 
 
-# --- Accumulated
-
-
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("approach", [*NAMED, Average(), Unloaded(), Cumulative()], ids=str)
 def test_micro_batches_are_remembered_as_the_batch_that_they_are_together(approach, unbiased):
@@ -115,31 +110,3 @@ def test_momentum_and_example():
     model, state = make(C, "batch", approach="batch")
     model = example(Accumulated, **names, model=model, state=state)["model"]
     assert model.approach == Accumulated(Batch(), every=4)
-
-
-# --- Cumulative
-
-
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize("sizes", [(300,), (100, 200), (1,) * 300], ids=len)
-@pytest.mark.filterwarnings("ignore:.* hold one value per channel")
-def test_it_remembers_all_values_however_they_were_cut(sizes, mean):
-    drift = np.linspace(0, 2, 300)[:, None]
-    x = np.asarray(floats(np.asarray(normal(0, (300, C), mean)) + drift))
-    layer, state = make(C, "batch", approach=Cumulative())
-    for part in np.split(x, np.cumsum(sizes)[:-1]):
-        _, state = call(layer, state, jnp.asarray(part))
-    actual, expected = remembered(layer, state), np.asarray(x, np.longdouble)
-    ulp = float(np.finfo(x.dtype).eps)
-    np.testing.assert_allclose(actual[0], expected.mean(0), rtol=2 * ulp, atol=4 * ulp)
-    np.testing.assert_allclose(actual[1], expected.var(0), rtol=16 * ulp)
-
-
-def test_no_value_is_lost_past_2_to_the_24():
-    """There a float32 stops counting by ones, and m2 stops growing."""
-    zero, one, memory = floats(np.zeros(C)), floats(np.ones(C)), Cumulative().init(C, float)
-    update = jax.jit(lambda batch, memory: Cumulative().update(at_step(0, batch), memory)[1])
-    for n in (2.0**24, *[1.0] * 41):
-        memory = update(Moments(floats(n), zero, n * one), memory)
-    for pair in (memory.count_pair, memory.m2_pair):
-        assert (exact(pair) == 2**24 + 41).all()
