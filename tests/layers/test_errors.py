@@ -210,9 +210,7 @@ IN_TRAINING = [
     ),
     (
         {"layer": SEVERAL},
-        NameError(
-            r"'row' is not bound.*vmap\(jax.vmap\(model, axis_name='row'.*binds one"
-        ),
+        NameError(r"'row' is not bound.*vmap\(jax.vmap\(model, axis_name='row'.*binds one"),
     ),
     (
         {"layer": GROUPED},
@@ -354,7 +352,7 @@ linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
             ),
         ),
         (
-            functools.partial(TOKENS, state=jnp.ones(4, bool)),
+            functools.partial(TOKENS, state=NOT_A_STATE),
             jnp.ones((4, 4)),
             ValueError(r"state=bool\[4\] is no eqx.nn.State.*layer\(x, mask=mask\)"),
         ),

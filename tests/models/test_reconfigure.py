@@ -83,7 +83,7 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
 def test_averages_follow_the_momentum_that_was_valid_at_each_step(approach, momenta):
     """PointNet's schedule: https://github.com/keras-team/keras/issues/12230"""
     layer, state = eqx.nn.make_with_state(BatchNorm)(C, "batch", approach=approach)
-    h, w, x = np.zeros(C), 0.0, np.float64(normal(0, (3, 4, 8, C), 3, 2))
+    h, w, x = np.zeros(C), 0.0, np.asarray(normal(0, (3, 4, 8, C), 3, 2), np.float64)
     for m, stage in zip(momenta, x, strict=False):
         layer, state = reconfigure(layer, state, momentum=m)
         for batch in stage:
