@@ -1,6 +1,7 @@
 """Tests that errors quote what was written, what it breaks and the fix, and keep the state."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -300,6 +301,7 @@ def with_own(layer, weight=(), bias=()):
     return with_parameters(layer, jnp.ones(weight), jnp.zeros(bias))
 
 
+NOT_A_STATE: Any = jnp.ones(4, bool)
 TOKENS, EACH = (
     LayerNorm((4, 4)),
     r"jax.vmap\(lambda x, mask: layer\(x, mask=mask\)\)\(x, mask\)",
