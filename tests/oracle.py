@@ -2,8 +2,8 @@
 
 A *number* is a + b s + c t + d st with s^2 = t^2 = 0, an array (4, directions s, ...): so
 f(x + v s + w t) has the derivatives of f at x along v, along w, and along both. All arrays have
-the case's mapped axes, then (groups, channels of a group, *spatial), of size 1 where they do not
-differ.
+the case's mapped axes, then (groups, channels of a group, *spatial), of size 1 where they do
+not differ.
 """
 
 from typing import Any, NamedTuple
@@ -171,6 +171,7 @@ class Oracle:
         empty = Moments(zero, number(zero), number(zero))
         self.memory = Memory(empty._replace(variance=number(zero + 1)), empty, zero)
         self.accepted = self.rejected = 0 * self.for_each_state(zero)
+        self.largest = zero  # mean so far, with its deviation
 
     def for_each_state(self, array: Any) -> Any:
         return array.all(self.channels, keepdims=True)
@@ -201,8 +202,10 @@ class Oracle:
         y = ACTIVATIONS[case.activation](u, z.get("slope"))
         return np.where(mask, y, 0), used.mean, rstd, u
 
-    def learn(self, x: Any, mask: Any) -> None:
+    def learn(self, x: Any, mask: Any, train: bool) -> None:
         """Remembers a batch if it has enough values, and all is finite in all channels."""
+        if not (train and self.learns):
+            return
         most = np.finfo(np.float64 if self.case.x64 else np.float32).max
         batch = moments(number(np.where(mask, x, 0)), mask, self.all)
         after = update(self.case, self.memory, batch)[1]
@@ -211,6 +214,8 @@ class Oracle:
         finite = np.all(np.broadcast_arrays(*finite), 0)
         accepted = finite & self.for_each_state(batch.n > self.case.unbiased)
         self.memory = chosen(accepted, after, self.memory)
+        size = np.abs(value(batch.mean)) + np.sqrt(value(batch.variance))
+        self.largest = np.maximum(self.largest, np.where(accepted, size, 0))
         self.accepted, self.rejected = self.accepted + accepted, self.rejected + ~finite
 
     def derivatives(self, z: Any, v: Any, ct: Any, mask: Any, train: bool) -> dict[str, Any]:
@@ -260,7 +265,7 @@ class Oracle:
         # The mean may be an average of means, in which each has a rounded share.
         memory = value(self.memory.running.mean) if case.layer == "BatchNorm" else own
         far = [np.abs(m - mean) * rstd for m in (x, own, np.where(self.accepted, memory, own))]
-        xhat = np.max(np.broadcast_arrays(1 + 0 * x.real, *far), 0)
+        xhat = np.max(np.broadcast_arrays(1 + 0 * np.real(x), *far), 0)
         spread = np.maximum(1, np.abs(x - own) * rstd)
         weight = np.abs(z["weight"] + LD(case.weight_offset)) if "weight" in z else LD(1)
         u = weight * xhat + np.abs(z.get("bias", 0))
@@ -281,7 +286,7 @@ class Oracle:
         for k, a in z.items():
             shared = tuple(i for i, n in enumerate(a.shape) if n == 1 and k != "x")
             one, two = (
-                np.where(mask, terms + 0 * x.real, 0).sum(shared, keepdims=True)
+                np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True)
                 for terms in (first[k], second * rstd if k == "x" else second)
             )
             rounded = parts + (count * 2.0**-9 if case.narrow and "16" in case.dtype else 0)
@@ -293,10 +298,7 @@ class Oracle:
         """Returns what the memory holds by name, and the bounds of its errors."""
         mean, variance = map(value, self.memory.running[1:])
         unit = 1e-6 * (2.0**-29 if self.case.dtype == "float64" else 1)
-        bounds = (
-            unit / 2 * (np.abs(mean) + np.sqrt(variance)),
-            unit * (variance + self.case.eps),
-        )
+        bounds = unit / 2 * self.largest, unit * (variance + self.case.eps)
         names = "running mean", "running variance", "accepted", "rejected"
         return (
             dict(zip(names, (mean, variance, self.accepted, self.rejected), strict=True)),
