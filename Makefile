@@ -66,7 +66,7 @@ nvidia-smi:
 test: .venv ## all tests but those below
 	.venv/bin/python -m pytest $(PYTEST_FLAGS)
 
-test-long: .venv ## experiments with --quick, notebooks, documents; layers again in 64 bits
+test-long: .venv ## experiments with --quick, notebooks, documents; layers in 64 bits; a fuzzer
 	.venv/bin/python -m pytest -n 2 -m long
 	$(X64) .venv/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
 	$(MAKE) --no-print-directory fuzz SEED=0 CASES=50

@@ -93,7 +93,7 @@ class Memory(NamedTuple):
 
 def moments(x: Any, mask: Any, over: tuple[int, ...], centred: bool = True) -> Moments:
     n = np.broadcast_to(mask, x.shape[2:]).sum(over, LD, keepdims=True)
-    first = np.where(mask, value(x), np.inf).min(over, keepdims=True)
+    first = np.where(mask, value(x), np.inf).min(over, keepdims=True, initial=np.inf)
     first = number(np.where((n > 0) & centred, first, 0))  # from there a constant is exact
     x = x - first
 
@@ -243,7 +243,7 @@ class Oracle:
                     s = np.zeros((len(places), array.size), array.dtype)
                     s[range(len(places)), places] = unit
                     terms = np.real(ct * y(name, s.reshape(-1, *array.shape))[1::2])
-                    sums[:, places] += terms.reshape(2, len(places), -1).sum(2) * np.conj(unit)
+                    sums[:, places] += terms.sum(tuple(range(2, terms.ndim))) * np.conj(unit)
             result[f"gradient of {name}"], result[f"curvature of {name}"] = sums.reshape(
                 2, *array.shape
             )
@@ -258,7 +258,7 @@ class Oracle:
         unit, parts = 1e-6 * ulps, max(1e-6, 2.0**-24 * count) * ulps
 
         def most(values: Any) -> Any:  # of those that share moments
-            return np.where(mask, values, 0).max(self.over, keepdims=True)
+            return np.where(mask, values, 0).max(self.over, keepdims=True, initial=0)
 
         x = np.where(mask, z["x"], 0)
         own = value(moments(number(x), mask, self.over).mean)
