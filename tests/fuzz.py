@@ -143,7 +143,7 @@ RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     ("devices", lambda c: not c.axes or c.axes[0][1] not in (2, 4, 8), ""),
     ("behind", lambda c: c.devices, False),
     ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # loads on one device
-    ("spatial", lambda c: c.layer in ROWS and 0 in c.spatial, ()),  # their shape has no zeros
+    ("spatial", lambda c: 0 in c.spatial and (c.devices or c.layer in ROWS), ()),  # is refused
     ("x64", lambda c: c.dtype == "float64", True),
     ("of", lambda c: "16" in c.dtype and " of " in c.of, "vjp"),  # else rounded in between
     ("activation", lambda c: c.dtype == "complex64", ""),

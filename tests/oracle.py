@@ -270,12 +270,14 @@ class Oracle:
         weight = np.abs(z["weight"] + LD(case.weight_offset)) if "weight" in z else LD(1)
         u = weight * xhat + np.abs(z.get("bias", 0))
         slope, bend = (1.13, 0.8) if case.activation in SMOOTH else (1, 0)
-        g = np.abs(ct) * (slope + bend * u)  # and what an error of u changes
+        # What an error of u changes, and that of 1 - tanh^2 in the derivative of GELU.
+        bend = bend * u + 0.03 * u**3 * (case.activation == "gelu")
+        g = np.abs(ct) * (slope + bend)
         size = {k: np.abs(a) * (rstd if k == "x" else 1) for k, a in v.items()}
         moves = {"x": weight * most(size["x"]) * spread, "weight": xhat, "bias": 1, "slope": u}
         moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
         result = {"value of y": unit * (slope * u + np.abs(y))}
-        result["tangent of y"] = 2 * unit * (slope + bend * u) * moves
+        result["tangent of y"] = 2 * unit * (slope + bend) * moves
         first = {
             "x": rstd * spread * most(weight * g),
             "weight": g * xhat,
