@@ -15,7 +15,7 @@ TO := $(if $(OUT),--out $(OUT))
 DOCUMENTS := --line-length 84 $(wildcard *.md */*.md docs/*/*.md notebooks/*.ipynb)
 
 .PHONY: always help setup stability accuracy benchmark experiments gpu-compile-check \
-	tpu-compile-check gpu test test-long test-peers test-newest linters lint format docs \
+	tpu-compile-check gpu test test-long fuzz test-peers test-newest linters lint format docs \
 	docs-serve notebooks dist clean
 
 help: ## list the targets
@@ -66,9 +66,13 @@ nvidia-smi:
 test: .venv ## all tests but those below
 	.venv/bin/python -m pytest $(PYTEST_FLAGS)
 
-test-long: .venv ## experiments with --quick, notebooks, documents; layers again in 64 bits
+test-long: .venv ## experiments with --quick, notebooks, documents; layers in 64 bits; a fuzzer
 	.venv/bin/python -m pytest -n 2 -m long
 	$(X64) .venv/bin/python -m pytest $(PYTEST_FLAGS) $(X64_TESTS)
+	$(MAKE) --no-print-directory fuzz SEED=0 CASES=50
+
+fuzz: .venv ## random uses of the layers beside formulas: make fuzz SEED=0 CASES=200
+	.venv/bin/python -m tests.fuzz --seed $(or $(SEED),0) --cases $(or $(CASES),200)
 
 test-peers: .venv-peers ## compare with PyTorch and Flax, live
 	.venv-peers/bin/python -m pytest -m peers

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import P
-from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests import exact
@@ -108,18 +106,17 @@ def with_parameters(layer, weight, bias):
     return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
 
 
-# --- Norms of parts of an example, on several devices, or with one along a mapped axis: blocks
-# of its first axis, and of norms with channels of its second.
+# --- Norms of parts of an example, one along a mapped axis: blocks of its first axis, and of
+# norms with channels of its second.
 
-PARTS = max(2, jax.device_count())
+PARTS = 2
 
 
-def split(name, check_vma):
+def split(name):
     """Returns the norm; its layer has the weights of all parts."""
     has_channels = name in ("GroupNorm", "InstanceNorm")
     axis = 1 + has_channels  # of a batch
-    # Of a layer, a batch and its mask.
-    axes = None if has_channels else 0, axis, 1
+    axes = None if has_channels else 0, axis, 1  # of a layer, a batch and its mask
 
     def make(shape, **options):
         sizes = [n // PARTS if i == axis else n for i, n in enumerate(shape, 1)]
@@ -136,15 +133,9 @@ def split(name, check_vma):
         return over_examples(layer, x, mask)
 
     def over_parts(layer, x, mask=None):
-        if jax.device_count() == 1:
-            arrays = (in_parts(*pair) for pair in zip((layer, x, mask), axes, strict=True))
-            in_axes = axes[0], 0, 0
-            y = jax.vmap(one_part, in_axes, axis_name="part")(*arrays)
-            return jnp.concatenate(y, axis)
-        specs = [P() if i is None else P(*(None,) * i, "part") for i in axes]
-        mesh = jax.make_mesh((PARTS,), ("part",), axis_types=(AxisType.Auto,))
-        options: Any = {"mesh": mesh, "in_specs": tuple(specs), "out_specs": specs[1]}
-        return jax.shard_map(one_part, check_vma=check_vma, **options)(layer, x, mask)
+        arrays = (in_parts(*pair) for pair in zip((layer, x, mask), axes, strict=True))
+        y = jax.vmap(one_part, (axes[0], 0, 0), axis_name="part")(*arrays)
+        return jnp.concatenate(y, axis)
 
     return Norm(make, NORMS[name].exact, over_parts)
 
@@ -156,5 +147,4 @@ def in_parts(tree, axis):
     return jax.tree.map(lambda array: jnp.stack(jnp.split(array, PARTS, axis)), tree)
 
 
-NORMS |= {f"{name}, split": split(name, True) for name in EXAMPLE_NORMS}
-NORMS |= {f"{name}, split, unchecked": split(name, False) for name in EXAMPLE_NORMS}
+NORMS |= {f"{name}, split": split(name) for name in EXAMPLE_NORMS}

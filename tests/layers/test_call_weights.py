@@ -1,4 +1,7 @@
-"""Tests scale and shift of one call, `layer(x, weight=w, bias=b)`, and `weight_offset`."""
+"""Tests scale and shift of one call, `layer(x, weight=w, bias=b)`, and `weight_offset`.
+
+Their values and gradients: tests/fuzz.py.
+"""
 
 import functools
 from typing import Any
@@ -12,10 +15,8 @@ import pytest
 from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise import jaxprs
 from tests import exact
-from tests.compiling import jit
-from tests.exact import EPS, Answer, Batch
-from tests.helpers import bits, copy, make, normal, over_batch
-from tests.layers.accuracy import BOUNDS
+from tests.exact import EPS, Batch
+from tests.helpers import bits, copy, normal
 from tests.layers.norms import NORMS, each_norm, made, mask_shape, with_parameters
 
 N, SHAPE = 4, (6, 5, 7)
@@ -25,14 +26,14 @@ KINDS = {"own": (False, False), "values": (True, True), "both": (False, True)}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def mapped(layer: Any, state: Any = None, inference: bool | None = None) -> Any:
+def mapped(layer: Any, state: Any = None) -> Any:
     """Returns a function of x, weight, bias and mask of a batch that returns y."""
 
     def one(x, weight, bias, mask):
         options = {"weight": weight, "bias": bias, "mask": mask}
         if not isinstance(layer, BatchNorm):
             return layer(x, **options)
-        return layer(x, copy(state), inference=inference, **options)[0]
+        return layer(x, copy(state), **options)[0]
 
     def call(x, weight=None, bias=None, mask=None, *, axis: int | None = 0):
         return jax.vmap(one, (0, axis, axis, 0), axis_name="batch")(x, weight, bias, mask)
@@ -58,62 +59,11 @@ def like_x(v):
     return v if v.shape == (N, *SHAPE) else v.reshape(N, -1, 1, 1)
 
 
-def summed(values, like):
-    """Returns the sum over what the examples' weights of one number share."""
-    axes = () if like.shape == values.shape else tuple(range(2, values.ndim))
-    return values.sum(axes).reshape(like.shape)
-
-
 @each_kind
 @each_norm
-@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
-def test_in_extended_precision(name, kind, masked):
-    """Holds y and the gradients of x, weight and bias to each layer's bounds. The norm is that
-    without weights, whose dy is multiplied by those of the call."""
-    x, dy, weight, bias = drawn(name, kind)
-    shape = mask_shape(name, x.shape)
-    mask = np.arange(np.prod(shape)).reshape(shape) % 4 > 0 if masked else None
-    scale, shift, g = (like_x(v).astype(np.longdouble) for v in (weight, bias, dy))
-    plain, units = NORMS[name].exact(Batch(x, g * scale, None, None), mask=mask)
-    counted = exact.counted(Batch(x, dy, None, None), mask)
-    g = np.broadcast_to(g * counted, x.shape)
-    y = np.where(counted, plain.y * scale + shift, 0)
-    expected = Answer(y, None, plain.dx, summed(g * plain.y, weight), summed(g, bias))
-    # Of one number: of dy plus that of rstd; of several: of their sum.
-    sums = summed(np.abs(g), weight) + exact.RSTD_UNIT * np.abs(summed(g * plain.y, weight))
-    units = Answer(
-        units.y * np.maximum(1, np.abs(scale)), None, units.dx, sums, summed(np.abs(g), bias)
-    )
-
-    @jit
-    def outputs(*arrays):
-        y, pull_back = jax.vjp(lambda *a: mapped(*layer_of(name))(*a, mask), *arrays)
-        return y, *pull_back(dy)
-
-    y, dx, dweight, dbias = map(np.asarray, outputs(x, weight, bias))
-    assert dweight.shape == weight.shape
-    batch = Batch(x, dy, weight, bias)
-    errors = exact.errors(
-        batch, exact.Exact(expected, units), Answer(y, None, dx, dweight, dbias)
-    )
-    bounds = {**BOUNDS, "variance": np.inf}
-    assert not {k: v for k, v in errors._asdict().items() if v > bounds[k]}
-
-
-@pytest.mark.filterwarnings("ignore:.* hold one value per group")
-@pytest.mark.parametrize("name", ["BatchNorm", "GroupNorm", "InstanceNorm"])
-def test_a_number_per_value_of_one_position(name):
-    """There a number per value is one per channel."""
-    x, *weights = np.random.default_rng(0).standard_normal((3, N, 6, 1, 1)).astype(np.float32)
-    f = mapped(*layer_of(name))
-    per_channel = f(x, *(v.reshape(N, 6) for v in weights))
-    assert bits(f(x, *weights)) == bits(per_channel)
-
-
-@each_norm
-def test_half_precision_is_rounded_once(name):
+def test_half_precision_is_rounded_once(name, kind):
     """Scale and shift by hand, in bfloat16, round three times."""
-    arrays = [np.asarray(v, jnp.bfloat16) for v in drawn(name, KINDS["own"])]
+    arrays = [np.asarray(v, jnp.bfloat16) for v in drawn(name, kind)]
     x, _, weight, bias = arrays
     layer, state = layer_of(name, weight_offset=1.0)
     y = mapped(layer, state)(x, weight, bias)
@@ -200,15 +150,6 @@ def test_lowered_for_every_platform(name, kind, dtype):
         traced.lower(lowering_platforms=("cuda", "tpu"))
 
 
-def test_inference():
-    layer, state = layer_of("BatchNorm")
-    x, _, weight, bias = drawn("BatchNorm", KINDS["both"])
-    _, state = over_batch(layer)(x, state)
-    plain = mapped(with_parameters(layer, None, None), state, True)(x)
-    y = mapped(layer, state, True)(x, weight, bias)
-    np.testing.assert_allclose(y, plain * like_x(weight) + bias, rtol=1e-6, atol=1e-6)
-
-
 def test_what_does_not_fit_is_an_error():
     layer, x = LayerNorm(6), jnp.ones(6)
     group, image = GroupNorm(2, 6), jnp.ones(SHAPE)
@@ -257,21 +198,3 @@ def test_it_is_added_in_float32():
     x = normal(0, (8,))
     plain = RMSNorm(8, use_weight=False, use_bias=False)
     np.testing.assert_allclose(layer(x, weight=weight), plain(x) * 1.002, rtol=1e-5)
-
-
-def test_a_user_s_batch_norm_with_classes():
-    """Conditional batch normalisation: each example has the weight of its class."""
-    layer, state = make(6, "batch", approach="batch", channelwise_affine=False)
-    table, classes = normal(1, (3, 2, 6)), jnp.array([0, 2, 1, 2])
-    x = normal(0, (N, *SHAPE))
-
-    def loss(table):
-        y = mapped(layer, state)(x, table[classes, 0], table[classes, 1])
-        return jnp.vdot(y, jnp.sin(y)), y
-
-    (gradient, y) = jax.grad(loss, has_aux=True)(table)
-    plain = mapped(layer, state)(x)
-    weight, bias = (table[classes][:, i, :, None, None] for i in (0, 1))
-    np.testing.assert_allclose(y, plain * weight + bias, rtol=1e-5, atol=1e-5)
-    assert gradient.shape == table.shape
-    assert gradient.any()

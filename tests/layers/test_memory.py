@@ -1,6 +1,6 @@
 """Tests the running statistics: right from the first step on, and updated once per call.
 
-Over many steps: tests/strategies/test_recursions.py; test_approaches.py, test_peers.py here.
+Over many steps: tests/strategies/test_recursions.py; test_peers.py here.
 """
 
 import functools

@@ -1,0 +1,450 @@
+"""Compares random uses of the layers with formulas in extended precision, tests/oracle.py.
+
+A case, drawn from a seed, is a layer with its settings, shape, dtype, data, mask, some steps of
+training and inference, a derivative, and JAX's transformations of it all. After each step y,
+the derivative and the memory are held to bounds that follow from arithmetic. A failure is
+printed as the smallest case found that fails likewise, for --case: fields that it does not give
+have the simplest values. The exit status is 1 if a case fails. For example
+
+    make fuzz SEED=0 CASES=200              # cases 0 to 199
+    python -m tests.fuzz --seed 17          # case 17 alone
+    python -m tests.fuzz --case '{"layer": "LayerNorm", "data": "outlier", "of": "vjp"}'
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from eqx_norm import models, strategies
+from tests.compiling import XLA_FLAGS
+
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {XLA_FLAGS}"
+
+from tests.exact import half_ulp
+from tests.helpers import make
+from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS
+from tests.oracle import SMOOTH, Oracle, number, value
+
+STRATEGIES: dict[str, Callable[[float], Any]] = {  # of the momentum
+    "batch": strategies.Batch,
+    "ema": strategies.Ema,
+    "adam": strategies.Adam,
+    "smooth_start": strategies.SmoothStart,
+    "renorm": lambda m: strategies.Renorm(m, r_max=1.5, d_max=0.5),
+    "clip": lambda m: strategies.VarianceClip(strategies.Ema(m), ratio=1.5, start=1),
+    "average": lambda _: strategies.Average(),
+    "cumulative": lambda _: strategies.Cumulative(),
+    "accumulated": lambda m: strategies.Accumulated(strategies.Adam(m), every=2),
+    "frozen": lambda m: strategies.Frozen(strategies.Batch(m)),
+}
+ROWS = ("LayerNorm", "RMSNorm")  # have a weight, and a mask, for each value
+ACTIVATIONS = {"": None, "relu": jax.nn.relu, "prelu": eqx.nn.PReLU(0.25), "tanh": jnp.tanh}
+ACTIVATIONS |= {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+# The sizes of mean and deviation; "outlier" and "nonfinite" have some other values.
+DATA = {"normal": (1, 1), "offset": (1e3, 1), "far": (1e6, 1), "constant": (1e3, 0)}
+DATA |= {"tiny": (1e-20, 1e-20), "huge": (1e16, 1e16), "denormal": (1e-41, 1e-41)}
+DATA |= {"outlier": (1, 1), "nonfinite": (1, 1)}
+
+
+def zeros_of(f: Any) -> Any:
+    return lambda *args: jax.tree.map(jnp.zeros_like, f(*args))
+
+
+def of_two(transform: Any) -> Any:
+    """Returns a transformation that calls f for a pair of equal arguments."""
+
+    def call(f: Any, *args: Any) -> Any:
+        pair = jax.tree.map(lambda a: jnp.stack([a, a]), args)
+        return jax.tree.map(lambda a: a[1], transform(lambda args: f(*args))(pair))
+
+    return lambda f: lambda *args: call(f, *args)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "remat by policy": lambda f: jax.checkpoint(f, policy=models.recompute_outputs),
+    "cond": lambda f: lambda *args: lax.cond(jnp.asarray(True), f, zeros_of(f), *args),
+    "scan": of_two(lambda f: lambda pair: lax.map(f, pair)),
+    "vmap": of_two(jax.vmap),
+    "export": lambda f: lambda *args: jax.export.export(jax.jit(f))(*args).call(*args),
+}
+INNER = [name for name in WRAPPERS if name != "export"]
+
+
+def wrapped(f: Any, names: tuple[str, ...]) -> Any:
+    for name in names:
+        f = WRAPPERS[name](f)
+    return f
+
+
+def one_of(*values: Any) -> Any:
+    return field(default=values[0], metadata={"values": values})
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes a use of a layer: a field's first value is the simplest."""
+
+    seed: int = 0  # of the data
+    layer: str = one_of(*["BatchNorm"] * 6, *EXAMPLE_NORMS)
+    approach: str = one_of(*STRATEGIES)
+    momentum: float = one_of(0.9, 0.99, 0.5, 0.3, 0.01, 0.9999)
+    unbiased: bool = one_of(False, False, True)
+    channels: int = one_of(1, 2, 3)  # of GroupNorm, in each group
+    spatial: tuple[int, ...] = ()
+    # Mapped axes, outermost first. Moments are over "batch"; a batch norm remembers over
+    # "memory", too, and has its own state at each index of "apart".
+    axes: tuple[tuple[str, int], ...] = (("batch", 3),)
+    behind: bool = one_of(False, False, True)  # the mapped axes of x and y, all others
+    devices: str = one_of("", "", "checked", "unchecked")  # (check_vma) along the first axis
+    x64: bool = one_of(*[False] * 5, True)
+    dtype: str = one_of(*["float32"] * 4, "bfloat16", "float16", "complex64", "float64")
+    narrow: bool = one_of(False, True)  # weights have the dtype of x; else float32 or better
+    eps: float = one_of(1e-5, 1e-5, 1e-3, 1e-12)
+    weight_offset: float = one_of(0.0, 0.0, 1.0, -2.5)
+    activation: str = one_of("", "", *ACTIVATIONS)
+    weights: str = one_of("", "own", "own", "channel", "value")  # the last two: of the call
+    mask: str = one_of("", "", "", "example", "row", "position")
+    shared: bool = one_of(False, False, True)  # all examples have the same weights and mask
+    data: str = one_of("normal", *DATA)
+    steps: tuple[str, ...] = ("train",)
+    traced: bool = one_of(False, False, True)  # the flag inference=
+    of: str = one_of("", "vjp", "vjp", "jvp", "jvp of vjp", "vjp of vjp")  # the derivative
+    inner: tuple[str, ...] = ()  # transformations of one example's function, innermost first
+    outer: tuple[str, ...] = ()  # of that of all examples
+    around: tuple[str, ...] = ("jit",)  # of its derivative
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of one example."""
+        return self.channels * (GROUPS if self.layer == "GroupNorm" else 1), *self.spatial
+
+
+# A field, when it does not go together with the others, and its value then.
+RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
+    ("approach", lambda c: c.layer != "BatchNorm", "batch"),
+    ("unbiased", lambda c: all(role == "apart" for role, _ in c.axes), False),  # of one value
+    ("devices", lambda c: not c.axes or c.axes[0][1] not in (2, 4, 8), ""),
+    ("behind", lambda c: c.devices, False),
+    ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # loads on one device
+    ("spatial", lambda c: 0 in c.spatial and (c.devices or c.layer in ROWS), ()),  # is refused
+    ("x64", lambda c: c.dtype == "float64", True),
+    ("of", lambda c: "16" in c.dtype and " of " in c.of, "vjp"),  # else rounded in between
+    ("activation", lambda c: c.dtype == "complex64", ""),
+    ("data", lambda c: c.data == "far" and "32" not in c.dtype, "offset"),  # no digits are left
+    ("data", lambda c: " of " in c.of and c.data == "huge", "offset"),  # 1 / std^3 is 0
+    # Where XLA's derivative of these functions overflows.
+    ("activation", lambda c: c.data in LARGE and c.activation in SMOOTH, "relu"),
+]
+LARGE = ("offset", "far", "outlier", "huge")
+MOST = {"": 2000, "jvp": 2000, "vjp": 120}  # values of x; for second derivatives 60
+
+
+def feasible(case: Case) -> Case:
+    if case.layer != "BatchNorm":
+        axes = (("apart" if role == "memory" else role, n) for role, n in case.axes)
+        case = replace(case, axes=tuple(axes))
+    for name, is_wrong, right in RULES:
+        case = replace(case, **{name: right}) if is_wrong(case) else case
+    return case
+
+
+def draw(seed: int) -> Case:
+    r = random.Random(seed)
+
+    def some(values: Any, *counts: int) -> tuple[Any, ...]:
+        return tuple(r.choice(values) for _ in range(r.choice(counts)))
+
+    drawn = {f.name: r.choice(f.metadata["values"]) for f in fields(Case) if f.metadata}
+    case = Case(seed, **drawn, steps=some(["train", "train", "infer"], 1, 2, 3, 5))
+    case = replace(case, inner=some(INNER, 0, 0, 1, 2), outer=some(INNER, 0, 0, 1))
+    case = replace(case, around=(*some(INNER, 0, 0, 1), *some(["jit", "export"], 0, 1, 1, 1)))
+    roles, size = ["batch", "batch", "memory", "apart"], np.inf
+    while size > MOST.get(case.of, 60):
+        axes = some([(role, n) for role in roles for n in (2, 3, 4, 8)], 1, 1, 2, 3)
+        case = feasible(replace(case, axes=axes, spatial=some([1, 2, 3, 5, 7, 16, 0], 0, 1, 2)))
+        size = np.prod([*case.shape, *(n for _, n in axes)])
+    return case
+
+
+def normal(case: Case, random: Any, shape: Any) -> Any:
+    real, imaginary = random.standard_normal((2, *shape))
+    return real + 1j * imaginary if case.dtype == "complex64" else real
+
+
+def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns x and weights, and mask and flag, with all mapped axes, of size 1 if shared."""
+    fixed, r = (np.random.default_rng([case.seed, i]) for i in (0, step + 1))
+    sizes, ones = [n for _, n in case.axes], [1 for _ in case.spatial]
+    wide = "float32" if "16" in case.dtype else case.dtype
+    (far, scale), column = DATA[case.data], (case.shape[0], *ones)
+    std = scale * fixed.uniform(0.5, 2, column)
+    mean = far * normal(case, fixed, column) + std * normal(case, r, column) / 2
+    x = mean + std * normal(case, r, (*sizes, *case.shape))
+    if case.data == "outlier" and x.size:
+        x.flat[r.choice([0, r.integers(x.size)])] = 1e4
+    if case.dtype == "float16":
+        x = np.clip(x, -6e4, 6e4)
+    if case.data == "nonfinite" and x.size:
+        x.flat[r.integers(x.size, size=2)] = r.choice([np.inf, -np.inf, np.nan], 2)
+    aux: dict[str, Any] = {"train": np.full([1 for _ in sizes], case.steps[step] == "train")}
+    along = [1 if case.shared else n for n in sizes]
+    if case.mask:
+        tail = 1, *case.spatial[:1], *(case.spatial[1:] if case.mask != "row" else ones[1:])
+        tail = case.shape if case.layer in ROWS else tail
+        tail = (1, *ones) if case.mask == "example" else tail
+        aux["mask"] = r.random((*along, *tail)) < fixed.choice([0, 0.3, 0.7, 0.95])
+        x = np.where(aux["mask"] | (r.random(x.shape) < 0.5), x, np.nan)
+    z = {"x": jnp.asarray(x, case.dtype)}
+    if case.weights:
+        if case.weights == "own":
+            along = [n if role == "apart" and not case.shared else 1 for role, n in case.axes]
+        tail = case.shape if case.weights == "value" or case.layer in ROWS else column
+        for name in ("weight", "bias"):
+            weight = normal(case, fixed, (*along, *tail))
+            z[name] = jnp.asarray(weight, case.dtype if case.narrow else wide)
+    if case.activation == "prelu":
+        z["slope"] = jnp.full([1] * x.ndim, 0.25, wide)
+    return z, jax.tree.map(jnp.asarray, aux)
+
+
+def built(case: Case) -> tuple[Any, Any]:
+    """Returns a layer, and its states along the axes "apart", or `None`."""
+    options: dict[str, Any] = {"activation": ACTIVATIONS[case.activation]}
+    options |= {"eps": case.eps, "weight_offset": case.weight_offset}
+    named: dict[str, list[str]] = {"batch": [], "memory": [], "apart": []}
+    for i, (role, _) in enumerate(case.axes):
+        named[role] += [f"axis{i}", *(["local"] if case.devices and i == 0 else [])]
+    options["axis_name"] = tuple(named["batch"])
+    if case.layer != "BatchNorm":
+        return NORMS[case.layer].make(case.shape, **options), None
+    options |= {"unbiased": case.unbiased, "approach": STRATEGIES[case.approach](case.momentum)}
+    options["dtype"] = case.dtype if case.dtype == "complex64" else None
+    layer, state = make(case.channels, memory_axis_name=tuple(named["memory"]), **options)
+    sizes = [n for role, n in case.axes if role == "apart"]
+    return layer, jax.tree.map(lambda a: jnp.broadcast_to(a, (*sizes, *a.shape)), state)
+
+
+def one_example(case: Case, layer: Any, train: bool) -> Any:
+    """Returns a function of x and weights, of mask and flag, and of the state."""
+
+    def call(z: Any, aux: Any, state: Any) -> Any:
+        x, own, options = z["x"], (None, None), {}
+        if "weight" in z:
+            full = case.weights == "value" or case.layer in ROWS
+            own = [z[k].reshape(x.shape if full else x.shape[:1]) for k in ("weight", "bias")]
+        if case.weights in ("channel", "value"):
+            (options["weight"], options["bias"]), own = own, (None, None)
+        here = eqx.tree_at(
+            lambda m: (m.weight, m.bias), layer, own, is_leaf=lambda a: a is None
+        )
+        if "slope" in z:
+            slope = z["slope"].reshape(())
+            here = eqx.tree_at(lambda m: m.activation.negative_slope, here, slope)
+        if "mask" in aux:
+            shape = aux["mask"].shape[case.layer not in ROWS :]
+            options["mask"] = aux["mask"].reshape(() if case.mask == "example" else shape)
+        if state is None:
+            return here(x, **options), None
+        inference = ~aux["train"].reshape(()) if case.traced else not train
+        return here(x, state, inference=inference, **options)
+
+    return call
+
+
+def mapped(case: Case, f: Any, i: int = 0) -> Any:
+    """Returns f mapped over the axes from the i-th on; what has size 1 there is shared."""
+    if i == len(case.axes):
+        return f
+    (role, n), g, place = case.axes[i], mapped(case, f, i + 1), -1 if case.behind else 0
+    of_state, name = 0 if role == "apart" else None, f"axis{i}"
+
+    def call(z: Any, aux: Any, state: Any) -> Any:
+        where = jax.tree.map(lambda a: 0 if len(a) == n else None, (z, aux))
+        z, aux = jax.tree.map(lambda a: a if len(a) == n else a[0], (z, aux))
+        z["x"], where[0]["x"] = jnp.moveaxis(z["x"], 0, place), place
+        axes = ((*where, of_state), (place, of_state))
+        on_devices = i == 0 and case.devices
+        h = jax.vmap(g, *axes, axis_name="local" if on_devices else name)
+        if on_devices:
+            mesh = jax.make_mesh(
+                (min(n, 4),), (name,), axis_types=(jax.sharding.AxisType.Auto,)
+            )
+            inputs, outputs = jax.tree.map(
+                lambda axis: P() if axis is None else P(name), axes, is_leaf=lambda a: a is None
+            )
+            options: Any = {"mesh": mesh, "check_vma": case.devices == "checked"}
+            h = jax.shard_map(h, in_specs=inputs, out_specs=outputs, **options)
+        y, state = h(z, aux, state)
+        return jnp.moveaxis(y, place, 0), state
+
+    return call
+
+
+def program(case: Case, layer: Any, train: bool) -> Any:
+    """Returns a function that returns results by name, and the new state."""
+    f = wrapped(mapped(case, wrapped(one_example(case, layer, train), case.inner)), case.outer)
+
+    def call(z: Any, v: Any, ct: Any, aux: Any, state: Any) -> Any:
+        def y(z: Any) -> Any:
+            return f(z, aux, state)
+
+        def gradient(z: Any) -> Any:
+            out, pull, after = jax.vjp(y, z, has_aux=True)
+            return pull(ct)[0], (out, after)
+
+        if case.of == "":
+            out, after = y(z)
+            return {"value of y": out}, after
+        if case.of == "jvp":
+            out, tangent, after = jax.jvp(y, (z,), (v,), has_aux=True)
+            return {"value of y": out, "tangent of y": tangent}, after
+        if case.of == "vjp":
+            *derivatives, (out, after) = gradient(z)
+        elif case.of == "jvp of vjp":
+            *derivatives, (out, after) = jax.jvp(gradient, (z,), (v,), has_aux=True)
+        else:
+            first, pull, (out, after) = jax.vjp(gradient, z, has_aux=True)
+            derivatives = [first, *pull(v)]
+        pairs = zip(("gradient", "curvature"), derivatives, strict=False)
+        results = {f"{kind} of {k}": a for kind, tree in pairs for k, a in tree.items()}
+        return {"value of y": out, **results}, after
+
+    return wrapped(call, case.around)
+
+
+def remembered(case: Case, layer: Any, state: Any) -> dict[str, Any]:
+    held, infer = state.get(layer.memory_index), layer.approach.infer
+    for role, _ in case.axes:
+        infer = jax.vmap(infer) if role == "apart" else infer
+    used = infer(held.statistics)
+    running = {"running mean": used.mean_pair.value, "running variance": used.variance}
+    return running | {name: getattr(held, name) for name in ("accepted", "rejected")}
+
+
+def run(case: Case) -> list[str]:
+    """Returns what is wrong with a case, in words."""
+    try:
+        with warnings.catch_warnings(), jax.enable_x64(case.x64), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return list(problems(case))
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
+def problems(case: Case) -> Iterator[str]:
+    oracle, (layer, state), programs = Oracle(case), built(case), {}
+    for step, mode in enumerate(case.steps):
+        train, (z, aux) = mode == "train", arrays(case, step)
+        exact = {k: oracle.layout(a) for k, a in z.items()}
+        mask = oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool)))
+        numbers = {k: number(a) for k, a in exact.items()}
+        y, *used, u = map(value, oracle.normalise(numbers, mask, train))
+        # A tangent as large as x varies, and a cotangent.
+        std = np.where(np.isfinite(used[1]) & (used[1] > 0), 1 / used[1], 1)
+        std = np.broadcast_to(std, y.shape).reshape(z["x"].shape).astype(float)
+        r = np.random.default_rng([case.seed, step, 1])
+        v = {k: normal(case, r, a.shape) * (std if k == "x" else 1) for k, a in z.items()}
+        v = {k: jnp.asarray(a, z[k].dtype) for k, a in v.items()}
+        ct = jnp.asarray(normal(case, r, z["x"].shape), z["x"].dtype)
+        along = {k: oracle.layout(a) for k, a in v.items()}, oracle.layout(ct), mask
+        bounds, want = oracle.bounds(exact, *along, y, used), {"value of y": y}
+        near = (np.abs(u.real) < 2 * bounds["value of y"]) & (u != 0)
+        if case.of and not ("relu" in case.activation and near.any()):  # a kink
+            want |= oracle.derivatives(exact, *along, train)
+        key = case.traced or train
+        programs[key] = programs.get(key) or program(case, layer, train)
+        got, state = programs[key](z, v, ct, aux, state)
+        if state is not None:
+            oracle.learn(exact["x"], mask, train)
+            got |= remembered(case, layer, state)
+            memory = oracle.remembered()
+            want, bounds = want | memory[0], bounds | memory[1]
+        for name in want.keys() & got.keys():
+            a = got[name]
+            like = {**z, "y": z["x"]}.get(name.split(" of ")[-1], a)
+            if (a.shape, a.dtype) != (like.shape, like.dtype):
+                yield f"{name}: {a.dtype}{a.shape}, not {like.dtype}{like.shape}"
+            elif found := difference(a, want[name], bounds[name], name == "value of y"):
+                yield f"{name}: step {step} ({mode}): {found}"
+
+
+def difference(got: Any, want: Any, bound: Any, is_value: bool) -> str:
+    """Returns what differs by more than the bound and half an ulp, in words; derivatives are
+    compared where they are finite, and all within the range of the dtype."""
+    info = jnp.finfo(jnp.float32 if got.dtype == jnp.int32 else got.dtype)
+    least = max(float(info.smallest_normal), 2e-38)
+    want = np.broadcast_to(want, np.broadcast_shapes(want.shape, np.shape(bound)))
+    got, size = np.asarray(got).astype(want.dtype).reshape(want.shape), np.abs(want)
+    halves = 1.5 if np.iscomplexobj(want) else 1.01
+    allowed = bound + half_ulp(np.nan_to_num(size), info.dtype) * halves + least
+    is_wrong = ~(np.abs(got - want) <= allowed) & (size + allowed < float(info.max))
+    is_wrong |= is_value & ~np.isfinite(want) & np.isfinite(got)
+    if not is_wrong.any():
+        return ""
+    times = np.nan_to_num(np.abs(got - want) / allowed, nan=np.inf) * is_wrong
+    at = tuple(map(int, np.unravel_index(np.nan_to_num(times).argmax(), times.shape)))
+    return f"at {at} {got[at]:.9g}, not {want[at]:.9g}, {times[at]:.3g} times the bound"
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    for name, now in vars(case).items():
+        simple = [] if name == "seed" else [getattr(Case, name)]
+        for i, item in enumerate(now if isinstance(now, tuple | list) else ()):
+            simple.append((*now[:i], *now[i + 1 :]))
+            if name == "axes":
+                simple.append((*now[:i], (item[0], 2), *now[i + 1 :]))
+        yield from (replace(case, **{name: v}) for v in simple if v != now)
+
+
+def shrunk(case: Case, problem: str, end: float) -> tuple[Case, str]:
+    """Returns the smallest case found that fails in the same thing, and what is wrong."""
+    for candidate in smaller(case):
+        if candidate == feasible(candidate) and candidate.steps and time.time() < end:
+            found = run(candidate)
+            if found and found[0].split(":")[0] == problem.split(":")[0]:
+                return shrunk(candidate, found[0], end)
+    return case, problem
+
+
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("fuzz", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case (0)")
+    parser.add_argument("--cases", type=int, default=1, help="how many (1)")
+    parser.add_argument("--case", type=json.loads, help="one case, as a failure prints it")
+    parser.add_argument("--seconds", type=float, default=60, help="to shrink for (60)")
+    options = parser.parse_args()
+    failed = 0
+    for seed in tqdm(range(options.seed, options.seed + options.cases)):
+        case = draw(seed) if options.case is None else Case(**options.case)
+        if found := run(case):
+            failed += 1
+            case, problem = shrunk(case, found[0], time.time() + options.seconds)
+            given = {k: v for k, v in vars(case).items() if v != getattr(Case, k)}
+            again = f"python -m tests.fuzz --case '{json.dumps(given)}'"
+            tqdm.write(f"seed {seed}: {problem}\n    {again}")
+        if seed % 25 == 24:
+            jax.clear_caches()  # which otherwise take gigabytes
+    print(f"{options.cases} cases, of which {failed} fail")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Computes the cases of tests/fuzz.py by formulas in extended precision; derivatives are exact.
+
+A *number* is a + b s + c t + d st with s^2 = t^2 = 0, an array (4, directions s, ...): so
+f(x + v s + w t) has the derivatives of f at x along v, along w, and along both. All arrays have
+the case's mapped axes, then (groups, channels of a group, *spatial), of size 1 where they do
+not differ.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tests.layers.norms import GROUPS
+
+LD = np.longdouble
+
+
+def number(a: Any, s: Any = 0, t: Any = 0) -> Any:
+    return np.stack(np.broadcast_arrays(np.asarray(a)[None], s, t, LD(0)))
+
+
+def constant(a: float, like: Any) -> Any:
+    return number(np.full(like.shape[2:], LD(a)))
+
+
+def value(a: Any) -> Any:
+    return a[0, 0]
+
+
+def times(a: Any, b: Any) -> Any:
+    both = a[0] * b[3] + a[3] * b[0] + a[1] * b[2] + a[2] * b[1]
+    return np.stack([a[0] * b[0], *(a[0] * b[i] + a[i] * b[0] for i in (1, 2)), both])
+
+
+def squared(a: Any) -> Any:
+    """Returns the square of the absolute value."""
+    return times(a, a.conj()).real
+
+
+def chained(a: Any, f: Any, slope: Any, bend: Any) -> Any:
+    """Returns f of a, given its value and its first and second derivative there."""
+    return np.stack([f, slope * a[1], slope * a[2], slope * a[3] + bend * a[1] * a[2]])
+
+
+def rsqrt(a: Any) -> Any:
+    r = 1 / np.sqrt(a[0])
+    return chained(a, r, r**3 / -2, r**5 * 3 / 4)
+
+
+def tanh(a: Any) -> Any:
+    f = np.tanh(a[0])
+    return chained(a, f, 1 - f**2, -2 * f * (1 - f**2))
+
+
+def gelu(u: Any) -> Any:
+    cubic = u + LD(0.044715) * times(u, times(u, u))
+    return (u + times(u, tanh(np.sqrt(2 / LD(np.pi)) * cubic))) / 2
+
+
+ACTIVATIONS: dict[str, Any] = {  # of u and the slope of a PReLU
+    "": lambda u, _: u,
+    "relu": lambda u, _: np.where(u[0] <= 0, 0, u),
+    "prelu": lambda u, slope: np.where(u[0] < 0, times(slope, u), u),
+    "silu": lambda u, _: (u + times(u, tanh(u / 2))) / 2,
+    "gelu": lambda u, _: gelu(u),
+    "tanh": lambda u, _: tanh(u),
+}
+SMOOTH = ("silu", "gelu", "tanh")
+
+
+class Moments(NamedTuple):
+    n: Any  # of values; in a running average of batches
+    mean: Any  # a number, as the variance
+    variance: Any
+
+    def moved(self, to: "Moments", share: Any, union: bool = False) -> "Moments":
+        """Returns a share of `to` and the rest of these, unless they are of nothing; in a union
+        with the variance between both."""
+        pairs = zip(self[1:], to[1:], strict=True)
+        mean, variance = (np.where(self.n == 0, number(value(b)), a) for a, b in pairs)
+        between = union * share * (1 - share) * squared(to.mean - mean)
+        variance = variance + share * (to.variance - variance) + between
+        n = self.n + (to.n if union else 1)
+        return Moments(n, mean + share * (to.mean - mean), variance)
+
+
+class Memory(NamedTuple):
+    running: Moments
+    pending: Moments  # of the micro-batches so far
+    waiting: Any  # their number
+
+
+def moments(x: Any, mask: Any, over: tuple[int, ...], centred: bool = True) -> Moments:
+    n = np.broadcast_to(mask, x.shape[2:]).sum(over, LD, keepdims=True)
+    first = np.where(mask, value(x), np.inf).min(over, keepdims=True, initial=np.inf)
+    first = number(np.where((n > 0) & centred, first, 0))  # from there a constant is exact
+    x = x - first
+
+    def mean(a: Any) -> Any:
+        return np.where(mask, a, 0).sum(over, keepdims=True) / np.maximum(n, 1)
+
+    shift = np.where(centred, mean(x), 0)
+    return Moments(n, shift + first, mean(squared(x - shift)) + number((n == 0) * LD(1)))
+
+
+def update(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memory]:
+    """Returns the moments that normalise a batch, and the memory after it."""
+    kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
+    (running, pending, waiting), k = memory, memory.running.n
+    if kind == "clip":
+        g, now = value(running.variance), value(batch.variance)
+        whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
+        low, high = g / LD(1.5), LD(1.5) * (g + whole)
+        is_free = (k < 1) | (whole <= case.eps) | ((now >= low) & (now <= high))
+        clipped = np.where(is_free, batch.variance, number(np.clip(now, low, high)))
+        kind, batch = "ema", batch._replace(variance=clipped)
+    share = {
+        "ema": np.where(k == 0, 1, 1 - m),
+        "average": 1 / (k + 1),
+        "cumulative": batch.n / np.maximum(k + batch.n, 1),
+    }.get(kind, (1 - m) / (1 - m ** (k + 1)))
+
+    def learn(batch: Moments) -> Moments:
+        if kind == "cumulative":
+            return running.moved(batch, share, union=True)
+        ratio = batch.n / np.maximum(batch.n - case.unbiased, 1)
+        return running.moved(batch._replace(variance=batch.variance * ratio), share)
+
+    after = used = learn(batch)
+    if kind == "accumulated":  # two batches, by Adam
+        share = batch.n / np.maximum(pending.n + batch.n, 1)
+        whole, empty = pending.moved(batch, share, union=True), 0 * waiting
+        share = (1 - m) / (1 - m ** (k + 1))
+        later, last = Memory(running, whole, waiting + 1), Memory(learn(whole), pending, empty)
+        last = last._replace(pending=jax.tree.map(np.zeros_like, pending))
+        return used, chosen(waiting == 1, last, later)
+    if kind == "smooth_start":
+        used = batch._replace(n=batch.n + 1).moved(after, 1 - m ** (k + 1))
+    elif kind == "renorm":
+        square, sigma = batch.variance + eps, np.sqrt(value(running.variance) + case.eps)
+        of_batch = times(square, rsqrt(square))
+        r = np.where(k == 0, 1, np.clip(value(of_batch) / sigma, 1 / LD(1.5), 1.5))
+        d = np.where(k == 0, 0, value(batch.mean - running.mean) / sigma)
+        d = d * np.minimum(1, 0.5 / np.maximum(np.abs(d), 0.5))
+        used = Moments(batch.n, batch.mean - of_batch * (d / r), square / r**2 - eps)
+    elif kind not in ("ema", "adam"):
+        used = batch
+    return used, memory._replace(running=after)
+
+
+def chosen(condition: Any, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: np.where(condition, a, b), one, other)
+
+
+class Oracle:
+    """Computes the layer of a case, and remembers what it does."""
+
+    def __init__(self, case: Any):
+        self.case, spatial = case, len(case.spatial)
+        own = (-1 - spatial,) if "axis=0" in case.layer else range(-1 - spatial, 0)
+        first, self.channels = -2 - spatial - len(case.axes), tuple(range(-2 - spatial, 0))
+        batch, memory = (
+            tuple(first + i for i, (role, _) in enumerate(case.axes) if role == name)
+            for name in ("batch", "memory")
+        )
+        self.over, self.all = (*batch, *own), (*batch, *memory, *own)
+        self.learns = case.layer == "BatchNorm" and case.approach != "frozen"
+        shape = [n if role == "apart" else 1 for role, n in case.axes]
+        zero = np.zeros((*shape, case.channels, *[1] * (1 + spatial)), LD)  # of a batch norm
+        empty = Moments(zero, number(zero), number(zero))
+        self.memory = Memory(empty._replace(variance=number(zero + 1)), empty, zero)
+        self.accepted = self.rejected = 0 * self.for_each_state(zero)
+        self.largest = zero  # mean so far, with its deviation
+
+    def for_each_state(self, array: Any) -> Any:
+        return array.all(self.channels, keepdims=True)
+
+    def layout(self, array: Any) -> Any:
+        """Returns a JAX array, (mapped axes, channels, *spatial), as this class takes it."""
+        array, place = np.asarray(array), len(self.case.axes)
+        dtype = {"c": np.clongdouble, "b": np.bool_}.get(array.dtype.kind, LD)
+        channels = array.shape[place]
+        groups = {"BatchNorm": channels, "InstanceNorm": channels, "GroupNorm": GROUPS}
+        cut = groups.get(self.case.layer, 1) if channels > 1 else 1
+        shape = *array.shape[:place], cut, channels // cut, *array.shape[place + 1 :]
+        return array.astype(dtype).reshape(shape)
+
+    def normalise(self, z: dict[str, Any], mask: Any, train: bool) -> tuple[Any, ...]:
+        """Returns y, and the mean, 1 / sqrt(variance + eps) and affine map that make it."""
+        case, x = self.case, np.where(mask, z["x"], 0)
+        used = moments(x, mask, self.over, centred="RMS" not in case.layer)
+        if self.learns and train:
+            used, _ = update(case, self.memory, used)
+        elif case.layer == "BatchNorm":
+            used = self.memory.running
+        rstd = rsqrt(used.variance + constant(case.eps, used.variance))
+        u = times(x - used.mean, rstd)
+        if "weight" in z:
+            weight = z["weight"] + constant(case.weight_offset, z["weight"])
+            u = times(u, weight) + z["bias"]
+        y = ACTIVATIONS[case.activation](u, z.get("slope"))
+        return np.where(mask, y, 0), used.mean, rstd, u
+
+    def learn(self, x: Any, mask: Any, train: bool) -> None:
+        """Remembers a batch if it has enough values, and all is finite in all channels."""
+        if not (train and self.learns):
+            return
+        most = np.finfo(np.float64 if self.case.x64 else np.float32).max
+        batch = moments(number(np.where(mask, x, 0)), mask, self.all)
+        after = update(self.case, self.memory, batch)[1]
+        all_finite = [batch.mean, batch.variance * batch.n, *after.running[1:]]
+        finite = [self.for_each_state(np.abs(value(a)) <= most) for a in all_finite]
+        finite = np.all(np.broadcast_arrays(*finite), 0)
+        accepted = finite & self.for_each_state(batch.n > self.case.unbiased)
+        self.memory = chosen(accepted, after, self.memory)
+        size = np.abs(value(batch.mean)) + np.sqrt(value(batch.variance))
+        self.largest = np.maximum(self.largest, np.where(accepted, size, 0))
+        self.accepted, self.rejected = self.accepted + accepted, self.rejected + ~finite
+
+    def derivatives(self, z: Any, v: Any, ct: Any, mask: Any, train: bool) -> dict[str, Any]:
+        """Returns the tangent of y along v, or the gradient of Re sum(ct y) and its derivative
+        along v, as JAX defines them."""
+        case, constants = self.case, set()
+        if case.approach == "frozen":  # whose own weights are
+            constants = {"slope", *(["weight", "bias"] if case.weights == "own" else [])}
+
+        def y(name: str = "", s: Any = 0) -> Any:
+            """Returns the parts of y along a step of one array, and along v."""
+            steps = {k: (s if k == name else 0, 0 if k in constants else v[k]) for k in z}
+            return self.normalise({k: number(a, *steps[k]) for k, a in z.items()}, mask, train)[
+                0
+            ]
+
+        if case.of == "jvp":
+            return {"tangent of y": y()[2, 0]}
+        result: dict[str, Any] = {}
+        for name, array in z.items():
+            sums = np.zeros((2, array.size), array.dtype)
+            for start in range(0, array.size * (name not in constants), 64):
+                places = np.arange(start, min(start + 64, array.size))
+                for unit in [1, 1j] if np.iscomplexobj(array) else [1]:
+                    s = np.zeros((len(places), array.size), array.dtype)
+                    s[range(len(places)), places] = unit
+                    terms = np.real(ct * y(name, s.reshape(-1, *array.shape))[1::2])
+                    sums[:, places] += terms.sum(tuple(range(2, terms.ndim))) * np.conj(unit)
+            result[f"gradient of {name}"], result[f"curvature of {name}"] = sums.reshape(
+                2, *array.shape
+            )
+        return result
+
+    def bounds(self, z: Any, v: Any, ct: Any, mask: Any, y: Any, used: Any) -> dict[str, Any]:
+        """Returns the errors that roundings of the terms of each result may cause, by section 6
+        of DESIGN.md; an error of x - mean counts once more for each derivative of it."""
+        case, (mean, rstd) = self.case, used
+        ulps = 2.0**-29 if case.dtype == "float64" else 1.0
+        count = np.prod([n for _, n in case.axes])  # of what JAX sums, in a weight's dtype
+        unit, parts = 1e-6 * ulps, max(1e-6, 2.0**-24 * count) * ulps
+
+        def most(values: Any) -> Any:  # of those that share moments
+            return np.where(mask, values, 0).max(self.over, keepdims=True, initial=0)
+
+        x = np.where(mask, z["x"], 0)
+        own = value(moments(number(x), mask, self.over).mean)
+        # The mean may be an average of means, in which each has a rounded share.
+        memory = value(self.memory.running.mean) if case.layer == "BatchNorm" else own
+        far = [np.abs(m - mean) * rstd for m in (x, own, np.where(self.accepted, memory, own))]
+        xhat = np.max(np.broadcast_arrays(1 + 0 * np.real(x), *far), 0)
+        spread = np.maximum(1, np.abs(x - own) * rstd)
+        weight = np.abs(z["weight"] + LD(case.weight_offset)) if "weight" in z else LD(1)
+        u = weight * xhat + np.abs(z.get("bias", 0))
+        slope, bend = (1.13, 0.8) if case.activation in SMOOTH else (1, 0)
+        # What an error of u changes, and that of 1 - tanh^2 in the derivative of GELU.
+        bend = bend * u + 0.03 * u**3 * (case.activation == "gelu")
+        g = np.abs(ct) * (slope + bend)
+        size = {k: np.abs(a) * (rstd if k == "x" else 1) for k, a in v.items()}
+        moves = {"x": weight * most(size["x"]) * spread, "weight": xhat, "bias": 1, "slope": u}
+        moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
+        result = {"value of y": unit * (slope * u + np.abs(y))}
+        result["tangent of y"] = 2 * unit * (slope + bend) * moves
+        first = {
+            "x": rstd * spread * most(weight * g),
+            "weight": g * xhat,
+            "bias": g,
+            "slope": g * u,
+        }
+        second = most(g * (1 + weight) ** 2 * xhat**3) * (1 + sum(map(most, size.values())))
+        for k, a in z.items():
+            shared = tuple(i for i, n in enumerate(a.shape) if n == 1 and k != "x")
+            one, two = (
+                np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True)
+                for terms in (first[k], second * rstd if k == "x" else second)
+            )
+            rounded = parts + (count * 2.0**-9 if case.narrow and "16" in case.dtype else 0)
+            result[f"gradient of {k}"] = (unit if k == "x" else rounded) * one
+            result[f"curvature of {k}"] = 10 * parts * two
+        return result
+
+    def remembered(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what the memory holds by name, and the bounds of its errors."""
+        mean, variance = map(value, self.memory.running[1:])
+        unit = 1e-6 * (2.0**-29 if self.case.dtype == "float64" else 1)
+        bounds = unit / 2 * self.largest, unit * (variance + self.case.eps)
+        names = "running mean", "running variance", "accepted", "rejected"
+        return (
+            dict(zip(names, (mean, variance, self.accepted, self.rejected), strict=True)),
+            dict(zip(names, (*bounds, 0, 0), strict=True)),
+        )
