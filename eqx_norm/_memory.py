@@ -127,8 +127,8 @@ def _of_another_dtype(actual: jnp.dtype, expected: jnp.dtype) -> str:
     x64 = statistics_dtype(float) == "float64"
     if jnp.issubdtype(expected, jnp.integer):
         cause = (
-            f"counts in {expected}: an average of all leaves of a state makes other numbers of "
-            "counts. Average the floats alone, where eqx.is_inexact_array(leaf)"
+            f"counts in {expected}: of a state average only the floats, where "
+            "eqx.is_inexact_array(leaf)"
         )
     elif {actual.name, expected.name} in ({"float32", "float64"}, {"complex64", "complex128"}):
         cause = (

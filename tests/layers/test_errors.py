@@ -196,7 +196,7 @@ CALLS = [
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
     (
         {"state": AVERAGED},
-        ValueError(r"holds float\d\d, but this layer counts in int32.*alone"),
+        ValueError(r"holds float\d\d, but this layer counts in int32.*only the floats"),
     ),
     ({"state": OTHER_STATE}, ValueError(f"'jax_enable_x64', {OTHER_X64}.*state = jax.tree")),
 ]
