@@ -100,6 +100,14 @@ def test_a_batch_that_says_nothing_is_as_if_it_had_not_been(approach, mask, trai
     assert same(step(layer, after, X, None), step(layer, state, X, None))
 
 
+@pytest.mark.nans
+def test_a_single_nan_is_a_batch_that_is_rejected():
+    layer, state = make(C, "batch", approach="batch", unbiased=True)
+    for mask, rejected in ((ONE, 1), (NOTHING, 0)):
+        _, after, *_ = step(layer, state, jnp.full_like(X, jnp.nan), mask)
+        assert after.get(layer.memory_index).counts.tolist() == [0, rejected]
+
+
 def test_a_mask_broadcasts_to_the_spatial_axes():
     layer, state = make(C, "batch", approach="batch")
     x, mask = normal(4, (N, C, 4, L)), LENGTHS
