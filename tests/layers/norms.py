@@ -134,7 +134,8 @@ def split(name):
 
     def over_parts(layer, x, mask=None):
         arrays = (in_parts(*pair) for pair in zip((layer, x, mask), axes, strict=True))
-        y = jax.vmap(one_part, (axes[0], 0, 0), axis_name="part")(*arrays)
+        in_axes = eqx.if_array(axes[0]), 0, 0
+        y = eqx.filter_vmap(one_part, in_axes=in_axes, axis_name="part")(*arrays)
         return jnp.concatenate(y, axis)
 
     return Norm(make, NORMS[name].exact, over_parts)
@@ -144,7 +145,9 @@ def in_parts(tree, axis):
     """Returns arrays, cut into parts along an axis, which are stacked; `None`: not cut."""
     if axis is None:
         return tree
-    return jax.tree.map(lambda array: jnp.stack(jnp.split(array, PARTS, axis)), tree)
+    arrays, static = eqx.partition(tree, eqx.is_array)
+    cut = jax.tree.map(lambda array: jnp.stack(jnp.split(array, PARTS, axis)), arrays)
+    return eqx.combine(cut, static)
 
 
 NORMS |= {f"{name}, split": split(name) for name in EXAMPLE_NORMS}
