@@ -116,7 +116,7 @@ def split(name):
     """Returns the norm; its layer has the weights of all parts."""
     has_channels = name in ("GroupNorm", "InstanceNorm")
     axis = 1 + has_channels  # of a batch
-    axes = None if has_channels else 0, axis, 1  # of a layer, a batch and its mask
+    axes: Any = None if has_channels else 0, axis, 1  # of a layer, a batch and its mask
 
     def make(shape, **options):
         sizes = [n // PARTS if i == axis else n for i, n in enumerate(shape, 1)]
