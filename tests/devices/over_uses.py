@@ -241,8 +241,8 @@ def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(nam
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_gradients_inside_of_shard_map_of_parts_of_an_example(kind, check_vma):
-    """Takes each device's gradient of its own loss; their sum depends on x of all devices. A norm
-    of queries and keys is split so under tensor parallelism:
+    """Takes each device's gradient of its own loss; their sum depends on x of all devices. A
+    norm of queries and keys is split so under tensor parallelism:
     https://github.com/allenai/OLMo/issues/877."""
     x, dy = (v.reshape(N, -1)[:, :24] for v in arguments(CASE)[:2])
     layer, whole = kind(24 // DEVICES, axis_name="devices"), kind(24)
