@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -110,9 +111,9 @@ def widened(array: Array) -> Array:
 
 
 def _checked_own(name: str, own: Any, shape: tuple[int, ...], x: Array) -> Array | None:
-    if own is not None and jnp.shape(own) != shape:
+    if own is not None and np.shape(own) != shape:
         raise ValueError(
-            f"The layer's own {name} has shape {jnp.shape(own)}, and x has {x.shape}: here it "
+            f"The layer's own {name} has shape {np.shape(own)}, and x has {x.shape}: here it "
             f"must have the shape {shape}. Put one of that shape there by eqx.tree_at, or give "
             f"the call another, layer(x, {name}={name})."
         )
