@@ -30,9 +30,9 @@ class Running(NamedTuple):
       h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0.$$
 
     The first batch is remembered to the bit, and statistics that do not change stay the same
-    to the bit. Before any batch it holds what inference uses, mean 0 and variance 1, so that an
-    average of the states of several models is what a trained and an untrained one infer with on
-    average (https://github.com/huggingface/pytorch-image-models/issues/1182).
+    to the bit. Before any batch it holds what inference uses, mean 0 and variance 1. So users
+    can average states leaf by leaf, that of an untrained model too
+    (https://github.com/huggingface/pytorch-image-models/issues/1182).
 
     **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
     momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
@@ -83,8 +83,8 @@ class Running(NamedTuple):
         return -jnp.expm1(self.batches * math.log(momentum))
 
     def at_momentum(self, old: float, new: float) -> "Running":
-        """Returns the average with the number of batches that have at the new momentum the
-        weight that these have at the old one, so that $h$ and $w$ go on from there."""
+        """Returns the average for another momentum, with the number of batches that keeps the
+        weight $w_k$. So later batches continue $h$ and $w$."""
         batches = jnp.minimum(self.batches * (math.log(old) / math.log(new)), MANY)
         return self._replace(batches=jnp.where(self.batches < MANY, batches, self.batches))
 
