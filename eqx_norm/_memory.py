@@ -1,5 +1,6 @@
 """Defines what `BatchNorm` keeps in `eqx.nn.State`, reads it from there, and checks it."""
 
+import functools
 import textwrap
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
+from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy
 from eqx_norm.strategies._moments import largest
 
@@ -57,6 +59,13 @@ def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Rem
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
+def _type_of_new(approach: Any, channels: int, dtype: Any) -> Remembered:
+    return jax.eval_shape(lambda: new(approach, channels, dtype))
+
+
+_once_for_equal_layers = functools.lru_cache(_type_of_new)
+
+
 def checked_state(state: Any) -> eqx.nn.State:
     """Returns the state; raises `ValueError` for `None` and other objects."""
     if not isinstance(state, eqx.nn.State):
@@ -103,7 +112,9 @@ def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
 def check(layer: Any, remembered: Remembered) -> None:
     """Raises `ValueError` unless what a `BatchNorm` remembers has the form of a new layer's."""
     channels, approach, memory = layer.input_size, layer.approach, remembered.statistics
-    init = jax.eval_shape(lambda: new(approach, channels, dtype_of(memory)))
+    is_hashable = is_fixed(approach) and not jax.tree.leaves(eqx.filter(approach, eqx.is_array))
+    type_of_new = _once_for_equal_layers if is_hashable else _type_of_new
+    init = type_of_new(approach, channels, dtype_of(memory))
     structure, shapes, dtypes = form(remembered)
     expected_structure, expected_shapes, expected_dtypes = form(init)
     if structure != expected_structure or shapes != expected_shapes:

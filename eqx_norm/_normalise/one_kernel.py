@@ -7,10 +7,11 @@ them. So it serves where they are not needed: for y that nobody differentiates, 
 gradient of x alone (weights frozen, or none), which computes the sums again.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
-several kernels (`make gpu-compile-check` counts them). A CPU and a TPU gain
-nothing: XLA has no such kernel there.
+several kernels (`make gpu-compile-check` counts them). A CPU and a TPU have no such
+kernel, but on a CPU y that nobody differentiates takes cheaper passes: `Values(alone=True)`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from jaxtyping import Array
 
 from eqx_norm.strategies._pair import rounded
 
-from . import linear
+from . import linear, on_cpu
 from .collectives import is_partitioned, lowered, varying
 from .reference import Shape, rsqrt
 
@@ -108,7 +109,7 @@ class Chain(NamedTuple):
         """Returns whether the kernel moves less than the passes, for x and weights of all
         examples: repeated weights are written and read, and the passes read x twice more."""
         repeated = sum(w.size for w in weights) * self.repeats
-        return 2 * repeated * 4 <= 2 * x.size * x.dtype.itemsize
+        return self.rows[-1] <= LONGEST and 2 * repeated * 4 <= 2 * x.size * x.dtype.itemsize
 
 
 def _mean(rows: Array) -> Array:
@@ -121,11 +122,13 @@ class Forms(NamedTuple):
     y: Callable[..., Array]  # of x and weights
     tangent: Callable[..., Array]  # of dx, x and weights
     by_passes: Callable[..., Array]  # the tangent, of dx, x, weights and vectors
+    alone: Callable[..., Array] | None  # y on a CPU, of x and weights, if not differentiated
 
 
 def of(
     chain: Chain,
     by_passes: Callable[..., Array],
+    alone: Callable[..., Array],
     y: Array,
     x: Array,
     weights: tuple[Array | None, Array | None],
@@ -136,6 +139,7 @@ def of(
     **Arguments:**
 
     - `by_passes`: returns the tangent of y, of dx, x, `weights` and `vectors`.
+    - `alone`: returns y, of x and `weights`, on a CPU if nobody differentiates it.
     - `y`: computed by passes; its derivative is that of the result unless only x moves.
     """
     leaves, structure = jax.tree.flatten(weights)
@@ -144,18 +148,30 @@ def of(
         lambda x, *w: chain.y(x, *structure.unflatten(w)),
         lambda dx, x, *w: chain.tangent(dx, x, *structure.unflatten(w)),
         lambda dx, x, *o: by_passes(dx, x, structure.unflatten(o[:n]), o[n:]),
+        lambda x, *w: alone(x, structure.unflatten(w)),
     )
     arrays = varying([y, x, *leaves, *vectors])
     return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
 
 
-def _lower(context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
+def _lower(platform: str, context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
     _, x, *others = context.avals_in
     sizes = (*x.shape, *(size for w in others[:n] for size in w.shape))
     is_known = all(isinstance(size, int) for size in sizes)
-    if not is_known or is_partitioned(context) or not pays(x, others[:n]):
+    if not is_known or is_partitioned(context):
         return arrays[:1]
-    return lowered(lambda y, x, *others: [forms.y(x, *others[:n])], context, *arrays)
+
+    def alone(x: Array, *weights: Array) -> Array:
+        y = forms.alone(on_cpu.widened(x), *weights)
+        return y.astype(x.dtype)
+
+    if platform == "cpu":
+        form = forms.alone and alone
+    else:
+        form = forms.y if pays(x, others[:n]) else None
+    if form is None:
+        return arrays[:1]
+    return lowered(lambda _, x, *others: [form(x, *others[:n])], context, *arrays)
 
 
 def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any:
@@ -172,6 +188,7 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any
         return [forms.tangent(*dx, *operands[: 1 + n])]
 
     (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=on_gpu)
+    forms = forms._replace(alone=None)
     return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
 
 
@@ -185,6 +202,7 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
         jax.vmap(forms.y, (x, *others[:n])),
         jax.vmap(forms.tangent, (x, x, *others[:n])),
         jax.vmap(forms.by_passes, (x, x, *others)),
+        forms.alone and jax.vmap(forms.alone, (x, *others[:n])),
     )
     y = jnp.moveaxis(y, places[0], 0)
     return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0
@@ -194,6 +212,7 @@ ONE_KERNEL = Primitive("eqx_norm_one_kernel")
 ONE_KERNEL.def_impl(lambda y, *_, **parameters: y)
 ONE_KERNEL.def_abstract_eval(lambda y, *_, **parameters: y)
 mlir.register_lowering(ONE_KERNEL, lambda context, *arrays, **_: arrays[:1])
-mlir.register_lowering(ONE_KERNEL, _lower, "gpu")
+for _platform in ("cpu", "gpu"):
+    mlir.register_lowering(ONE_KERNEL, functools.partial(_lower, _platform), _platform)
 batching.fancy_primitive_batchers[ONE_KERNEL] = _batch
 ad.primitive_jvps[ONE_KERNEL] = _jvp

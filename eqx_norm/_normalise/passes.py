@@ -27,6 +27,7 @@ class Static(NamedTuple):
     ndim: int  # of one example
     channels: int  # its values are cut into this number of consecutive blocks
     implementation: str = "auto"
+    alone: bool = False  # on a CPU, for y that nobody differentiates
 
     def flat(self, shape: Shape) -> Shape:
         """Returns the shape `(*mapped, channels, values)`. Loops of a CPU follow an array's

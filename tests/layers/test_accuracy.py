@@ -16,18 +16,19 @@ import pytest
 
 from eqx_norm import LayerNorm
 from tests import exact
-from tests.exact import Batch
+from tests.exact import Answer, Batch
 from tests.helpers import bits, make, over_batch
 from tests.layers.accuracy import (
     BOUNDS,
     check,
     far_from_zero,
+    forward,
     make_batch,
     seeds,
     train,
     with_outlier,
 )
-from tests.layers.norms import PARTS, mask_shape, with_parameters
+from tests.layers.norms import NORMS, PARTS, mask_shape, with_parameters
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -193,6 +194,30 @@ def test_many_values(case, seed):
 def test_half_precision(case, dtype, mean, std, seed):
     """The result may be off by half an ulp of its dtype more. In float16 squares overflow."""
     case.check(case.batch(np.random.default_rng(seed), normal, mean, std, dtype))
+
+
+# In one loop, in two, and by XLA's library.
+ALONE = [
+    *cases("LayerNorm", (8, 7), (8, 121), (8, 768)),
+    *cases("RMSNorm", (8, 7), (8, 768), (32, 512)),
+    *IMAGES[2:],
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_case(*ALONE)
+@hypothesis.given(seeds)
+@few_examples
+def test_y_that_nobody_differentiates(case, dtype, seed):
+    """A CPU has a form of its own for it."""
+    random = np.random.default_rng(seed)
+    constant = np.full(case.shape, random.uniform(1e-3, 65504), dtype)
+    constant = make_batch(random, constant, norm=case.norm, affine=False)
+    for batch in (*hard(case, random, dtype), constant):
+        answer = Answer(np.asarray(forward(batch, case.norm)), *[None] * 4)
+        errors = exact.errors(batch, NORMS[case.norm].exact(batch), answer)
+        assert errors.y <= BOUNDS["y"]
+    assert case.norm == "RMSNorm" or not answer.y.any()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

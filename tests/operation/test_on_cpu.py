@@ -1,8 +1,15 @@
 """Tests sums and statistics in the form for a CPU: in trees, and of float32 in float64."""
 
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise import on_cpu
 from tests.compiling import jit
 from tests.helpers import f32, normal
@@ -56,3 +63,65 @@ def test_what_float32_can_hold_is_exact(shape, outlier, mean):
     np.testing.assert_array_equal(count, n)
     np.testing.assert_allclose(computed + rest, expected, rtol=2**-47, atol=rounding)
     np.testing.assert_allclose(m2, squares.sum((0, 2)), rtol=2**-23)
+
+
+def compiled(layer, x):
+    """Returns the HLO of a layer's y for examples, which nobody differentiates."""
+    arrays, static = eqx.partition(layer, eqx.is_array)
+
+    def forward(arrays, x):
+        return jax.vmap(eqx.combine(arrays, static))(x)
+
+    return jax.jit(forward).lower(arrays, x).compile().as_text()
+
+
+# How often x is read, and the loops: statistics, partial sums, rstd, what is added to each
+# channel, y. Few values of half precision are written as float32 first.
+FORWARD = [
+    (LayerNorm(384), (512, 384), "float32", 2, 4),
+    (LayerNorm(384), (512, 384), "bfloat16", 2, 4),
+    (LayerNorm(512), (64, 512), "bfloat16", 1, 5),
+    (LayerNorm(384, activation=jax.nn.gelu), (512, 384), "bfloat16", 2, 4),
+    (LayerNorm(64, axis=0), (8, 64), "float32", 2, 3),
+    (RMSNorm(384), (512, 384), "float32", 2, 3),
+    (RMSNorm(384), (6304, 384), "bfloat16", 2, 3),
+    (GroupNorm(8, 64), (8, 64, 14, 14), "float32", 3, 5),
+    (InstanceNorm(64), (8, 64, 14, 14), "float32", 3, 5),
+    (InstanceNorm(64), (8, 64, 7, 7), "bfloat16", 1, 6),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape", "dtype", "reads", "loops"), FORWARD)
+def test_loops_of_y_that_nobody_differentiates(layer, shape, dtype, reads, loops):
+    text = compiled(layer, jnp.zeros(shape, dtype))
+    body = text[text.index("\nENTRY") :]
+    fusions = [line for line in body.splitlines() if " fusion(" in line]
+    whole = [line for line in fusions if re.search(r"fusion\(.*%x\b", line)]
+    assert len(whole) <= reads
+    assert len(fusions) <= loops
+    is_small = math.prod(shape) <= 2**15  # waking a thread takes longer than its share
+    assert not (is_small and '"outer_dimension_partitions":["' in body)
+
+
+def test_inference_of_a_batch_norm_takes_no_more_operations_than_of_equinox():
+    """In its loop over x: as many per value, reading as many vectors."""
+
+    def loop(module, **options):
+        layer, state = eqx.nn.make_with_state(module)(256, axis_name="batch", **options)
+        layer = eqx.nn.inference_mode(layer)
+
+        def forward(layer, state, x):
+            axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
+            return jax.vmap(layer, **axes)(x, state)[0]
+
+        arrays, static = eqx.partition((layer, state), eqx.is_array)
+        program = jax.jit(lambda a, x: forward(*eqx.combine(a, static), x))
+        text = program.lower(arrays, jnp.zeros((2048, 256))).compile().as_text()
+        root = re.search(r"ROOT.*fusion\((.*?)\).*calls=(\S+?),", text)
+        body = text[text.index(f"\n{root[2]} (") :].partition("\n}")[0]
+        per_value = re.findall(r"f32\[2048,256\]\S* (?!broadcast|param)\w+\(", body)
+        return len(per_value), root[1].count("%")
+
+    ours = loop(BatchNorm, approach="batch")
+    theirs = loop(eqx.nn.BatchNorm, mode="batch")
+    assert all(a <= b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
