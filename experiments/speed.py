@@ -1,6 +1,6 @@
 """Times the layers of this package, Equinox, Flax and PyTorch, on a CPU or a GPU.
 
-    python -m experiments.speed                about 12 minutes on 2 cores
+    python -m experiments.speed                about 14 minutes on 2 cores
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
     python -m experiments.speed --device gpu   on a machine with a GPU
 
@@ -11,10 +11,10 @@ First it compares the results of all layers. This package's layer has its ReLU i
 (activation=) or after it, as in a model in which only the import is changed. A time is "hot" if
 the program has just run, and "cold" if its arrays are in no cache.
 
-Programs take turns, in rounds. Those in JAX share a process. PyTorch has its own, because its
-threads spin after a call, on the cores that XLA needs next; a process takes its turn when the
-other is idle. Each number is given at percentile 50 of the rounds, and at percentile 20. Where
-the two disagree there is only noise: claims hold at both.
+Programs take turns, in rounds. PyTorch has a process of its own, because its threads spin after
+a call, on the cores that XLA needs next; a process takes its turn when the other is idle.
+Numbers are given at percentile 50 of the rounds (and 20). Claims hold at both, because what
+they do not agree on is noise.
 
 Compare only numbers of the same run, and run nothing else: if another process takes a core,
 PyTorch's threads wait for each other for up to 90 ms, and the others' do not. Flax and PyTorch
