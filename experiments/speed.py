@@ -153,13 +153,13 @@ class Row(NamedTuple):
 
 def drawn(case: Case) -> Batch:
     """Draws x, of mean 0.3, and dy; a weight near 1 and a bias near 0, in float32."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, dy = (jax.random.normal(key, case.sizes, case.dtype) for key in keys[:2])
-    weight, bias = 0.1 * jax.random.normal(keys[2], (2, case.sizes[1]))
+    normal = np.random.default_rng(0).standard_normal  # in JAX, each shape is compiled
+    x, dy = normal((2, *case.sizes), np.float32)
+    weight, bias = 0.1 * normal((2, case.sizes[1]), np.float32)
     # The RMS norms of Flax and PyTorch have no bias.
-    bias = None if case.layer == RMS_NORM else bias
-    arrays: Any = 0.3 + x, dy, 1 + weight, bias
-    return Batch(*arrays)
+    bias = None if case.layer == RMS_NORM else jnp.asarray(bias)
+    arrays: Any = *(jnp.asarray(v, case.dtype) for v in (0.3 + x, dy)), jnp.asarray(1 + weight)
+    return Batch(*arrays, bias)
 
 
 in_own_process = functools.cache(Remote)
