@@ -158,8 +158,9 @@ def drawn(case: Case) -> Batch:
     weight, bias = 0.1 * normal((2, case.sizes[1]), np.float32)
     # The RMS norms of Flax and PyTorch have no bias.
     bias = None if case.layer == RMS_NORM else jnp.asarray(bias)
-    arrays: Any = *(jnp.asarray(v, case.dtype) for v in (0.3 + x, dy)), jnp.asarray(1 + weight)
-    return Batch(*arrays, bias)
+    x_dy = (jnp.asarray(values, case.dtype) for values in (0.3 + x, dy))
+    arrays: Any = *x_dy, jnp.asarray(1 + weight), bias
+    return Batch(*arrays)
 
 
 in_own_process = functools.cache(Remote)

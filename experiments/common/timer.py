@@ -86,34 +86,6 @@ class Program(NamedTuple):
         return stop - start
 
 
-class Remote:
-    """Runs one program after the other in a process of its own, which takes turns by messages.
-
-    PyTorch's threads spin for 6 to 8 ms after a call, on the cores that XLA needs next: so a
-    process takes its turn when the other is idle.
-    """
-
-    def __init__(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(1, spawn, _end_with_parent)
-        atexit.register(self.pool.shutdown)
-
-    def make(self, factory: Callable[..., Program], *arguments: Any) -> Self:
-        """Makes its program, by a function that the process can import."""
-        self._run(_make, factory, *arguments)
-        return self
-
-    def answer(self) -> list[NDArray[np.float64]]:
-        return self._run(_ask, Program.answer)
-
-    def turn(self, calls: int, cold: bool, each: bool) -> float:
-        return self._run(_ask, Program.turn, calls, cold, each)
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        _until_idle()
-        return self.pool.submit(function, *arguments).result()
-
-
 _made: list[Program] = []  # in the process of a `Remote`: its program
 
 
@@ -129,13 +101,6 @@ def _ask(method: Callable[..., Any], *how: Any) -> Any:
     return answer
 
 
-def _end_with_parent() -> None:
-    """Lets a process end when its parent is killed; else the pool ends it."""
-    gc.disable()
-    parent: Any = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
 def _until_idle() -> None:
     """Waits until no thread of this process runs: half a second at most."""
     for _ in range(50):
@@ -143,6 +108,38 @@ def _until_idle() -> None:
         time.sleep(COUNTED)
         if time.process_time() - before < COUNTED / 10:
             break
+
+
+def _end_with_parent() -> None:
+    """Lets a process end when its parent is killed; else the pool ends it."""
+    gc.disable()
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+class Remote:
+    """Runs one program after the other in a process of its own, which takes turns by messages.
+
+    PyTorch's threads spin for 6 to 8 ms after a call, on the cores that XLA needs next: so a
+    process takes its turn when the other is idle.
+    """
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(1, spawn, _end_with_parent)
+        atexit.register(self.pool.shutdown)
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        _until_idle()
+        return self.pool.submit(function, *arguments).result()
+
+    def make(self, factory: Callable[..., Program], *arguments: Any) -> Self:
+        """Makes its program, by a function that the process can import."""
+        self._run(_make, factory, *arguments)
+        return self
+
+    answer = functools.partialmethod(_run, _ask, Program.answer)
+    turn = functools.partialmethod(_run, _ask, Program.turn)
 
 
 def interleave(
