@@ -75,7 +75,8 @@ class Program(NamedTuple):
         if cold:
             self.evict()
         else:
-            wait(call())
+            for _ in range(calls):
+                wait(call())
         start = time.perf_counter()
         for left in reversed(range(calls)):
             result = call()
@@ -154,10 +155,10 @@ def interleave(
     On a CPU it waits for each call, which would otherwise overlap with the next. A GPU runs
     calls one by one while the host issues the next, so it waits only for the last.
 
-    Each timing starts after an untimed run of the program, because the program before left its
-    data in the caches. A `cold` timing is of one call, after an array of twice the size of the
-    caches has filled them (with half of it, parts of x stay there; with double, times do not
-    change).
+    Each timing starts after as many untimed calls, because the program before left its data in
+    the caches, and threads that have slept are not on all cores at once. A `cold` timing is of
+    one call, after an array of twice the size of the caches has filled them (with half of it,
+    parts of x stay there; with double, times do not change).
     """
     each = jax.default_backend() == "cpu"
     shuffle = random.Random(0).shuffle
