@@ -38,7 +38,7 @@ accuracy: .venv-peers ## errors of this layer, Equinox, Flax and PyTorch in the 
 benchmark: .venv-peers ## speed beside Equinox, Flax and PyTorch: figure, tables, goals
 	.venv-peers/bin/python -m experiments.speed
 
-experiments: .venv-peers ## replace every committed table and figure (70 minutes)
+experiments: .venv-peers ## replace every committed table and figure (80 minutes)
 	for experiment in stability "stability --network large" variance_clipping \
 		small_batches state_consistency accuracy determinism distributed speed; do \
 		.venv-peers/bin/python -m experiments.$$experiment --out experiments || exit 1; \

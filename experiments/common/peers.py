@@ -328,9 +328,9 @@ def _norm_in_torch(kind: str | None, x: Any, weight: Any, bias: Any, **batch_nor
     return functional.layer_norm(x, x.shape[1:], weight, bias, EPS)
 
 
-def program_of_torch(batch: Batch, kind: str | None, *, train: bool) -> Program:
-    """Returns the same in eager PyTorch, on the device of JAX's arrays."""
-    arrays: Any = (None if v is None else torch().from_dlpack(v).clone() for v in batch)
+def program_of_torch(batch: Batch, kind: str | None, train: bool, device: str) -> Program:
+    """Returns the same in eager PyTorch."""
+    arrays: Any = (None if v is None else tensor(v).to(device) for v in batch)
     x, dy, weight, bias = arrays
     options: dict[str, Any] = {}
     if kind is None:
@@ -352,10 +352,8 @@ def program_of_torch(batch: Batch, kind: str | None, *, train: bool) -> Program:
         return y, (), ((*of_affine, *[None] * (bias is None)), dx)
 
     if x.is_cuda:
-        return Program(call, lambda _: torch().cuda.synchronize())
-    # After a call of XLA, torch's threads may wait up to 40 ms for a core: so they fill the
-    # caches, too.
-    return Program(call, lambda result: result, torch().ones(EVICTING).neg_)
+        return Program(call, lambda _: torch().cuda.synchronize(), read=array)
+    return Program(call, lambda result: result, torch().ones(EVICTING).neg_, array)
 
 
 def answer(kind: str | None, name: str, batch: Batch) -> Answer:

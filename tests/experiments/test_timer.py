@@ -1,0 +1,48 @@
+"""Tests that programs in a process of their own are timed, and that the process ends."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+import pytest
+
+from experiments.common.timer import Program, Remote, interleave
+from tests.processes import ROOT
+
+
+def program(value):
+    if value < 0:
+        raise ValueError("negative: the other process says so")
+    return Program(lambda: (np.sqrt(value), os.getpid(), ()), lambda y: y, lambda: None)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_programs_in_two_processes_take_turns(cold):
+    remote = Remote()
+    taken = interleave({"here": program(4), "there": remote.make(program, 9)}, 3, cold=cold)
+    assert all(len(ms) == 3 and min(ms) > 0 for ms in taken.values())
+    assert remote.answer() == [3]
+    with pytest.raises(ValueError, match="the other process says so"):
+        remote.make(program, -1)
+    with pytest.raises(BrokenProcessPool):
+        remote.make(os._exit, 1)
+
+
+KILLED = """
+import os, signal
+from experiments.common.timer import Remote
+from tests.experiments.test_timer import program
+
+assert Remote().make(program, 4).answer() == [2]
+print("answered", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_ends_when_its_parent_is_killed():
+    """The pipe is closed when no process holds it."""
+    command = [sys.executable, "-c", KILLED]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert ended.stdout == b"answered\n"
