@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from eqx_norm._compiled import is_fixed
-from eqx_norm.strategies import AbstractStrategy
-from eqx_norm.strategies._moments import largest
+from eqx_norm.strategies import AbstractStrategy, Moments
 
 STACKED = (
     "The state given has one more axis in front: it is the result of a jax.vmap without "
@@ -92,15 +91,18 @@ def recall(layer: Any, state: Any) -> Remembered:
     return remembered
 
 
-def stays_finite(before: Any, after: Any) -> Bool[Array, ""]:
-    """Returns whether each array of a memory that was finite before an update is so after it:
-    squares of finite values may overflow. A strategy may start from infinities."""
-    stay = jnp.array(True)
+def stays_finite(before: Any, after: Any, batch: Moments) -> Bool[Array, ""]:
+    """Returns whether a batch is finite, and each number of a memory that was finite before the
+    update by it is so after it: squares of finite values may overflow. (A strategy may start
+    from infinities.)"""
+    are = jnp.isfinite(batch.mean) & jnp.isfinite(batch.m2)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if eqx.is_inexact_array(new):
-            was, remains = map(jnp.isfinite, largest(old, new))
-            stay &= remains | ~was
-    return stay
+            stay = jnp.isfinite(new) | ~jnp.isfinite(old)
+            # In one reduction, for which XLA:CPU compiles a loop.
+            is_of_channels = new.shape[-1:] in ((), are.shape[-1:])
+            are &= stay if is_of_channels else stay.all()
+    return are.all()
 
 
 def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
