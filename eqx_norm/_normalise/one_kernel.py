@@ -4,13 +4,16 @@ XLA:GPU makes one kernel of a chain of sums along rows, each of values that the 
 changed, with all arithmetic in between. It reads a row once, where the passes of `primitives`
 read x for each sum. But such a kernel cannot return its sums, and the gradients of weights need
 them. So it serves where they are not needed: for y that nobody differentiates, and for the
-gradient of x alone (weights frozen, or none), which computes the sums again.
+gradient of x alone (weights frozen, or none), which computes the sums again. In short rows the
+sums, one for `FEW` values or less, take longer to read than to compute again: there it serves
+in training, too, with another kernel for the gradients of weights.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
 several kernels (`make gpu-compile-check` counts them). A CPU and a TPU gain
 nothing: XLA has no such kernel there.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +31,7 @@ from . import linear
 from .collectives import is_partitioned, lowered, varying
 from .reference import Shape, rsqrt
 
-LONGEST = 2**14
+LONGEST, FEW = 2**14, 32
 
 
 class Chain(NamedTuple):
@@ -104,9 +107,12 @@ class Chain(NamedTuple):
             rows = lax.optimization_barrier(rows)  # the transpose is a kernel, too
         return rows.reshape(self.shape)
 
-    def pays(self, x: Any, weights: Sequence[Any]) -> bool:
+    def pays(self, x: Any, weights: Sequence[Any], *, only_x: bool = True) -> bool:
         """Returns whether the kernel moves less than the passes, for x and weights of all
-        examples: repeated weights are written and read, and the passes read x twice more."""
+        examples: repeated weights are written and read, and the passes read x twice more.
+        Gradients of weights read x once more, and pay in short rows."""
+        if not only_x and self.rows[-1] > FEW:
+            return False
         repeated = sum(w.size for w in weights) * self.repeats
         return 2 * repeated * 4 <= 2 * x.size * x.dtype.itemsize
 
@@ -116,11 +122,12 @@ def _mean(rows: Array) -> Array:
 
 
 class Forms(NamedTuple):
-    """Holds functions of the operands of `ONE_KERNEL` but y, for one example or mapped."""
+    """Holds functions of the operands of `ONE_KERNEL` but y, which are x, weights and vectors,
+    for one example or mapped."""
 
-    y: Callable[..., Array]  # of x and weights
-    tangent: Callable[..., Array]  # of dx, x and weights
-    by_passes: Callable[..., Array]  # the tangent, of dx, x, weights and vectors
+    y: Callable[..., Array]
+    tangent: Callable[..., Array]  # of dx and the operands
+    by_passes: Callable[..., Array]  # y
 
 
 def of(
@@ -135,15 +142,15 @@ def of(
 
     **Arguments:**
 
-    - `by_passes`: returns the tangent of y, of dx, x, `weights` and `vectors`.
-    - `y`: computed by passes; its derivative is that of the result unless only x moves.
+    - `by_passes`: returns y, of x, `weights` and `vectors`.
+    - `y`: computed by passes; its derivative is that of the result unless the kernel `pays`.
     """
     leaves, structure = jax.tree.flatten(weights)
     n = len(leaves)
     forms = Forms(
-        lambda x, *w: chain.y(x, *structure.unflatten(w)),
-        lambda dx, x, *w: chain.tangent(dx, x, *structure.unflatten(w)),
-        lambda dx, x, *o: by_passes(dx, x, structure.unflatten(o[:n]), o[n:]),
+        lambda x, *o: chain.y(x, *structure.unflatten(o[:n])),
+        lambda dx, x, *o: chain.tangent(dx, x, *structure.unflatten(o[:n])),
+        lambda x, *o: by_passes(x, structure.unflatten(o[:n]), o[n:]),
     )
     arrays = varying([y, x, *leaves, *vectors])
     return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
@@ -155,23 +162,36 @@ def _lower(context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
     is_known = all(isinstance(size, int) for size in sizes)
     if not is_known or is_partitioned(context) or not pays(x, others[:n]):
         return arrays[:1]
-    return lowered(lambda y, x, *others: [forms.y(x, *others[:n])], context, *arrays)
+    return lowered(lambda y, *operands: [forms.y(*operands)], context, *arrays)
 
 
 def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any:
     y, x, *others = primals
     dy, dx, *along = tangents
-    only_x = all(isinstance(tangent, ad.Zero) for tangent in along[:n])
-    if isinstance(dx, ad.Zero) or not only_x or not pays(x, others[:n]):
+    along, weights = along[:n], others[:n]
+    only_x = all(isinstance(tangent, ad.Zero) for tangent in along)
+    if isinstance(dx, ad.Zero) or not pays(x, weights, only_x=only_x):
         return y, dy
 
     def by_passes(dx: list[Array], operands: list[Array]) -> list[Array]:
-        return [forms.by_passes(*dx, *operands)]
+        x, *others = operands
+        return [jax.jvp(lambda x: forms.by_passes(x, *others), (x,), tuple(dx))[1]]
 
     def on_gpu(dx: list[Array], operands: list[Array]) -> list[Array]:
-        return [forms.tangent(*dx, *operands[: 1 + n])]
+        return [forms.tangent(*dx, *operands)]
+
+    def of_weights(y: Any, barriers: int, along: list[Array], operands: Any) -> list[Array]:
+        x, *others = operands
+        for _ in range(barriers):  # another x than those of y and of `Chain.tangent`
+            x = lax.optimization_barrier(x)
+        return [jax.jvp(lambda *w: y(x, *w, *others[n:]), (*others[:n],), (*along,))[1]]
 
     (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=on_gpu)
+    if not only_x:
+        along = list(map(ad.instantiate_zeros, along))
+        of_weights_on_gpu = functools.partial(of_weights, forms.y, 2)
+        of_weights = functools.partial(of_weights, forms.by_passes, 0)
+        dy += linear.call(of_weights, along, [x, *others], on_gpu=of_weights_on_gpu)[0]
     return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
 
 
@@ -182,9 +202,9 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
     if x:
         return y, places[0]  # its rows are not contiguous, as in a norm over channels
     mapped = Forms(
-        jax.vmap(forms.y, (x, *others[:n])),
-        jax.vmap(forms.tangent, (x, x, *others[:n])),
-        jax.vmap(forms.by_passes, (x, x, *others)),
+        jax.vmap(forms.y, (x, *others)),
+        jax.vmap(forms.tangent, (x, x, *others)),
+        jax.vmap(forms.by_passes, (x, *others)),
     )
     y = jnp.moveaxis(y, places[0], 0)
     return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0

@@ -100,6 +100,9 @@ ONE_KERNEL = [
     ]
     for shape in shapes
 ]
+# Trained, in short rows.
+ONE_KERNEL += cases("GroupNorm", (8, 24), (4, 6, 2, 3), platform="cuda")
+ONE_KERNEL += cases("RMSNorm", (8, 32), platform="cuda")
 # Parts of examples on each device, or along a mapped axis.
 SPLIT = [
     Case(f"{norm}, split", shape)
@@ -237,6 +240,7 @@ CONSTANT = [
     Case("GroupNorm", (8, 6, 5, 7)),
     Case("InstanceNorm", (8, 6, 5, 7)),
     *ELSEWHERE,
+    ONE_KERNEL[-3],
 ]
 
 
