@@ -126,8 +126,9 @@ class Forms(NamedTuple):
     for one example or mapped."""
 
     y: Callable[..., Array]
+    y_by_passes: Callable[..., Array]
     tangent: Callable[..., Array]  # of dx and the operands
-    by_passes: Callable[..., Array]  # y
+    tangent_by_passes: Callable[..., Array]
 
 
 def of(
@@ -147,10 +148,15 @@ def of(
     """
     leaves, structure = jax.tree.flatten(weights)
     n = len(leaves)
+
+    def y_by_passes(x: Array, *others: Any) -> Array:
+        return by_passes(x, structure.unflatten(others[:n]), others[n:])
+
     forms = Forms(
         lambda x, *o: chain.y(x, *structure.unflatten(o[:n])),
+        y_by_passes,
         lambda dx, x, *o: chain.tangent(dx, x, *structure.unflatten(o[:n])),
-        lambda x, *o: by_passes(x, structure.unflatten(o[:n]), o[n:]),
+        lambda dx, x, *o: jax.jvp(lambda x: y_by_passes(x, *o), (x,), (dx,))[1],
     )
     arrays = varying([y, x, *leaves, *vectors])
     return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
@@ -174,10 +180,9 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any
         return y, dy
 
     def by_passes(dx: list[Array], operands: list[Array]) -> list[Array]:
-        x, *others = operands
-        return [jax.jvp(lambda x: forms.by_passes(x, *others), (x,), tuple(dx))[1]]
+        return [forms.tangent_by_passes(*dx, *operands)]
 
-    def on_gpu(dx: list[Array], operands: list[Array]) -> list[Array]:
+    def in_one_kernel(dx: list[Array], operands: list[Array]) -> list[Array]:
         return [forms.tangent(*dx, *operands)]
 
     def of_weights(y: Any, barriers: int, along: list[Array], operands: Any) -> list[Array]:
@@ -186,12 +191,12 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any
             x = lax.optimization_barrier(x)
         return [jax.jvp(lambda *w: y(x, *w, *others[n:]), (*others[:n],), (*along,))[1]]
 
-    (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=on_gpu)
+    (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=in_one_kernel)
     if not only_x:
         along = list(map(ad.instantiate_zeros, along))
-        of_weights_on_gpu = functools.partial(of_weights, forms.y, 2)
-        of_weights = functools.partial(of_weights, forms.by_passes, 0)
-        dy += linear.call(of_weights, along, [x, *others], on_gpu=of_weights_on_gpu)[0]
+        default = functools.partial(of_weights, forms.y_by_passes, 0)
+        on_gpu = functools.partial(of_weights, forms.y, 2)
+        dy += linear.call(default, along, [x, *others], on_gpu=on_gpu)[0]
     return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
 
 
@@ -203,8 +208,9 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
         return y, places[0]  # its rows are not contiguous, as in a norm over channels
     mapped = Forms(
         jax.vmap(forms.y, (x, *others)),
+        jax.vmap(forms.y_by_passes, (x, *others)),
         jax.vmap(forms.tangent, (x, x, *others)),
-        jax.vmap(forms.by_passes, (x, *others)),
+        jax.vmap(forms.tangent_by_passes, (x, x, *others)),
     )
     y = jnp.moveaxis(y, places[0], 0)
     return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0

@@ -159,3 +159,15 @@ def test_one_kernel_in_training(values, activation):
     outputs, expected = lowered_for("cuda", f)(weights, x), jax.jit(f)(weights, x)
     for actual, desired in zip(*map(jax.tree.leaves, (outputs, expected)), strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps"),
+    [((264, 8), 2), ((263, 8), 1), ((8192, 8), 1), ((4, 8, 4, 8), 2), ((4, 8, 3, 8), 1)],
+)
+def test_a_gpu_sums_few_rows_in_two_steps(shape, steps):
+    """XLA would write the operand of such sums to memory; it cuts those of more rows itself."""
+    layer, call = made("BatchNorm", shape[1:])
+    traced = jax.jit(lambda x: call(layer, x)[0]).trace(jnp.zeros(shape))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("optimization_barrier") == 3 * (steps - 1)
