@@ -1,13 +1,11 @@
 """Defines `Moments`: count, mean and variance of a set of values, which can be merged."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 

@@ -8,6 +8,7 @@ packed into one uint64 are one operand, and packing costs no arithmetic. (Comple
 be one operand, too, but are read one by one.)
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -19,13 +20,35 @@ from jaxtyping import Array
 from . import reference
 
 _BITS = np.uint64(32)
+_UNCUT, _PARTS = 2**12, 2**5
 
 
 def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """Returns one sum each, as a `reference.Total`, rounded as by `reference.plain`."""
+    """Returns one sum each, as a `reference.Total`, rounded as by `plain`."""
     is_pair = len(arrays) == 2 and all(array.dtype == jnp.float32 for array in arrays)
-    if not is_pair or 0 not in axes:  # along rows XLA does better
-        return reference.plain(arrays, axes)
+    # Along rows XLA does better.
+    return plain(arrays, axes, _together if is_pair and 0 in axes else reference.plain)
+
+
+def plain(
+    arrays: Sequence[Array], axes: Sequence[int], sums: reference.Total = reference.plain
+) -> tuple[Array, ...]:
+    """Returns one sum each, as a `reference.Total`; of few rows in two steps. XLA cuts only
+    sums of more than `_UNCUT` rows, and writes the operand of others to memory."""
+    shape, inner = arrays[0].shape, axes[1:]
+    rows = math.prod(shape[axis] for axis in axes)
+    parts = shape[0] if inner else math.gcd(rows, _PARTS)
+    if 0 not in axes or rows > _UNCUT or not 1 < parts <= rows // _PARTS:
+        return sums(arrays, axes)
+    if not inner:
+        arrays, inner = [a.reshape(parts, -1, *shape[1:]) for a in arrays], [1]
+    # Without a barrier XLA would join the two.
+    of_parts = [*map(lax.optimization_barrier, sums(arrays, inner))]
+    kept = [1 if axis in axes else n for axis, n in enumerate(shape)]
+    return tuple(v.reshape(kept) for v in reference.plain(of_parts, [0]))
+
+
+def _together(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
     with jax.enable_x64(True):
         both = lax.reduce(_packed(*arrays), np.uint64(0), _add, tuple(axes))
         return tuple(lax.expand_dims(v, tuple(axes)) for v in _unpacked(both))

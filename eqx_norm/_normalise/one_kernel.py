@@ -4,7 +4,9 @@ XLA:GPU makes one kernel of a chain of sums along rows, each of values that the 
 changed, with all arithmetic in between. It reads a row once, where the passes of `primitives`
 read x for each sum. But such a kernel cannot return its sums, and the gradients of weights need
 them. So it serves where they are not needed: for y that nobody differentiates, and for the
-gradient of x alone (weights frozen, or none), which computes the sums again.
+gradient of x alone (weights frozen, or none), which computes the sums again. In short rows the
+sums, one for `FEW` values or less, take longer to read than to compute again: there it serves
+in training, too, with another kernel for the gradients of weights.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
 several kernels (`make gpu-compile-check` counts them). A CPU and a TPU have no such
@@ -29,7 +31,7 @@ from . import linear, on_cpu
 from .collectives import is_partitioned, lowered, varying
 from .reference import Shape, rsqrt
 
-LONGEST = 2**14
+LONGEST, FEW = 2**14, 32
 
 
 class Chain(NamedTuple):
@@ -105,9 +107,12 @@ class Chain(NamedTuple):
             rows = lax.optimization_barrier(rows)  # the transpose is a kernel, too
         return rows.reshape(self.shape)
 
-    def pays(self, x: Any, weights: Sequence[Any]) -> bool:
+    def pays(self, x: Any, weights: Sequence[Any], *, only_x: bool = True) -> bool:
         """Returns whether the kernel moves less than the passes, for x and weights of all
-        examples: repeated weights are written and read, and the passes read x twice more."""
+        examples: repeated weights are written and read, and the passes read x twice more.
+        Gradients of weights read x once more, and pay in short rows."""
+        if not only_x and self.rows[-1] > FEW:
+            return False
         repeated = sum(w.size for w in weights) * self.repeats
         return self.rows[-1] <= LONGEST and 2 * repeated * 4 <= 2 * x.size * x.dtype.itemsize
 
@@ -117,12 +122,14 @@ def _mean(rows: Array) -> Array:
 
 
 class Forms(NamedTuple):
-    """Holds functions of the operands of `ONE_KERNEL` but y, for one example or mapped."""
+    """Holds functions of the operands of `ONE_KERNEL` but y, which are x, weights and vectors,
+    for one example or mapped."""
 
-    y: Callable[..., Array]  # of x and weights
-    tangent: Callable[..., Array]  # of dx, x and weights
-    by_passes: Callable[..., Array]  # the tangent, of dx, x, weights and vectors
-    alone: Callable[..., Array] | None  # y on a CPU, of x and weights, if not differentiated
+    y: Callable[..., Array]
+    y_by_passes: Callable[..., Array]
+    tangent: Callable[..., Array]  # of dx and the operands
+    tangent_by_passes: Callable[..., Array]
+    alone: Callable[..., Array] | None  # y on a CPU, if nobody differentiates it
 
 
 def of(
@@ -138,17 +145,22 @@ def of(
 
     **Arguments:**
 
-    - `by_passes`: returns the tangent of y, of dx, x, `weights` and `vectors`.
+    - `by_passes`: returns y, of x, `weights` and `vectors`.
     - `alone`: returns y, of x and `weights`, on a CPU if nobody differentiates it.
-    - `y`: computed by passes; its derivative is that of the result unless only x moves.
+    - `y`: computed by passes; its derivative is that of the result unless the kernel `pays`.
     """
     leaves, structure = jax.tree.flatten(weights)
     n = len(leaves)
+
+    def y_by_passes(x: Array, *others: Any) -> Array:
+        return by_passes(x, structure.unflatten(others[:n]), others[n:])
+
     forms = Forms(
-        lambda x, *w: chain.y(x, *structure.unflatten(w)),
-        lambda dx, x, *w: chain.tangent(dx, x, *structure.unflatten(w)),
-        lambda dx, x, *o: by_passes(dx, x, structure.unflatten(o[:n]), o[n:]),
-        lambda x, *w: alone(x, structure.unflatten(w)),
+        lambda x, *o: chain.y(x, *structure.unflatten(o[:n])),
+        y_by_passes,
+        lambda dx, x, *o: chain.tangent(dx, x, *structure.unflatten(o[:n])),
+        lambda dx, x, *o: jax.jvp(lambda x: y_by_passes(x, *o), (x,), (dx,))[1],
+        lambda x, *o: alone(x, structure.unflatten(o[:n])),
     )
     arrays = varying([y, x, *leaves, *vectors])
     return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
@@ -160,34 +172,43 @@ def _lower(platform: str, context: Any, *arrays: Any, forms: Forms, pays: Any, n
     is_known = all(isinstance(size, int) for size in sizes)
     if not is_known or is_partitioned(context):
         return arrays[:1]
-
-    def alone(x: Array, *weights: Array) -> Array:
-        y = forms.alone(on_cpu.widened(x), *weights)
-        return y.astype(x.dtype)
-
-    if platform == "cpu":
-        form = forms.alone and alone
-    else:
-        form = forms.y if pays(x, others[:n]) else None
+    on_a_cpu = platform == "cpu"
+    form = forms.alone if on_a_cpu else forms.y if pays(x, others[:n]) else None
     if form is None:
         return arrays[:1]
-    return lowered(lambda _, x, *others: [form(x, *others[:n])], context, *arrays)
+
+    def y(_: Array, x: Array, *others: Array) -> list[Array]:
+        return [form(on_cpu.widened(x) if on_a_cpu else x, *others).astype(x.dtype)]
+
+    return lowered(y, context, *arrays)
 
 
 def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any:
     y, x, *others = primals
     dy, dx, *along = tangents
-    only_x = all(isinstance(tangent, ad.Zero) for tangent in along[:n])
-    if isinstance(dx, ad.Zero) or not only_x or not pays(x, others[:n]):
+    along, weights = along[:n], others[:n]
+    only_x = all(isinstance(tangent, ad.Zero) for tangent in along)
+    if isinstance(dx, ad.Zero) or not pays(x, weights, only_x=only_x):
         return y, dy
 
     def by_passes(dx: list[Array], operands: list[Array]) -> list[Array]:
-        return [forms.by_passes(*dx, *operands)]
+        return [forms.tangent_by_passes(*dx, *operands)]
 
-    def on_gpu(dx: list[Array], operands: list[Array]) -> list[Array]:
-        return [forms.tangent(*dx, *operands[: 1 + n])]
+    def in_one_kernel(dx: list[Array], operands: list[Array]) -> list[Array]:
+        return [forms.tangent(*dx, *operands)]
 
-    (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=on_gpu)
+    def of_weights(y: Any, barriers: int, along: list[Array], operands: Any) -> list[Array]:
+        x, *others = operands
+        for _ in range(barriers):  # another x than those of y and of `Chain.tangent`
+            x = lax.optimization_barrier(x)
+        return [jax.jvp(lambda *w: y(x, *w, *others[n:]), (*others[:n],), (*along,))[1]]
+
+    (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=in_one_kernel)
+    if not only_x:
+        along = list(map(ad.instantiate_zeros, along))
+        default = functools.partial(of_weights, forms.y_by_passes, 0)
+        on_gpu = functools.partial(of_weights, forms.y, 2)
+        dy += linear.call(default, along, [x, *others], on_gpu=on_gpu)[0]
     forms = forms._replace(alone=None)
     return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
 
@@ -199,10 +220,11 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
     if x:
         return y, places[0]  # its rows are not contiguous, as in a norm over channels
     mapped = Forms(
-        jax.vmap(forms.y, (x, *others[:n])),
-        jax.vmap(forms.tangent, (x, x, *others[:n])),
-        jax.vmap(forms.by_passes, (x, x, *others)),
-        forms.alone and jax.vmap(forms.alone, (x, *others[:n])),
+        jax.vmap(forms.y, (x, *others)),
+        jax.vmap(forms.y_by_passes, (x, *others)),
+        jax.vmap(forms.tangent, (x, x, *others)),
+        jax.vmap(forms.tangent_by_passes, (x, x, *others)),
+        forms.alone and jax.vmap(forms.alone, (x, *others)),
     )
     y = jnp.moveaxis(y, places[0], 0)
     return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0

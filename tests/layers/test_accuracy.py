@@ -91,6 +91,8 @@ ELSEWHERE = [
     for platform in ("cuda", "tpu")
     for args in [("BatchNorm", (7, 8)), ("BatchNorm", (3, 8, 2, 2)), ("LayerNorm", (8, 121))]
 ]
+# Few rows, which a GPU sums in two steps.
+ELSEWHERE += cases("BatchNorm", (264, 8), (4, 8, 4, 8), platform="cuda")
 ONE_KERNEL = [
     Case(norm, shape, "cuda", frozen=True)
     for norm, *shapes in [
@@ -101,6 +103,9 @@ ONE_KERNEL = [
     ]
     for shape in shapes
 ]
+# Trained, in short rows.
+ONE_KERNEL += cases("GroupNorm", (8, 24), (4, 6, 2, 3), platform="cuda")
+ONE_KERNEL += cases("RMSNorm", (8, 32), platform="cuda")
 # Parts of examples on each device, or along a mapped axis.
 SPLIT = [
     Case(f"{norm}, split", shape)
@@ -262,6 +267,7 @@ CONSTANT = [
     Case("GroupNorm", (8, 6, 5, 7)),
     Case("InstanceNorm", (8, 6, 5, 7)),
     *ELSEWHERE,
+    ONE_KERNEL[-3],
 ]
 
 

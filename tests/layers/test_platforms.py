@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AxisType
 
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
+from eqx_norm._normalise.one_kernel import FEW
 from tests.compiling import lowered_for
 from tests.layers.norms import (
     NAMES,
@@ -137,3 +138,36 @@ def test_one_kernel(name):
     outputs, expected = lowered_for("cuda", f)(x, dy), jax.jit(f)(x, dy)
     for actual, desired in zip(*map(jax.tree.leaves, (outputs, expected)), strict=True):
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [FEW, FEW + 1])
+@pytest.mark.parametrize("activation", [None, SILU])
+def test_one_kernel_in_training(values, activation):
+    """In short rows it gives the gradients of weights, too; also forwards and twice."""
+    x = np.random.default_rng(0).standard_normal((4, 3 * values)).astype(np.float32)
+    layer = moved(GroupNorm(3, 3 * values, activation=activation))
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def loss(weights, x):
+        return jnp.sum(over_examples(eqx.combine(weights, static), x) ** 3)
+
+    def f(*point):
+        gradients = jax.grad(loss, (0, 1))
+        return gradients(*point), jax.jvp(gradients, point, point)
+
+    assert is_one_kernel(jax.jit(f).trace(weights, x)) == (values == FEW)
+    outputs, expected = lowered_for("cuda", f)(weights, x), jax.jit(f)(weights, x)
+    for actual, desired in zip(*map(jax.tree.leaves, (outputs, expected)), strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps"),
+    [((264, 8), 2), ((263, 8), 1), ((8192, 8), 1), ((4, 8, 4, 8), 2), ((4, 8, 3, 8), 1)],
+)
+def test_a_gpu_sums_few_rows_in_two_steps(shape, steps):
+    """XLA would write the operand of such sums to memory; it cuts those of more rows itself."""
+    layer, call = made("BatchNorm", shape[1:])
+    traced = jax.jit(lambda x: call(layer, x)[0]).trace(jnp.zeros(shape))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("optimization_barrier") == 3 * (steps - 1)
