@@ -339,10 +339,11 @@ def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
 PAGES = "every call gets new memory pages for large arrays, with every layer"
 CALLS = "small arrays: a call runs about ten loops; [N, C]: not known"
 RAGGED = "rows of 7 or 14 values: XLA's loops follow the axes of a fusion's output"
-ONE_LOOP = "both are one loop over x; here one subtraction more"
-SUMS, TWICE = "sums in float64, accurate at any mean", "the forward pass reads x twice"
-INFERRED = "inference: one subtraction more in each loop"
-TREES = "trees of sums, whose loops are unrolled; the update of statistics"
+ONE_LOOP = "both are one loop over x, with as many operations for each value"
+SUMS = "both read x twice; here sums are right at any mean"
+TWICE = "the forward pass reads x twice"
+INFERRED = "inference: loops with as many operations as Equinox's, and fewer arrays to flatten"
+TREES = "unrolled loops of sums; the update of statistics; tracing a layer, once"
 FACTORS = {EQUINOX: (2.5, PAGES), FLAX: (1.3, RAGGED), TORCH: (1.2, CALLS)}
 LARGEST = (  # bounds for this layer's time / the other's, on every array
     (BATCH_NORM, BOTH, 1.1, TORCH, CALLS),
