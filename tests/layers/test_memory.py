@@ -37,6 +37,17 @@ from tests.helpers import Cumulative as Unloaded
 X = normal(0, (8, 3, 4), 1, 2)
 
 
+def test_a_state_is_compared_with_that_of_a_new_layer_which_is_traced_once(monkeypatch):
+    made = []
+    init = Average.init
+    monkeypatch.setattr(Average, "init", lambda *given: made.append(given) or init(*given))
+    layers = [make(3, "batch", approach=Average()) for _ in range(2)]
+    made.clear()
+    for layer, state in layers * 2:
+        layer(X[0, :, 0], state, inference=True)
+    assert len(made) <= 1
+
+
 @each_approach
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_inference_is_right_from_the_first_step_and_changes_nothing(approach, unbiased):

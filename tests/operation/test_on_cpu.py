@@ -75,8 +75,8 @@ def compiled(layer, x):
     return jax.jit(forward).lower(arrays, x).compile().as_text()
 
 
-# How often x is read, and the loops: statistics, partial sums, rstd, what is added to each
-# channel, y. Few values of half precision are written as float32 first.
+# How often x is read, and the loops: statistics, partial sums, rstd, y. Few values of half
+# precision are written as float32 first.
 FORWARD = [
     (LayerNorm(384), (512, 384), "float32", 2, 4),
     (LayerNorm(384), (512, 384), "bfloat16", 2, 4),
@@ -85,9 +85,9 @@ FORWARD = [
     (LayerNorm(64, axis=0), (8, 64), "float32", 2, 3),
     (RMSNorm(384), (512, 384), "float32", 2, 3),
     (RMSNorm(384), (6304, 384), "bfloat16", 2, 3),
-    (GroupNorm(8, 64), (8, 64, 14, 14), "float32", 3, 5),
-    (InstanceNorm(64), (8, 64, 14, 14), "float32", 3, 5),
-    (InstanceNorm(64), (8, 64, 7, 7), "bfloat16", 1, 6),
+    (GroupNorm(8, 64), (8, 64, 14, 14), "float32", 2, 4),
+    (InstanceNorm(64), (8, 64, 14, 14), "float32", 2, 4),
+    (InstanceNorm(64), (8, 64, 7, 7), "bfloat16", 1, 5),
 ]
 
 
@@ -103,25 +103,20 @@ def test_loops_of_y_that_nobody_differentiates(layer, shape, dtype, reads, loops
     assert not (is_small and '"outer_dimension_partitions":["' in body)
 
 
-def test_inference_of_a_batch_norm_takes_no_more_operations_than_of_equinox():
-    """In its loop over x: as many per value, reading as many vectors."""
+def test_inference_of_a_batch_norm_is_one_loop_and_rstd():
+    """Equinox's has one or two loops more, and reads as many vectors but the mean's rest."""
 
-    def loop(module, **options):
+    def fusions(module, **options):
         layer, state = eqx.nn.make_with_state(module)(256, axis_name="batch", **options)
-        layer = eqx.nn.inference_mode(layer)
+        model = eqx.nn.inference_mode(layer), state
+        arrays, static = eqx.partition(model, eqx.is_array)
 
-        def forward(layer, state, x):
+        def forward(arrays, x):
+            layer, state = eqx.combine(arrays, static)
             axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
             return jax.vmap(layer, **axes)(x, state)[0]
 
-        arrays, static = eqx.partition((layer, state), eqx.is_array)
-        program = jax.jit(lambda a, x: forward(*eqx.combine(a, static), x))
-        text = program.lower(arrays, jnp.zeros((2048, 256))).compile().as_text()
-        root = re.search(r"ROOT.*fusion\((.*?)\).*calls=(\S+?),", text)
-        body = text[text.index(f"\n{root[2]} (") :].partition("\n}")[0]
-        per_value = re.findall(r"f32\[2048,256\]\S* (?!broadcast|param)\w+\(", body)
-        return len(per_value), root[1].count("%")
+        text = jax.jit(forward).lower(arrays, jnp.zeros((2048, 256))).compile().as_text()
+        return text[text.index("\nENTRY") :].count(" fusion(")
 
-    ours = loop(BatchNorm, approach="batch")
-    theirs = loop(eqx.nn.BatchNorm, mode="batch")
-    assert all(a <= b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+    assert fusions(BatchNorm, approach="batch") == 2 <= fusions(eqx.nn.BatchNorm, mode="batch")
