@@ -217,8 +217,8 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
     del axis
     y, *operands = arrays
     x, *others = places[1:]
-    if x:
-        return y, places[0]  # its rows are not contiguous, as in a norm over channels
+    if x or places[0] is None:  # its rows are not contiguous, as in a norm over channels
+        return y, places[0]
     mapped = Forms(
         jax.vmap(forms.y, (x, *others)),
         jax.vmap(forms.y_by_passes, (x, *others)),
