@@ -100,6 +100,14 @@ def test_loops_of_y_that_nobody_differentiates(layer, shape, dtype, reads, loops
     assert not (is_small and '"outer_dimension_partitions":["' in body)
 
 
+def test_an_activation_that_differs_by_shape_sees_that_of_x():
+    """Though y is computed in rows, of another shape, if nobody differentiates it."""
+    layer = LayerNorm(8, activation=lambda u: jnp.tanh(u) if u.ndim == 1 else u)
+    x = f32(normal(0, (4, 8), 0, 1))
+    expected = np.tanh(jax.vmap(LayerNorm(8))(x))
+    np.testing.assert_allclose(jax.jit(jax.vmap(layer))(x), expected, rtol=1e-6)
+
+
 def test_inference_of_a_batch_norm_is_one_loop_and_rstd():
     """Equinox's has one or two loops more, and reads as many vectors but the mean's rest."""
 
