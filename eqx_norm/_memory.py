@@ -101,7 +101,8 @@ def stays_finite(before: Any, after: Any, batch: Moments) -> Bool[Array, ""]:
             stay = jnp.isfinite(new) | ~jnp.isfinite(old)
             # In one reduction, for which XLA:CPU compiles a loop.
             is_of_channels = new.shape[-1:] in ((), are.shape[-1:])
-            are &= stay if is_of_channels else stay.all()
+            are, stay = jnp.broadcast_arrays(are, stay if is_of_channels else stay.all())
+            are &= stay
     return are.all()
 
 
