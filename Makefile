@@ -11,6 +11,8 @@ X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTIO
 X64_TESTS := -m "not peers and not long and not x32" tests/strategies tests/layers \
 	tests/operation/test_activations.py
 TO := $(if $(OUT),--out $(OUT))
+GPU_ENVIRONMENT := $(if $(filter none,$(ENVIRONMENT)),,.venv-gpu)
+GPU_PYTHON := $(if $(GPU_ENVIRONMENT),$(GPU_ENVIRONMENT)/bin/python,$(PYTHON))
 # Code in documents and notebooks is as wide as the site shows it: scripts/site.py.
 DOCUMENTS := --line-length 84 $(wildcard *.md */*.md docs/*/*.md notebooks/*.ipynb)
 
@@ -22,6 +24,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 	@echo 'PYTHON=python3.12   with any of them: the Python to make environments with'
 	@echo 'OUT=experiments     with those for a GPU or a TPU: replace committed results'
+	@echo 'ENVIRONMENT=none    with make gpu: install nothing, take the packages that PYTHON has'
 
 # The environments that the script lists: .venv, .venv-peers and others.
 .ven%: always
@@ -54,10 +57,10 @@ gpu-compile-check: ## compile for GPUs, none needed: what programs move (1.3 GB)
 tpu-compile-check: ## compile for TPUs, none needed: what programs move (1.4 GB)
 
 # Each exits with 1 if a claim does not hold. The second runs in any case.
-gpu: nvidia-smi .venv-gpu ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)
+gpu: nvidia-smi $(GPU_ENVIRONMENT) ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)
 	status=0; \
-	.venv-gpu/bin/python -m experiments.accuracy $(TO) || status=1; \
-	.venv-gpu/bin/python -m experiments.speed --device gpu $(TO) || status=1; \
+	$(GPU_PYTHON) -m experiments.accuracy $(TO) || status=1; \
+	$(GPU_PYTHON) -m experiments.speed --device gpu $(TO) || status=1; \
 	exit $$status
 
 nvidia-smi:

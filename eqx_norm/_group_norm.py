@@ -53,7 +53,8 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         - `channelwise_affine`: whether there are a weight and a bias of shape `(channels,)`.
         - `axis_name`: as for `LayerNorm`. A group is merged with the group of the same number
             of each other part, so split positions; or, with `groups=1`, channels.
-        - `dtype`, `activation`, `weight_offset`, `implementation`: as for `LayerNorm`.
+        - `dtype`, `activation`, `weight_offset`, `implementation`: as for `LayerNorm`. (There
+            are no kernels for TPUs.)
 
         **Raises:** `ValueError` for an invalid argument.
         """

@@ -43,8 +43,7 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
         weight_offset: float = 0.0,
         implementation: Implementation = "auto",
     ):
-        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square. There are no
-        kernels for CUDA devices.
+        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
 
         **Raises:** `ValueError` for an invalid argument.
         """

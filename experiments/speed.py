@@ -2,7 +2,7 @@
 
     python -m experiments.speed                about 14 minutes on 2 cores
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
-    python -m experiments.speed --device gpu   on a machine with a GPU
+    python -m experiments.speed --device gpu   on a machine with a GPU: make gpu
 
 It times batch norm with running statistics and a ReLU, forward and backward and in inference,
 on the shapes of a ResNet-50, a MobileNetV2 and perceptrons; layer, group and RMS norm; and
@@ -15,6 +15,9 @@ Programs take turns, in rounds. PyTorch has a process of its own, because its th
 a call, on the cores that XLA needs next; a process takes its turn when the other is idle.
 Numbers are given at percentile 50 of the rounds (and 20). Claims hold at both, because what
 they do not agree on is noise.
+
+On a GPU a layer is timed with XLA's program and with this package's kernels, beside a copy of
+x, which reads and writes it once; and 100 calls of a kernel have to give the same bits.
 
 Compare only numbers of the same run, and run nothing else: if another process takes a core,
 PyTorch's threads wait for each other for up to 90 ms, and the others' do not. Flax and PyTorch
@@ -41,7 +44,7 @@ from eqx_norm import BatchNorm, LayerNorm
 from tests.exact import Batch
 
 from .common import peers, report, timer, training
-from .common.peers import EQUINOX, FLAX, OURS, TORCH
+from .common.peers import EQUINOX, FLAX, OURS, OURS_PALLAS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
 from .common.report import Goal, Verdict
 from .common.timer import Program, Remote
@@ -62,6 +65,7 @@ FORWARD = "forward"  # inference as serving runs it, in both dtypes, beside Equi
 # The measured quantities.
 MS, DEVIATION = "ms", "deviation"
 COMPILING, TEMPORARIES = "s to compile", "MB of temporaries"
+REPEATED = "calls with other bits, of 100"
 OTHERS = (EQUINOX, FLAX, TORCH)  # Equinox in mode "batch", its faster one
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of the largest value: 160 and 12 roundings
 
@@ -104,6 +108,7 @@ class Settings:
     shapes: tuple[str, ...] = (*IMAGES, *PERCEPTRONS, *ODD)  # of a batch norm: N x C x space
     rows: tuple[str, ...] = ("64x512", "1024x256", "1024x1024", "8192x1024", "6304x384")
     groups: tuple[str, ...] = ("32x64x56x56", "32x256x28x28", "32x512x7x7", "32x64x17x23")
+    images: tuple[str, ...] = ()  # of an instance norm
     forwards: dict[str, str] = dataclasses.field(default_factory=FORWARDS.copy)
     dtypes: tuple[str, ...] = ("float32",)
     caches: tuple[str, ...] = (HOT, COLD)
@@ -111,13 +116,17 @@ class Settings:
     networks: tuple[str, ...] = tuple(NETWORKS)
 
 
-# Arrays of a ResNet-50 with at least 100 MB in bfloat16, and such rows: on a GPU launch times
-# are then negligible, and the arrays fit into no cache.
-LARGE = ("256x64x112x112", "256x256x56x56", "256x512x28x28", "256x1024x14x14")
-LARGE_ROWS = ("65536x1024", "8192x8192")
-GPU = Settings(LARGE, LARGE_ROWS, LARGE[1:2], {}, tuple(TOLERANCE), caches=("",), networks=())
+# Arrays with at least 100 MB in bfloat16: on a GPU launch times are then negligible, and they
+# fit into no cache.
+LARGE = ("256x64x112x112", "256x512x28x28", "802816x64")
+LARGE_ROWS = ("65536x1024", "65536x768", "16384x4096")
+LARGE_GROUPS, LARGE_IMAGES = ("524288x128",), ("256x256x32x32",)
+GPU = Settings(
+    LARGE, LARGE_ROWS, LARGE_GROUPS, LARGE_IMAGES, {}, tuple(TOLERANCE), ("",), networks=()
+)
+COPY = "copy of x"  # a peer on a GPU
 ONE = {LAYER_NORM: "8x64"}
-QUICK = Settings(("16x64x32x32",), (), (), ONE, rounds=1, networks=("critic",))
+QUICK = Settings(("16x64x32x32",), (), (), (), ONE, rounds=1, networks=("critic",))
 
 
 Percentiles = NDArray[np.float64]  # 50 and 20 of the rounds, equal if counted
@@ -169,6 +178,9 @@ in_own_process = functools.cache(Remote)
 def make(name: str, case: Case, program: str, batch: Batch) -> Program | Remote:
     """Returns a program that computes y, memory and ((dweight, dbias), dx); in inference y."""
     kind, train = LAYERS[case.layer][0], program == BOTH
+    if name == COPY:
+        negative = jax.jit(jnp.negative)
+        return Program(lambda: negative(batch.x))
     if name == TORCH:
         device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         arrays = jax.tree.map(np.asarray, batch)
@@ -204,12 +216,21 @@ def race(
     """Yields the times of all peers on one array."""
     given = drawn(case)
     made = {name: make(name, case, program, given) for name in entered}
+    if (kernel := made.get(OURS_PALLAS)) is not None:
+        yield measured(differences(kernel), *case, program, "", REPEATED, OURS_PALLAS)
     rounds = min(settings.rounds, max(5, 150_000_000 // case.bytes))
     for cache in settings.caches:
         title = f"{case.shape} {cache}"
         taken = timer.interleave(made, rounds, cold=cache == COLD, title=title)
         for name, ms in taken.items():
             yield measured(ms, *case, program, cache, MS, name)
+
+
+def differences(program: Any, calls: int = 100) -> int:
+    """Returns how many of the calls do not give the bits of the first."""
+    same = jax.jit(lambda a, b: jnp.array(jax.tree.leaves(jax.tree.map(jnp.array_equal, a, b))))
+    first = program.call()
+    return sum(not same(first, program.call()).all() for _ in range(calls - 1))
 
 
 def measured(rounds: Any, *where: Any) -> Row:
@@ -318,6 +339,12 @@ def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
         little = "2. a network's step needs no more temporary memory than with Equinox's norm"
         measured = f"{', '.join(both(share) for share, _ in shares)} of its bytes"
         verdicts.append((little, measured, all(share.max() <= 1 for share, _ in shares)))
+    if repeated := chosen(rows, unit=REPEATED):
+        other = sum(row.values[0] for row in repeated)
+        same = f"2. {OURS_PALLAS}: 100 calls give the same bits"
+        verdicts.append(
+            (same, f"{other:.0f} others, {len(repeated)} programs", bool(other == 0))
+        )
     if settings != Settings():
         return verdicts
     mean = f"{BATCH_NORM}, geometric mean over the shapes"
@@ -412,12 +439,27 @@ def forward_table(rows: list[Row]) -> str:
     return report.table(header, lines)
 
 
+def beside_copies(rows: list[Row]) -> str:
+    """Returns the table of times on a GPU, relative to a copy of x."""
+    lines: dict[Any, dict[str, Percentiles]] = {}
+    for row in chosen(rows, unit=MS):
+        lines.setdefault(row[:4], {})[row.peer] = row.values
+    peers_ = [*dict.fromkeys(row.peer for row in chosen(rows, unit=MS) if row.peer != COPY)]
+    cells = []
+    for of, taken in lines.items():
+        relative = (both(taken[p] / taken[COPY]) if p in taken else "" for p in peers_)
+        cells.append((", ".join(of), f"{taken[COPY][0]:#.3g}", *relative))
+    return report.table(("time / time of a copy of x", "copy, ms", *peers_), cells)
+
+
 def tables(rows: list[Row]) -> list[str]:
     means = {other: found for other in OTHERS if (found := speed_ups(rows, other))}
     ways = next(iter(means.values()))
     lines = [(way, *(both(found[way]) for found in means.values())) for way in ways]
     made = [report.table(("time / time of eqx-norm: percentile 50 (20)", *means), lines)]
     made += [forward_table(rows)] if chosen(rows, program=FORWARD) else []
+    if chosen(rows, peer=COPY):
+        return [*made, beside_copies(rows)]
     made += [by_peer(f"ms, {BATCH_NORM}, {BOTH}, cold", a_dozen(rows))]
     of_networks: dict[str, list[Row]] = {}
     for row in chosen(rows, layer=NETWORK):
@@ -458,15 +500,21 @@ def main() -> int:
     elif jax.default_backend() != "gpu":
         parser.error("--device gpu: JAX finds no GPU; on a machine with one, run make gpu")
 
-    entered, steps = peers.present((OURS, SEPARATE, *OTHERS)), []
-    timed = settings.shapes, settings.rows, settings.groups, settings.rows, ()
+    own = (OURS, SEPARATE) if options.device == "cpu" else (OURS, SEPARATE, OURS_PALLAS)
+    entered, steps = peers.present((*own, *OTHERS)), []
+    timed = settings.shapes, settings.rows, settings.groups, settings.rows, settings.images
     for (layer, (_, small)), shapes in zip(LAYERS.items(), timed, strict=True):
         names = tuple(name for name in entered if name != SEPARATE or layer == BATCH_NORM)
-        names = (OURS, EQUINOX) if layer == INSTANCE_NORM else names
-        steps += [(compare, Case(layer, small, dtype), names) for dtype in TOLERANCE]
+        if layer == INSTANCE_NORM:
+            names = tuple(name for name in names if name in (*own, EQUINOX))
+        # No kernel serves groups of 14x14 values.
+        is_served = layer not in (GROUP_NORM, INSTANCE_NORM)
+        compared = tuple(name for name in names if is_served or name != OURS_PALLAS)
+        steps += [(compare, Case(layer, small, dtype), compared) for dtype in TOLERANCE]
         for grid in itertools.product(settings.dtypes, shapes, (BOTH, INFERENCE)):
             dtype, shape, program = grid
-            steps.append((race, Case(layer, shape, dtype), program, names, settings))
+            racing = (*names, COPY) if options.device == "gpu" else names
+            steps.append((race, Case(layer, shape, dtype), program, racing, settings))
     serving = dataclasses.replace(settings, caches=(HOT,), rounds=2 * settings.rounds)
     for layer, shapes in settings.forwards.items():
         for dtype, shape in itertools.product(TOLERANCE, shapes.split()):
@@ -479,7 +527,7 @@ def main() -> int:
     header = (*Row._fields[:-1], "percentile 50", "percentile 20")
     report.save_csv(options.out, name, header, [(*row[:-1], *row.values) for row in rows])
     report.save_figure(options.out, name, draw(rows))
-    beside = {other: [*speed_ups(rows, other).values()] for other in entered[2:]}
+    beside = {p: [*speed_ups(rows, p).values()] for p in OTHERS if p in entered}
     said = ", ".join(f"{other} {found[0][0]:.2f}" for other, found in beside.items())
     return report.publish(
         options.out,

@@ -25,11 +25,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from eqx_norm.strategies._pair import rounded
-
 from . import linear, on_cpu
 from .collectives import is_partitioned, lowered, varying
-from .reference import Shape, rsqrt
+from .elementwise import applied
+from .reference import Shape
+from .row_norm import RowNorm
 
 LONGEST, FEW = 2**14, 32
 
@@ -41,9 +41,7 @@ class Chain(NamedTuple):
     shape: Shape
     groups: int
     repeats: int  # how often a weight is repeated along a row; 0 if it need not be written
-    eps: float
-    centred: bool
-    activation: Callable[[Array], Array] | None
+    norm: RowNorm
 
     @property
     def rows(self) -> Shape:
@@ -54,33 +52,27 @@ class Chain(NamedTuple):
 
     def y(self, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the normalised x."""
-        u, _ = self._normalised(x)
+        u, _ = self._standardised(x)
         _, u = self._affine(u, u, weight, bias)
-        u = u if self.activation is None else self.activation(u)
-        return self._in_shape(u, x.dtype)
+        return self._in_shape(applied(self.norm.activation, u), x.dtype)
 
     def tangent(self, dx: Array, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the tangent of y along that of x."""
         # Another x than that of y: XLA would write what both compute of it.
-        u, rstd = self._normalised(lax.optimization_barrier(x))
-        g = self._rows(dx)
-        g = g - _mean(g) if self.centred else g
-        du, u = self._affine(rstd * (g - u * _mean(g * u)), u, weight, bias)
-        du = du if self.activation is None else jax.jvp(self.activation, (u,), (du,))[1]
+        u, rstd = self._standardised(lax.optimization_barrier(x))
+        du = self.norm.along_x(self._rows(dx), u, rstd, _mean)
+        du, u = self._affine(du, u, weight, bias)
+        if (activation := self.norm.activation) is not None:
+            du = jax.jvp(activation, (u,), (du,))[1]
         return self._in_shape(du, x.dtype)
 
-    def _normalised(self, x: Array) -> tuple[Array, Array]:
-        """Returns (x - mean) rstd, and rstd, of each row."""
+    def _standardised(self, x: Array) -> tuple[Array, Array]:
         x = self._rows(x)
-        if self.centred:
-            k = x.max(-1, keepdims=True)  # as in `reference.statistics`
-            d = x - (k + rounded(_mean(x - k)))
-            d = d - rounded(_mean(d))
-        else:
-            # Exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
-            d = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
-        rstd = rsqrt(_mean(d * d) + self.eps)
-        return d * rstd, rstd
+        if self.norm.centred:
+            return self.norm.standardised(x, x.max(-1, keepdims=True), _mean)
+        # Exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
+        x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
+        return self.norm.standardised(x, None, _mean)
 
     def _affine(
         self, du: Array, u: Array, weight: Array | None, bias: Array | None

@@ -55,6 +55,19 @@ ENTRY %main (x.1: bf16[4,256], w.1: f32[256]) -> f32[1,256] {
 """
 
 
+# Of two products one is rounded before it is added to what another lane has sent.
+PTX = """\
+	shfl.sync.bfly.b32	%r13, %r12, 8, 31, -1;
+	add.rn.f32 	%r14, %r12, %r13;
+	fma.rn.f32 	%r15, %r1, %r2, %r13;
+	fma.rn.f32 	%r16, %r1, %r2, %r14;
+"""
+
+
+def test_products_contracted_into_a_sum_over_lanes():
+    assert compiled.contracted(PTX) == 1
+
+
 def test_what_a_program_moves():
     # x and its view are the same memory; of `low`, one row is read, and written as f32.
     assert traffic.moved(PROGRAM) == {"sums": 4096 + 1024 + 2048, "first": 512 + 1024}

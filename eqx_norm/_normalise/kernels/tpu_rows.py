@@ -18,61 +18,63 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from .rows import LONGEST, Norm
+from eqx_norm._normalise.row_norm import RowNorm
 
+from .choice import refusal
+
+# Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx twice, and six
+# arrays of float32 or so, each of 16 rows at least.
+_LONGEST = 2**14
 _LANES, _SUBLANES = 128, 16  # of a tile in half precision; float32 has 8 sublanes
-_VALUES = _SUBLANES * LONGEST  # in a block
+_VALUES = _SUBLANES * _LONGEST  # in a block
 
 
-def rows(x: Array, weight: Array, bias: Array, *, norm: Norm) -> list[Array]:
-    """Returns y. x is `(*mapped, 1, size)`, weight and bias `(1, ..., 1, size)`."""
+def rows(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
+    """Returns y. x is `(*mapped, 1, size)`, weight and bias `(1, ..., 1, size or 1)`."""
 
     def body(x: Any, weight: Any, bias: Any, y: Any) -> None:
-        u, _ = _normalised(norm, x[...])
-        y[...] = (bias[...] + weight[...] * u).astype(y.dtype)
+        u, _ = _standardised(norm, x)
+        y[...] = norm.y(u, weight[...], bias[...]).astype(y.dtype)
 
     return _call(body, [x], [weight, bias])
 
 
 def gradients(
-    dy: Array, x: Array, weight: Array, _: Array, *, norm: Norm, shape: Any = None
+    dy: Array, x: Array, weight: Array, bias: Array, *, norm: RowNorm, shape: Any = None
 ) -> list[Array]:
     """Returns dx and, if there is a `shape`, the gradients of weight and bias."""
-    blocks = _blocks(x.shape)
+    blocks = _blocks(x)
 
-    def body(dy: Any, x: Any, weight: Any, dx: Any, *sums: Any) -> None:
-        (u, rstd), g = _normalised(norm, x[...]), dy[...].astype(jnp.float32)
+    def body(dy: Any, x: Any, weight: Any, bias: Any, dx: Any, *sums: Any) -> None:
+        u, rstd = _standardised(norm, x)
+        g = norm.g(dy[...].astype(jnp.float32), u, weight[...], bias[...])
         if sums:
             _add(blocks, g * u, *sums[:2])
             _add(blocks, g, *sums[2:])
-        g = g * weight[...]
-        g = g - _mean(g) if norm.centred else g
-        dx[...] = (rstd * (g - u * _mean(g * u))).astype(dx.dtype)
+        dx[...] = norm.along_x(g * weight[...], u, rstd, _mean).astype(dx.dtype)
 
-    dx, *sums = _call(body, [dy, x], [weight], sums=0 if shape is None else 4)
+    dx, *sums = _call(body, [dy, x], [weight, bias], sums=0 if shape is None else 4)
     return [dx, *((a + b).reshape(shape) for a, b in zip(sums[::2], sums[1::2], strict=True))]
 
 
-def _normalised(norm: Norm, x: Array) -> tuple[Array, Array]:
-    """Returns (x - mean) rstd and rstd. As in `reference.statistics`, one of a row's values is
-    subtracted first, so that a constant row becomes 0, and the mean is taken twice."""
-    x = x.astype(jnp.float32)
-    if norm.centred:
-        k = x.max(-1, keepdims=True)
-        d = x - (k + _mean(x - k))
-        x = d - _mean(d)
-    rstd = lax.rsqrt(_mean(x * x) + norm.eps)
-    return x * rstd, rstd
+def _standardised(norm: RowNorm, ref: Any) -> tuple[Array, Array]:
+    x = ref[...].astype(jnp.float32)
+    return norm.standardised(x, x.max(-1, keepdims=True) if norm.centred else None, _mean)
 
 
 def _mean(x: Array) -> Array:
     return x.sum(-1, keepdims=True) / x.shape[-1]
 
 
-def _blocks(shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns `(outer, rows, size)`, as which a kernel reads x, and the shape of a block. To
-    join the first two, XLA:TPU would move x, unless rows fill whole tiles of memory."""
-    *mapped, _, size = shape
+def _blocks(x: Array) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns `(outer, rows, size)`, as which a kernel reads x, and the shape of a block;
+    raises `ValueError` if there is none. To join the first two, XLA:TPU would move x, unless
+    rows fill whole tiles of memory."""
+    *mapped, groups, size = x.shape
+    if groups > 1:
+        raise refusal(x, "on a TPU the kernel serves LayerNorm and RMSNorm")
+    if size > _LONGEST:
+        raise refusal(x, f"a row of more than {_LONGEST} values may not fit into VMEM")
     rows = next((n for n in reversed(mapped) if n > 1), 1)
     outer = math.prod(mapped) // rows
     tiles = _VALUES // _SUBLANES // _LANES // pl.cdiv(size, _LANES)  # of 16 rows
@@ -86,8 +88,9 @@ def _call(
 ) -> list[Array]:
     """Returns what `body(*arrays, *vectors, y, *sums)` writes, block by block: y is like the
     last of the arrays, and sums are vectors in float32."""
-    x, (whole, block) = arrays[-1], _blocks(arrays[-1].shape)
+    x, (whole, block) = arrays[-1], _blocks(arrays[-1])
     one_row = 1, 1, whole[-1]
+    vectors = [jnp.broadcast_to(v.reshape(1, 1, -1), one_row) for v in vectors]
     row = pl.BlockSpec(block, lambda i, j: (i, j, 0))
     vector = pl.BlockSpec(one_row, lambda i, j: (0, 0, 0))
     # Results vary over the axes of a mesh as the operands do.
@@ -102,7 +105,7 @@ def _call(
         # A sum is added up on one core.
         compiler_params=pltpu.CompilerParams(("arbitrary" if sums else "parallel",) * 2),
         name="eqx_norm_rows",
-    )(*(a.reshape(whole) for a in arrays), *(v.reshape(one_row) for v in vectors))
+    )(*(a.reshape(whole) for a in arrays), *vectors)
     return [y.reshape(x.shape), *totals]
 
 

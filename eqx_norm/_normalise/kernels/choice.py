@@ -1,0 +1,67 @@
+"""Decides whether a kernel serves: with `implementation="pallas"`, or an error says why not.
+
+XLA does not partition kernels: it would first gather operands that `jit` has sharded. Inside
+`shard_map` nothing is left to partition. The modules of kernels, and with them Pallas, are
+imported only for a kernel, as they take several times as long as the rest of the package.
+"""
+
+import importlib
+from typing import Any, Literal, get_args
+
+import jax
+
+from eqx_norm._normalise.passes import Target
+
+Implementation = Literal["auto", "xla", "pallas"]
+# What Mosaic GPU had when the kernels were compiled.
+_JAX_OF_CUDA = (0, 11, 2)
+_NAMES = {"cuda": "CUDA devices", "tpu": "TPUs"}
+
+
+def check(implementation: str) -> None:
+    """Raises `ValueError` unless `implementation` is available."""
+    available = get_args(Implementation)
+    if implementation not in available:
+        raise ValueError(
+            f"implementation={implementation!r} is not available. Available are "
+            f"{', '.join(map(repr, available))}; 'auto' is 'xla' for now."
+        )
+
+
+def platform(target: Target, x: Any, dtypes: dict[str, str]) -> str:
+    """Returns the platform of a program; raises `ValueError` if no kernel serves it or x.
+
+    **Arguments:** `dtypes`: the platforms that have a kernel, and the dtypes that it takes.
+    """
+    name, *others = target.platforms
+    if others or name not in dtypes:
+        served = " and ".join(_NAMES[name] for name in dtypes)
+        program = ", ".join(target.platforms)
+        raise refusal(x, f"it is for {served}, and this program is for {program}")
+    if target.is_partitioned:
+        raise refusal(
+            x,
+            "XLA partitions this program over several devices, and would gather x for a "
+            "kernel. Write jax.shard_map around the training step, with its mesh axis in "
+            "the axis_name of a BatchNorm",
+        )
+    if x.dtype.name not in dtypes[name].split():
+        served = dtypes[name].replace(" ", ", ")
+        raise refusal(x, f"x is {x.dtype}, and the kernel for {_NAMES[name]} takes {served}")
+    if name == "cuda" and jax.__version_info__ < _JAX_OF_CUDA:
+        needs = "the kernels for CUDA devices need jax {}.{}.{} or later".format(*_JAX_OF_CUDA)
+        raise refusal(x, f"{needs}, and this is jax {jax.__version__}")
+    return name
+
+
+def kernels(module: str) -> Any:
+    """Returns a module of kernels."""
+    return importlib.import_module(f".{module}", __package__)
+
+
+def refusal(x: Any, why_not: str, axes: str = "mapped axes, channels, values") -> ValueError:
+    """Returns the error that no kernel serves x, of these axes."""
+    return ValueError(
+        f"implementation='pallas' cannot serve x of shape {x.shape} and dtype {x.dtype} "
+        f"({axes}): {why_not}. Use implementation='auto'."
+    )

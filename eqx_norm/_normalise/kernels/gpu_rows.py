@@ -1,0 +1,188 @@
+"""Normalises rows on a GPU: the forward pass reads x and writes y, the backward pass reads x
+and dy and writes dx, and sums for weight and bias.
+
+A program keeps a block of whole rows in registers, in float32. The backward pass takes the
+moments of its rows again. Each of its programs adds up the sums of many blocks, and XLA those
+of the programs, in order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from eqx_norm._normalise.row_norm import RowNorm
+
+from . import tile
+from .choice import refusal
+from .tile import Tile
+
+# How many values a thread can hold of x in the forward and in the backward pass, and how many
+# it should at least. Two rows of one thread take more registers than one.
+_MOST, _MOST_OF_ROWS, _MOST_BACKWARD = 64, 40, 36
+_AIM, _AIM_BACKWARD = 32, 16
+_ADDED = 64  # blocks that a program adds up, at most: rounding grows with them
+SERVED = (
+    "it serves lengths up to 8192 (in the backward pass 4608) that are 8 or a larger power of "
+    "two, times an odd number up to 17 (in float32: 35)"
+)
+
+
+class Blocks(NamedTuple):
+    """Divides rows among programs."""
+
+    tile: Tile
+    rows: int  # that a program takes at once
+    length: int
+    period: int  # the number of rows after which blocks meet equal weights again
+
+    @classmethod
+    def of(
+        cls, x: Any, groups: int, across: Sequence[int], most: Callable[[Tile], int], aim: int
+    ) -> "Blocks":
+        """Returns the blocks of the widest loads; raises `ValueError` if there are none."""
+        *_, n = x.shape
+        for it in tile.tiles(n, x.dtype.itemsize, across):
+            held = it.rows * n // tile.THREADS
+            best = max(1, aim // held)
+            for many in (*range(best, 0, -1), *range(best + 1, most(it) // held + 1)):
+                rows = many * it.rows
+                if held <= most(it) and (groups % rows == 0 or rows % groups == 0):
+                    return cls(it, rows, n, max(rows, groups))
+        why_not = f"no block of 128 threads divides its rows; {SERVED}"
+        raise refusal(x, why_not if groups == 1 else f"{why_not}, whose groups fill blocks")
+
+    def padded(self, rows: Array) -> Array:
+        """Returns the rows, with rows of zeros if they are fewer than a block."""
+        return jnp.pad(rows, ((0, max(0, self.rows - len(rows))), (0, 0)))
+
+    def weights(self, vectors: Array) -> Array:
+        """Returns weights of groups, repeated for a period; those for all rows as a vector."""
+        groups = len(vectors)
+        return vectors[0] if groups == 1 else jnp.tile(vectors, (self.period // groups, 1))
+
+    def weight(self, ref: Any, start: Array) -> Array:
+        """Returns the weights of a block whose first is `start`, for each of its values."""
+        shape, here = (self.rows, self.length), tile.span(start, self.rows)
+        if len(ref.shape) == 1:
+            return lax.broadcast_in_dim(tile.load(ref), shape, (1,))
+        if ref.shape[1] == 1:
+            return lax.broadcast_in_dim(tile.load(ref.at[here, 0]), shape, (0,))
+        return tile.load(ref.at[here, tile.span(0, self.length)], self.tile)
+
+
+def rows(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
+    """Returns y. x is `(*mapped, groups, n)`, and weight and bias are of shape
+    `(1, ..., 1, groups or 1, n or 1)`."""
+    whole, (weight, bias) = x.reshape(-1, x.shape[-1]), _vectors(x, weight, bias)
+    groups = len(weight)
+
+    def most(it: Tile) -> int:
+        return _MOST if it.rows == 1 else _MOST_OF_ROWS
+
+    # Within a warp nothing waits; a row of more than 1024 values is for four.
+    blocks = Blocks.of(whole, groups, (1, 4), most, _AIM)
+    whole = blocks.padded(whole)
+    m, n = whole.shape
+
+    def body(program: Array, x: Any, weight: Any, bias: Any, y: Any) -> None:
+        start = jnp.minimum(program * blocks.rows, m - blocks.rows)
+        at = tile.span(start, blocks.rows), tile.span(0, n)
+        _, place = tile.divided(start, groups)
+        u, _ = _standardised(norm, blocks, x, at)
+        w, b = (blocks.weight(vector, place) for vector in (weight, bias))
+        tile.store(y.at[at], norm.y(u, w, b))
+
+    vectors = map(blocks.weights, (weight, bias))
+    (y,) = tile.call(body, [whole, *vectors], [(whole.shape, x.dtype)], -(-m // blocks.rows))
+    return [y[: x.size // n].reshape(x.shape)]
+
+
+def gradients(
+    dy: Array, x: Array, weight: Array, bias: Array, *, norm: RowNorm, shape: Any = None
+) -> list[Array]:
+    """Returns dx and, if there is a `shape`, the gradients of weight and bias."""
+    weight, bias = _vectors(x, weight, bias, of=shape or ())
+    flat, (groups, length) = (x.size // x.shape[-1], x.shape[-1]), weight.shape
+    of_rows = groups > length == 1  # a row has one weight
+    # All warps share each row, so that no sum over rows leaves a warp: Mosaic cannot sum
+    # vectors of eight float32 over warps.
+    rows = x.reshape(flat)
+    blocks = Blocks.of(rows, groups, (tile.WARPS,), lambda _: _MOST_BACKWARD, _AIM_BACKWARD)
+    whole = [blocks.padded(v.reshape(flat)) for v in (dy, x)]
+    (m, n), block, period = whole[0].shape, blocks.rows, blocks.period
+    places, periods = period // block, -(-m // period)
+    # Programs at once: two to four for each core, as their registers allow.
+    at_once = tile.CORES * max(2, min(4, 64 * tile.THREADS // (blocks.tile.rows * n)))
+    steps = min(_ADDED, -(-periods // max(1, at_once // places)))
+    programs = -(-periods // steps)
+
+    def body(
+        program: Array, dy: Any, x: Any, weight: Any, bias: Any, dx: Any, *sums: Any
+    ) -> None:
+        i, place = tile.divided(program, places)
+        place = place * block
+        w, b = (blocks.weight(vector, place) for vector in (weight, bias))
+
+        def step(j: Array, totals: Any) -> Any:
+            first = (i * steps + j) * period + place
+            start = jnp.minimum(first, m - block)
+            at = tile.span(start, block), tile.span(0, n)
+            u, rstd = _standardised(norm, blocks, x, at)
+            g = norm.g(tile.load(dy.at[at], blocks.tile), u, w, b)
+            tile.store(dx.at[at], norm.along_x(g * w, u, rstd, _mean))
+            if of_rows:
+                for ref, values in zip(sums, (g * u, g), strict=False):
+                    tile.store(ref.at[at[0]], tile.total(values, 1))
+                return totals
+            if m % block:  # rows of the last block that another has added
+                row = lax.broadcasted_iota(jnp.int32, (block, n), 0)
+                g = jnp.where(row >= first - start, g, 0.0)
+            return tuple(t + v for t, v in zip(totals, (g * u, g), strict=False))
+
+        zeros = [tile.zeros((block, n), blocks.tile) for _ in sums if not of_rows]
+        last = jnp.minimum(steps, periods - i * steps)
+        totals = lax.fori_loop(np.int32(0), last, step, tuple(zeros))
+        for ref, total in zip(sums, totals, strict=False):
+            if groups > 1:
+                tile.store(ref.at[i, tile.span(place, block), tile.span(0, n)], total)
+            elif block > 1:
+                tile.store(ref.at[i], tile.total(total, 0))
+            else:  # Mosaic has no layout for the sum of one row
+                tile.store(ref.at[tile.span(i, 1)], total)
+
+    partial = (m,) if of_rows else (programs, n) if groups == 1 else (programs, period, n)
+    outputs = [(whole[1].shape, x.dtype), *[(partial, jnp.float32)] * (2 * (shape is not None))]
+    vectors = map(blocks.weights, (weight, bias))
+    dx, *sums = tile.call(body, [*whole, *vectors], outputs, programs * places)
+    if sums:
+        whole_sums = [v[: flat[0]] if of_rows else v for v in sums]
+        sums = _added([v.reshape(-1, groups, length) for v in whole_sums])
+    return [dx[: flat[0]].reshape(x.shape), *(v.reshape(shape) for v in sums)]
+
+
+def _added(sums: Sequence[Array]) -> Sequence[Array]:
+    """Returns two sums along the first axis, by one reduction: XLA launches one kernel."""
+    zero = [jnp.float32(0)] * 2
+    return lax.reduce(sums, zero, lambda a, b: [a[0] + b[0], a[1] + b[1]], [0])
+
+
+def _vectors(x: Array, *vectors: Array, of: Sequence[int] = ()) -> list[Array]:
+    """Returns weights of one shape, `(1, n)`, `(groups, n)` or `(groups, 1)`."""
+    groups, length = jnp.broadcast_shapes(of[-2:], *(v.shape[-2:] for v in vectors))
+    shape = groups, x.shape[-1] if groups == 1 else length
+    return [jnp.broadcast_to(v.reshape(v.shape[-2:]), shape) for v in vectors]
+
+
+def _standardised(norm: RowNorm, blocks: Blocks, x: Any, at: Any) -> tuple[Array, Array]:
+    shape = blocks.rows, x.shape[1]
+    k = lax.broadcast_in_dim(tile.load(x.at[at[0], 0]), shape, (0,)) if norm.centred else None
+    return norm.standardised(tile.load(x.at[at], blocks.tile), k, _mean)
+
+
+def _mean(rows: Array) -> Array:
+    mean = tile.total(rows, 1) * (1 / rows.shape[1])
+    return lax.broadcast_in_dim(mean, rows.shape, (0,))

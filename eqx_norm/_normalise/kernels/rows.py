@@ -1,0 +1,197 @@
+"""Normalises rows with `implementation="pallas"`, by three primitives:
+
+    rows(x, weight, bias)                           y
+    tangent(dx, d_weight, d_bias; x, weight, bias)  the derivative of rows
+    gradients(dy; x, weight, bias)                  the transpose of tangent
+
+The first and the last are a kernel each. All else, as forward mode, weights of an ensemble, and
+gradients of weights for each example, is computed by the passes of `Values`.
+
+Arrays are as in `primitives`: of size 1 along mapped axes where they do not differ. `gradients`
+sums over these.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+from jaxtyping import Array
+
+from eqx_norm._normalise.elementwise import Activation, in_shape
+from eqx_norm._normalise.jaxprs import equations
+from eqx_norm._normalise.passes import Static, Target, bind, new_primitive
+from eqx_norm._normalise.primitives import fitted
+from eqx_norm._normalise.row_norm import RowNorm
+from eqx_norm._normalise.values import Values
+
+from .choice import kernels, platform, refusal
+
+# The elementwise primitives that kernels compute on both platforms, and calls.
+_NAMES = """
+abs add add_any and broadcast_in_dim clamp convert_element_type cos custom_jvp_call div eq erf
+exp exp2 ge gt integer_pow jit le log logistic lt max min mul ne neg not one_minus_square or
+pjit round rsqrt select_n sin sqrt square sub tanh xor
+"""
+_COMPUTED = frozenset(_NAMES.split())
+_DTYPES = {"cuda": "float32 bfloat16 float16", "tpu": "float32 bfloat16"}
+
+
+def normalised_rows(
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    *,
+    groups: int | None,
+    eps: float,
+    centred: bool,
+    activation: Activation | None,
+    mask: Array | None,
+    axis_name: Any,
+) -> Array:
+    """Returns x, normalised by the moments of each of its groups, which are consecutive values;
+    raises `ValueError` if no kernel serves it."""
+    refused = functools.partial(refusal, x, axes="one example")
+    if mask is not None:
+        raise refused("no kernel takes a mask")
+    if axis_name != ():
+        raise refused(f"no kernel merges the moments of parts along axis_name={axis_name!r}")
+    if groups is None:
+        raise refused(
+            "a kernel normalises adjacent values, not those along the channels (axis=0)"
+        )
+    norm, rows = RowNorm(eps, centred, activation), (groups, x.size // groups)
+    if activation is not None:
+        if in_shape(activation, x.shape, rows) is None:
+            raise refused(f"activation={activation} does not show that it is elementwise")
+        found = equations(norm.derivative(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr)
+        if others := {equation.primitive.name for equation in found} - _COMPUTED:
+            names = ", ".join(sorted(others))
+            raise refused(f"no kernel computes {names}, which activation={activation} needs")
+
+    def like_x(vector: Array | None, default: Array) -> Array:
+        if vector is None:
+            return default
+        column = (-1, *(1,) * (x.ndim - 1))[: x.ndim]
+        shape = x.shape if vector.size == x.size else column
+        vector = vector.reshape(shape).astype(jnp.float32)
+        of_rows = vector.size == groups > 1
+        return vector if of_rows else jnp.broadcast_to(vector, x.shape)
+
+    one = jnp.ones((1,) * x.ndim, jnp.float32)
+    vectors = like_x(weight, one), like_x(bias, 0 * one)
+    static = Static(x.ndim, groups, "pallas")
+    return bind(ROWS, x, *vectors, static=static, norm=norm)[0]
+
+
+# --- By the passes. A row has `ndim` axes: two, once a primitive has flattened it.
+
+
+def _rows(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
+    def row(x: Array, weight: Array, bias: Array) -> Array:
+        values = Values(x, groups=groups, channels=groups)
+        how: Any = {"eps": norm.eps, "centred": norm.centred, "activation": norm.activation}
+        return values.normalised(weight, bias, **how)
+
+    axes = ",".join(f"n{i}" for i in range(ndim))
+    x, *vectors = arrays
+    vectors = [jnp.broadcast_to(v, (*v.shape[:-ndim], *x.shape[-ndim:])) for v in vectors]
+    rows = jnp.vectorize(row, signature=f"({axes}),({axes}),({axes})->({axes})")
+    return [rows(x, *vectors)]
+
+
+def _tangent(*arrays: Array, **options: Any) -> Any:
+    # An operand and its tangent may differ along different axes.
+    along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
+    return jax.jvp(functools.partial(_rows, **options), at, along)[1]
+
+
+def _gradients(dy: Array, x: Array, *vectors: Array, shape: Any = None, **options: Any) -> Any:
+    at = [v if shape is None else jnp.broadcast_to(v, shape) for v in vectors]
+    dx, *sums = jax.vjp(functools.partial(_rows, **options), x, *at)[1]([dy])
+    return [dx] if shape is None else [dx, *sums]
+
+
+# --- By the kernels.
+
+
+def _lowered(
+    kernel: str,
+    passes: Callable[..., Any],
+    target: Target,
+    *arrays: Array,
+    static: Static,
+    norm: RowNorm,
+    shape: Any = None,
+) -> Any:
+    """Returns the results of the kernel of this name, or of the passes; raises `ValueError` if
+    neither serves."""
+    sums = {} if shape is None else {"shape": static.flat(shape)}
+    arranged, _ = static.arranged(arrays, arrays[0].shape, flat=True)
+    x, *vectors = arranged[-3:]
+    name = platform(target, x, _DTYPES)
+    # A kernel takes weights and biases of one example for all.
+    shapes = *(v.shape for v in vectors), *sums.values()
+    if x.size == 0 or any(math.prod(shape[:-2]) > 1 for shape in shapes):
+        return passes(*arranged, norm=norm, groups=static.channels, **sums)
+    rows = kernels("tpu_rows" if name == "tpu" else "gpu_rows")
+    return getattr(rows, kernel)(*arranged, norm=norm, **sums)
+
+
+def _lowered_tangent(target: Target, *arrays: Array, static: Static, norm: RowNorm) -> Any:
+    del target
+    return _tangent(*arrays, norm=norm, ndim=static.ndim, groups=static.channels)
+
+
+def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
+    """Returns the types of a primitive's results."""
+    sums = [] if shape is None else [others[-1].update(shape=shape, weak_type=False)] * 2
+    return [first.update(weak_type=False), *sums]
+
+
+ROWS = new_primitive("rows", functools.partial(_lowered, "rows", _rows), _types, [0])
+TANGENT = new_primitive("d_rows", _lowered_tangent, _types, [0, 3])
+GRADIENTS = new_primitive(
+    "d_rows_t", functools.partial(_lowered, "gradients", _gradients), _types, [0, 1]
+)
+
+
+# --- Their derivatives.
+
+
+def _rows_jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
+    along = map(ad.instantiate_zeros, tangents)
+    return ROWS.bind(*primals, **parameters), bind(TANGENT, *along, *primals, **parameters)
+
+
+def _tangent_transpose(cotangents: Any, *operands: Any, **parameters: Any) -> Any:
+    linear, primals = operands[:3], operands[3:]
+    if isinstance(cotangents[0], ad.Zero):
+        return [None] * len(operands)
+    wanted = [o.aval if ad.is_undefined_primal(o) else None for o in linear]
+    if any(wanted[1:]):
+        shapes = [v.shape for v in (*wanted[1:], *primals[1:]) if v is not None]
+        parameters["shape"] = jnp.broadcast_shapes(*shapes)
+    gradients = bind(GRADIENTS, *cotangents, *primals, **parameters)
+    # Without sums only dx is found.
+    fit = [
+        None if v is None else fitted(ct, v) for ct, v in zip(gradients, wanted, strict=False)
+    ]
+    return [*fit, *[None] * (len(operands) - len(fit))]
+
+
+def _jvp(
+    passes: Callable[..., Any], primals: Any, tangents: Any, *, static: Static, **options: Any
+) -> Any:
+    options |= {"ndim": static.ndim, "groups": static.channels}
+    function = functools.partial(passes, **options)
+    return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
+ad.primitive_jvps[ROWS] = _rows_jvp
+ad.primitive_jvps[TANGENT] = functools.partial(_jvp, _tangent)
+ad.primitive_jvps[GRADIENTS] = functools.partial(_jvp, _gradients)
+ad.primitive_transposes[TANGENT] = _tangent_transpose

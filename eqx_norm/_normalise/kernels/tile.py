@@ -1,0 +1,123 @@
+"""Runs kernels of Pallas' Mosaic GPU backend, on tiles whose register layout is stated.
+
+Mosaic does not find out how the threads of a program should share a tile that is reduced. If
+the load says so, it finds all other layouts. No load or store is masked: a block that would
+pass the end of an array starts earlier. Checked with jax 0.11.2 and 0.12.0.1.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import TiledLayout
+from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
+from jaxtyping import Array
+
+mosaic_gpu: Any = _mosaic_gpu  # not all of it is in the oldest jax
+LANES, WARPS = 32, 4
+THREADS = LANES * WARPS  # a warpgroup, which runs a program
+CORES = 132  # of an H200
+_WIDEST = 16  # bytes that a thread loads at once, at most
+_SCRATCH = 8192  # bytes of shared memory: a sum over warps of as many waits once
+
+
+class Tile(NamedTuple):
+    """Lays the threads of a program out over a tile. In a row, `across` warps lie side by side,
+    `lanes` lanes of each, and `wide` values in each lane. Other warps and lanes lie below."""
+
+    wide: int
+    lanes: int
+    across: int
+
+    @property
+    def columns(self) -> int:
+        return self.across * self.lanes * self.wide
+
+    @property
+    def rows(self) -> int:
+        return THREADS // (self.across * self.lanes)
+
+    @property
+    def layout(self) -> Any:
+        warp = LANES // self.lanes, self.lanes * self.wide
+        # Both axes are cut for the warps (dims -6, -5), then for the lanes (-4, -3).
+        cuts = mosaic_gpu.Tiling(((self.rows, self.columns), warp, (1, self.wide)))
+        tiled = TiledLayout(cuts, (-6, -5), (-4, -3), -1, _check_canonical=False).canonicalize()
+        how = tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim
+        return mosaic_gpu.Layout.TILED(*how)
+
+
+def tiles(
+    columns: int, itemsize: int, across: Sequence[int], lanes: int = LANES
+) -> Iterator[Tile]:
+    """Yields the tiles that divide rows of so many columns, those of the widest loads first."""
+    power = columns & -columns
+    for wide in (_WIDEST // itemsize, _WIDEST // itemsize // 2, _WIDEST // itemsize // 4):
+        for warps in across:
+            if power >= warps * wide:
+                yield Tile(wide, min(lanes, power // (warps * wide)), warps)
+
+
+def call(
+    body: Callable[..., None], arrays: Sequence[Array], outputs: Sequence[Any], programs: int
+) -> list[Array]:
+    """Returns what `body(program, *arrays, *outputs)` stores in `outputs`, of pairs of a shape
+    and a dtype."""
+    # Results vary over the axes of a mesh as the operands do.
+    varies = jax.typeof(arrays[0]).manual_axis_type
+    types = [jax.ShapeDtypeStruct(*of, manual_axis_type=varies) for of in outputs]
+    kernel = mosaic_gpu.kernel(
+        lambda *refs: body(lax.axis_index("program"), *refs),
+        out_type=types,
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=mosaic_gpu.CompilerParams(
+            lowering_semantics=mosaic_gpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,  # nothing reads what a kernel writes
+            reduction_scratch_bytes=_SCRATCH,
+        ),
+    )
+    return list(kernel(*arrays))
+
+
+def load(ref: Any, tile: Tile | None = None) -> Array:
+    """Returns the values as float32; a vector needs no tile."""
+    layout = None if tile is None else tile.layout
+    return mosaic_gpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def zeros(shape: tuple[int, int], tile: Tile) -> Array:
+    return mosaic_gpu.layout_cast(jnp.zeros(shape, jnp.float32), tile.layout)
+
+
+def total(values: Array, axis: int) -> Array:
+    """Returns the sum of a tile along an axis. Each thread adds its values in order, and the
+    threads in a tree."""
+    return values.sum(axis)
+
+
+def store(ref: Any, value: Array) -> None:
+    """Stores values, rounded to the reference's dtype."""
+    value = value.astype(ref.dtype)
+    if hasattr(mosaic_gpu, "store"):  # jax 0.12, whose plain stores want whole sectors
+        mosaic_gpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def span(start: Any, size: int) -> Any:
+    """Returns an index of `size` consecutive places."""
+    return pl.ds(start, size)
+
+
+def divided(number: Array, *sizes: int) -> list[Array]:
+    """Returns the indices of a place in an array whose last axes have these sizes."""
+    places: list[Array] = []
+    for size in map(np.int32, sizes[::-1]):
+        places.insert(0, lax.rem(number, size))
+        number = lax.div(number, size)
+    return [number, *places]

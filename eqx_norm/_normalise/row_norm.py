@@ -1,0 +1,61 @@
+"""Defines the norm of a row and its derivative, for XLA's programs and for kernels."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from eqx_norm.strategies._pair import rounded
+
+from .elementwise import Activation, applied
+from .jaxprs import evaluated
+from .reference import rsqrt
+
+# Returns the mean of each row, in a shape that broadcasts to that of the rows.
+Mean = Callable[[Any], Any]
+
+
+class RowNorm(NamedTuple):
+    r"""Holds the static arguments of a norm of rows. With $u = (x - \mu) r$ and $r = 1 /
+    \sqrt{\sigma^2 + \varepsilon}$,
+
+    $$y = f(w u + b), \quad dx = r \, \big(h - \overline{h} - u \, \overline{h u}\big), \quad
+      h = w g, \quad g = f'(w u + b) \, dy, \quad dw = \sum g u, \quad db = \sum g.$$
+
+    Unless `centred`, $\mu$ and $\overline{h}$ are 0. All arrays are float32.
+    """
+
+    eps: float
+    centred: bool
+    activation: Activation | None = None
+
+    def standardised(self, x: Any, k: Any, mean: Mean) -> tuple[Any, Any]:
+        """Returns u and r. As in `reference.statistics`, one of a row's values, `k`, is
+        subtracted first, so that a constant row becomes 0, and the mean is taken twice."""
+        if self.centred:
+            d = x - (k + rounded(mean(x - k)))
+            x = d - rounded(mean(d))
+        rstd = rsqrt(mean(x * x) + self.eps)
+        return x * rstd, rstd
+
+    def y(self, u: Any, weight: Any, bias: Any) -> Any:
+        """Returns y."""
+        return applied(self.activation, u * weight + bias)
+
+    def g(self, dy: Any, u: Any, weight: Any, bias: Any) -> Any:
+        """Returns g, with the derivative of the activation computed from u."""
+        if self.activation is None:
+            return dy
+        along = self.derivative(jax.ShapeDtypeStruct(u.shape, u.dtype))
+        return evaluated(along.jaxpr, u * weight + bias, dy)[0]
+
+    def derivative(self, like: Any) -> Any:
+        """Returns the jaxpr of the activation's tangent, of an array and its tangent."""
+        function = functools.partial(applied, self.activation)
+        return jax.make_jaxpr(lambda v, dv: jax.jvp(function, (v,), (dv,))[1])(like, like)
+
+    def along_x(self, h: Any, u: Any, rstd: Any, mean: Mean) -> Any:
+        """Returns dx for h; as the map is symmetric, also the tangent of u for one of x."""
+        h = h - mean(h) if self.centred else h
+        return rstd * (h - u * mean(h * u))

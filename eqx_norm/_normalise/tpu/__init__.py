@@ -1,1 +1,0 @@
-"""Kernels for a TPU: rows, normalised one by one."""

@@ -1,1 +1,0 @@
-"""Tests the kernel for GPUs, on machines that have none."""

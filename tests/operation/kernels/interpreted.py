@@ -1,0 +1,54 @@
+"""Runs the kernels on a CPU, in Pallas' interpreter for any device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from eqx_norm._normalise.kernels import columns, gpu_rows, rows, tile, tpu_rows
+
+
+def take_the_cpu_for(platform, monkeypatch):
+    """Has programs for a CPU take the kernels of a platform, "cuda" or "tpu"."""
+    for module in (columns, rows):
+        monkeypatch.setattr(module, "platform", lambda *_: platform)
+    if platform == "tpu":
+        call = functools.partial(pl.pallas_call, interpret=True)  # NaN beyond the end of x
+        monkeypatch.setattr(pl, "pallas_call", call)
+        monkeypatch.setattr(tpu_rows, "_VALUES", 256 * tpu_rows._LANES)  # 256 short rows
+        return
+    for name in ("call", "load", "store", "total", "zeros"):
+        monkeypatch.setattr(tile, name, globals()[name])
+    monkeypatch.setattr(gpu_rows, "_added", lambda sums: [total(v, 0) for v in sums])
+
+
+def call(body, arrays, outputs, programs):
+    """Stores NaN, and then what the programs do, one by one."""
+
+    def run(*refs):
+        body(pl.program_id(0), *refs)
+
+    types = [jax.ShapeDtypeStruct(*of) for of in outputs]
+    return list(pl.pallas_call(run, types, grid=(programs,), interpret=True)(*arrays))
+
+
+def load(ref, tile=None):
+    return ref[...].astype(jnp.float32)
+
+
+def store(ref, value):
+    ref[...] = value.astype(ref.dtype)
+
+
+def zeros(shape, tile):
+    return lax.full(shape, 0, jnp.float32)
+
+
+def total(values, axis):
+    """Returns a sum that is added in a tree, as a GPU does; XLA:CPU adds one after another."""
+    lanes = jnp.moveaxis(values, axis, 0)
+    while (half := len(lanes) // 2) > 0:
+        lanes = jnp.concatenate([lanes[:half] + lanes[half : 2 * half], lanes[2 * half :]])
+    return lanes[0]

@@ -1,0 +1,73 @@
+"""Tests the kernels for GPUs in the interpreter of Mosaic GPU, which knows their layouts."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
+
+from eqx_norm._normalise.kernels import gpu_columns, gpu_rows
+from eqx_norm._normalise.row_norm import RowNorm
+
+mosaic_gpu: Any = _mosaic_gpu  # not all of it is in the oldest jax
+pytestmark = pytest.mark.skipif(
+    not hasattr(mosaic_gpu, "force_gpu_interpret_mode"), reason="make test-newest: jax 0.12"
+)
+
+
+def interpreted(function, *arrays, finds_races):
+    how = mosaic_gpu.InterpretGPUParams(detect_races=finds_races)
+    with mosaic_gpu.force_gpu_interpret_mode(how):
+        return jax.jit(function)(*arrays)
+
+
+def formula(x, weight, bias, activation):
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    y = (x - mean) / jax.numpy.sqrt(variance + 1e-5) * weight + bias
+    return y if activation is None else activation(y)
+
+
+# Shapes of x, (examples, groups, length), and of weights. Of the last two, blocks overlap: both
+# write the same values, which a detector of races reports.
+ROWS = [
+    ((8, 1, 768), (1, 768), jax.nn.silu, True),
+    ((4, 8, 64), (8, 1), None, True),
+    ((32, 32, 8), (32, 8), jax.nn.gelu, True),
+    ((9, 1, 768), (1, 768), None, False),
+    ((300, 1, 8), (1, 8), jax.nn.relu, False),
+]
+
+
+@pytest.mark.parametrize(("shape", "affine", "activation", "finds_races"), ROWS)
+def test_rows(shape, affine, activation, finds_races):
+    random = np.random.default_rng(0)
+    x, dy = random.standard_normal((2, *shape)).astype(np.float32)
+    weight, bias = random.standard_normal((2, 1, *affine)).astype(np.float32)
+    norm, run = (
+        RowNorm(1e-5, centred=True, activation=activation),
+        functools.partial(interpreted, finds_races=finds_races),
+    )
+    y = run(functools.partial(gpu_rows.rows, norm=norm), x, weight, bias)
+    gradients = functools.partial(gpu_rows.gradients, norm=norm, shape=(1, *affine))
+    found = *y, *run(gradients, dy, x, weight, bias)
+    with jax.enable_x64(True):
+        x, dy, weight, bias = (v.astype(np.float64) for v in (x, dy, weight, bias))
+        f = functools.partial(formula, activation=activation)
+        y, pull_back = jax.vjp(f, x, weight, bias)
+        expected = [np.asarray(v) for v in (y, *pull_back(dy))]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("shape", [(1, 768, 32), (2, 5, 6), (1, 700, 33)])
+def test_columns(shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) + 1e3
+    finds_races = shape[1] == 768
+    found = interpreted(gpu_columns.statistics, x, finds_races=finds_races)
+    mean, m2, rest = (np.asarray(v, np.float64) for v in found)
+    x = x.astype(np.float64)
+    np.testing.assert_allclose(mean, x.mean(1, keepdims=True), rtol=1e-7)
+    np.testing.assert_allclose(mean + rest, x.mean(1, keepdims=True), rtol=1e-10)
+    np.testing.assert_allclose(m2, shape[1] * x.var(1, keepdims=True), rtol=1e-6)

@@ -1,0 +1,224 @@
+"""Tests that rows are normalised within the layers' bounds, with derivatives of all orders."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from eqx_norm._normalise.kernels import gpu_rows, tile
+from tests import exact
+from tests.compiling import jit
+from tests.helpers import bits, normal
+from tests.layers import accuracy
+from tests.operation.derivatives import ENSEMBLES, FIRST_ORDER, HIGHER, gradient
+from tests.operation.test_residuals import held
+
+from .interpreted import take_the_cpu_for
+
+pytestmark = pytest.mark.x32  # no float64
+
+
+@pytest.fixture(params=["cuda", "tpu"])
+def platform(request, monkeypatch):
+    take_the_cpu_for(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    take_the_cpu_for("cuda", monkeypatch)
+
+
+def mapped(kind, shape, ndim=1, implementation: Any = "pallas", activation=None):
+    """Returns the layer of the last `ndim` axes as a function of weight, bias and x."""
+
+    def f(weight, bias, x):
+        how: Any = {"implementation": implementation, "activation": activation}
+        layer = kind(shape[len(shape) - ndim :], **how)
+        layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
+        for _ in shape[ndim:]:
+            layer = jax.vmap(layer)
+        return layer(x)
+
+    return f
+
+
+def train(f, dy, *arrays):
+    """Returns y, and the gradients of all arrays."""
+
+    def step(dy, *arrays):
+        y, pull_back = jax.vjp(f, *arrays)
+        return y, *pull_back(dy)
+
+    # A new function is traced anew: what a test has changed is no argument.
+    return jax.jit(step)(dy, *arrays)
+
+
+def check(kind, x, dy=None):
+    """Holds output and gradients to their bounds."""
+    random = np.random.default_rng(0)
+    weight, bias = random.uniform(0.5, 1.5, (2, x.shape[-1])).astype(np.float32)
+    dy = random.standard_normal(x.shape).astype(x.dtype) if dy is None else dy
+    y, dweight, dbias, dx = train(mapped(kind, x.shape), dy, weight, bias, x)
+    assert y.dtype == dx.dtype == x.dtype
+    x, dy, y, dx = (np.asarray(v).reshape(-1, x.shape[-1]) for v in (x, dy, y, dx))
+    batch = exact.Batch(x, dy, weight, bias)
+    expected = exact.layer_norm(batch, centred=kind is LayerNorm)
+    answer = exact.Answer(y, None, dx, np.asarray(dweight), np.asarray(dbias))
+    errors, bounds = exact.errors(batch, expected, answer)._asdict(), accuracy.BOUNDS
+    assert not {name: errors[name] for name in bounds if errors[name] > bounds[name]}
+
+
+# On a TPU: of one block; cut along one axis or both, with and without a remainder; axes of size
+# 1. On a GPU: fewer rows than a block; a last block that overlaps; tiles in one warp and in
+# four, once and several times along a row.
+SHAPES = {
+    "tpu": [(7,), (1, 1), (16, 130), (2, 3, 1, 4), (300, 9), (37, 3, 7), (5, 300, 2)],
+    "cuda": [(64,), (1, 8), (37, 3, 8), (19, 96), (300, 24), (9, 768), (2, 1152), (3, 2048)],
+}
+of_one_value = pytest.mark.filterwarnings("ignore:.* hold one value per group")
+KINDS = (LayerNorm, np.float32), (LayerNorm, jnp.bfloat16), (RMSNorm, jnp.bfloat16)
+
+
+@of_one_value
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("at", range(8))
+def test_against_64_bits(platform, kind, dtype, at):
+    shapes = SHAPES[platform]
+    x = 3 + 2 * np.random.default_rng(1).standard_normal(shapes[at % len(shapes)])
+    check(kind, x.astype(dtype))
+
+
+def test_float16_on_a_gpu(on_a_gpu):
+    check(LayerNorm, np.random.default_rng(1).standard_normal((37, 64)).astype(np.float16))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [8, 1024])
+def test_hard_values(platform, size, seed):
+    random = np.random.default_rng(seed)
+    x = accuracy.far_from_zero(random, (size, 8)).T
+    check(LayerNorm, x)
+    check(LayerNorm, x, np.ones_like(x))
+    for place in (0, random.integers(size)):
+        check(LayerNorm, accuracy.with_outlier(random, (size, 8), place).T)
+
+
+def test_sums_over_many_blocks_lose_nothing(platform):
+    """The largest errors: each of 512 sums is rounded in the same direction."""
+    length = 2 if platform == "tpu" else 4  # the least that a kernel serves
+    x = np.random.default_rng(0).standard_normal((2**17, length)).astype(np.float32)
+    check(LayerNorm, x, np.full_like(x, 0.1))
+
+
+def test_constant_rows_give_the_bias_to_the_bit(platform):
+    x = np.array([1e-3, 0.1, 1 / 3, 300.0, 65504.0, -7.0], np.float32)[:, None].repeat(24, 1)
+    f = mapped(LayerNorm, (6, 24))
+    y, *_ = train(f, np.ones_like(x), normal(0, (24,)), bias := normal(1, (24,)), x)
+    assert bits(y) == bits(jnp.broadcast_to(bias, (6, 24)))
+
+
+def partly_shared(f, primals, tangents):
+    """Returns gradients where weights differ but biases do not, and the other way round."""
+    weight, bias, x = primals
+    first = jax.vmap(f, (0, None, None)), (jnp.stack([weight, 2 * weight]), bias, x)
+    second = jax.vmap(f, (None, 0, None)), (weight, jnp.stack([bias, 2 * bias]), x)
+    return [gradient(*pair, tangents) for pair in (first, second)]
+
+
+JACOBIAN = lambda f, primals, tangents: jax.jacrev(f, (0, 1, 2))(*primals)  # noqa: E731
+TRANSFORMS = *FIRST_ORDER, *HIGHER[:2], *ENSEMBLES, partly_shared, JACOBIAN
+
+
+@pytest.mark.parametrize("activation", [None, jax.nn.silu])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_derivatives(platform, kind, activation):
+    random = np.random.default_rng(0)
+    arrays = [[random.normal(size=n) for n in (4, 4, (3, 4))] for _ in range(2)]
+
+    def derived(implementation, dtype):
+        f = mapped(kind, (3, 4), 1, implementation, activation)
+        operands, tangents = jax.tree.map(lambda v: jnp.asarray(v, dtype), arrays)
+        return jit(lambda *at: [transform(f, *at) for transform in TRANSFORMS])(
+            operands, tangents
+        )
+
+    actual = jax.tree.leaves(derived("pallas", jnp.float32))
+    with jax.enable_x64(True):
+        expected = jax.tree.leaves(derived("auto", jnp.float64))
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1, np.abs(b).max()))
+
+
+def test_x_itself_is_kept_and_vectors(platform):
+    layer, x = LayerNorm(8, implementation="pallas"), normal(0, (5, 8))
+    kept = held(layer, lambda layer, x: jax.vmap(layer)(x), x)
+    vectors = [leaf for leaf in kept if leaf is not x]
+    assert len(vectors) == len(kept) - 1
+    assert max(vector.size for vector in vectors) <= 8
+
+
+@of_one_value
+@pytest.mark.parametrize(("shape", "ndim"), [((5, 2, 4), 2), ((5,), 0)], ids=str)
+def test_rows_of_several_axes_or_none(platform, shape, ndim):
+    arrays = [normal(0, shape[len(shape) - ndim :])] * 2 + [normal(1, shape)]
+    y, expected = (
+        jax.jit(mapped(LayerNorm, shape, ndim, name))(*arrays) for name in ("pallas", "xla")
+    )
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+
+
+# Groups that a block has several of; that have several blocks; of channels of several values;
+# whose number and a tile's rows have no common factor; without weights; one.
+GROUPED = [
+    (functools.partial(GroupNorm, 32, 256, activation=jax.nn.silu), (256,)),
+    (functools.partial(InstanceNorm, 96, affine=True), (96, 8, 8)),
+    (functools.partial(GroupNorm, 4, 8), (8, 4, 6)),
+    (functools.partial(GroupNorm, 3, 6), (6, 4, 4)),
+    (functools.partial(InstanceNorm, 3), (3, 4, 4)),
+    (functools.partial(InstanceNorm, 1, affine=True), (1, 4, 4)),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("kind", "shape"), GROUPED)
+def test_groups_are_rows(on_a_gpu, kind, shape, dtype):
+    random = np.random.default_rng(0)
+    x, dy = (jnp.asarray(random.standard_normal((5, *shape)), dtype) for _ in range(2))
+    scale = 0.1 * random.standard_normal(shape[0]).astype(np.float32)
+
+    def trained(implementation, dtype):
+        weights, static = eqx.partition(kind(implementation=implementation), eqx.is_array)
+        weights = jax.tree.map(lambda v: (v + scale).astype(dtype), weights)
+        f = lambda weights, x: jax.vmap(eqx.combine(weights, static))(x)  # noqa: E731
+        given = dy.astype(x.dtype), weights, x
+        given = (
+            given if dtype == jnp.float32 else jax.tree.map(lambda v: v.astype(dtype), given)
+        )
+        return [np.asarray(v, np.float64) for v in jax.tree.leaves(train(f, *given))]
+
+    actual = trained("pallas", jnp.float32)
+    with jax.enable_x64(True):
+        expected = trained("auto", jnp.float64)
+    for a, b in zip(actual, expected, strict=True):
+        is_half = a.shape == x.shape and dtype == jnp.bfloat16
+        ulp = 2.0**-8 * np.abs(b) if is_half else 0
+        assert np.all(np.abs(a - b) <= ulp + 2e-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_which_lengths_are_served(dtype):
+    """Tests what the error says, and that a thread holds no more than it may."""
+    for odd in range(1, 18 if dtype == "bfloat16" else 36, 2):
+        for n in (odd * 2**power for power in range(3, 14)):
+            x = jax.ShapeDtypeStruct((4096, n), jnp.dtype(dtype))
+            ways = [((1, 4), 64)] * (n <= 8192) + [((4,), 36)] * (n <= 4608)
+            for across, most in ways:
+                blocks = gpu_rows.Blocks.of(x, 1, across, lambda _, most=most: most, 16)
+                assert n % blocks.tile.columns == 0
+                assert blocks.rows * n <= most * tile.THREADS

@@ -1,1 +1,0 @@
-"""Tests the kernels for TPUs, on machines that have none."""
