@@ -28,7 +28,7 @@ from jaxtyping import Array
 from . import linear, on_cpu
 from .collectives import is_partitioned, lowered, varying
 from .elementwise import applied
-from .reference import Shape
+from .reference import Shape, rsqrt
 from .row_norm import RowNorm
 
 LONGEST, FEW = 2**14, 32
@@ -69,10 +69,10 @@ class Chain(NamedTuple):
     def _standardised(self, x: Array) -> tuple[Array, Array]:
         x = self._rows(x)
         if self.norm.centred:
-            return self.norm.standardised(x, x.max(-1, keepdims=True), _mean)
+            return self.norm.standardised(x, x.max(-1, keepdims=True), _mean, rsqrt)
         # Exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
         x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
-        return self.norm.standardised(x, None, _mean)
+        return self.norm.standardised(x, None, _mean, rsqrt)
 
     def _affine(
         self, du: Array, u: Array, weight: Array | None, bias: Array | None

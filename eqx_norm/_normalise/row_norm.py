@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from eqx_norm.strategies._pair import rounded
 
 from .elementwise import Activation, applied
 from .jaxprs import evaluated
-from .reference import rsqrt
 
 # Returns the mean of each row, in a shape that broadcasts to that of the rows.
 Mean = Callable[[Any], Any]
@@ -30,7 +30,9 @@ class RowNorm(NamedTuple):
     centred: bool
     activation: Activation | None = None
 
-    def standardised(self, x: Any, k: Any, mean: Mean) -> tuple[Any, Any]:
+    def standardised(
+        self, x: Any, k: Any, mean: Mean, rsqrt: Callable[[Any], Any] = lax.rsqrt
+    ) -> tuple[Any, Any]:
         """Returns u and r. As in `reference.statistics`, one of a row's values, `k`, is
         subtracted first, so that a constant row becomes 0, and the mean is taken twice."""
         if self.centred:
@@ -41,13 +43,17 @@ class RowNorm(NamedTuple):
 
     def y(self, u: Any, weight: Any, bias: Any) -> Any:
         """Returns y."""
-        return applied(self.activation, u * weight + bias)
+        v = u * weight + bias
+        if self.activation is None:
+            return v
+        function = functools.partial(applied, self.activation)
+        return evaluated(jax.make_jaxpr(function)(_like(v)).jaxpr, v)[0]
 
     def g(self, dy: Any, u: Any, weight: Any, bias: Any) -> Any:
         """Returns g, with the derivative of the activation computed from u."""
         if self.activation is None:
             return dy
-        along = self.derivative(jax.ShapeDtypeStruct(u.shape, u.dtype))
+        along = self.derivative(_like(u))
         return evaluated(along.jaxpr, u * weight + bias, dy)[0]
 
     def derivative(self, like: Any) -> Any:
@@ -59,3 +65,7 @@ class RowNorm(NamedTuple):
         """Returns dx for h; as the map is symmetric, also the tangent of u for one of x."""
         h = h - mean(h) if self.centred else h
         return rstd * (h - u * mean(h * u))
+
+
+def _like(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
