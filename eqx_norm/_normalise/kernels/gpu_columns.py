@@ -47,6 +47,8 @@ def statistics(x: Array) -> list[Array]:
     size = x.dtype.itemsize
     # Mosaic cannot sum vectors of eight float32 over warps.
     fit = [t for t in tile.tiles(channels, size, (4, 2, 1), 4) if t.across == 4 or t.wide <= 4]
+    if rows > tile.MOST_ROWS:
+        raise refusal(x, "it has more rows than a kernel can count", "ensemble, rows, channels")
     if not fit:
         raise refusal(x, "its number of channels is odd", "ensemble, rows, channels")
     it = fit[0]

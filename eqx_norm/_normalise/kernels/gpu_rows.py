@@ -44,7 +44,9 @@ class Blocks(NamedTuple):
         cls, x: Any, groups: int, across: Sequence[int], most: Callable[[Tile], int], aim: int
     ) -> "Blocks":
         """Returns the blocks of the widest loads; raises `ValueError` if there are none."""
-        *_, n = x.shape
+        m, n = x.shape
+        if m > tile.MOST_ROWS:
+            raise refusal(x, "it has more rows than a kernel can count")
         for it in tile.tiles(n, x.dtype.itemsize, across):
             held = it.rows * n // tile.THREADS
             best = max(1, aim // held)

@@ -21,6 +21,7 @@ mosaic_gpu: Any = _mosaic_gpu  # not all of it is in the oldest jax
 LANES, WARPS = 32, 4
 THREADS = LANES * WARPS  # a warpgroup, which runs a program
 CORES = 132  # of an H200
+MOST_ROWS = 2**31 - 2**16  # which 32 bits can count
 _WIDEST = 16  # bytes that a thread loads at once, at most
 _SCRATCH = 8192  # bytes of shared memory: a sum over warps of as many waits once
 

@@ -211,6 +211,12 @@ def test_groups_are_rows(on_a_gpu, kind, shape, dtype):
         assert np.all(np.abs(a - b) <= ulp + 2e-6 * np.abs(b).max())
 
 
+def test_more_rows_than_a_kernel_can_count():
+    x = jax.ShapeDtypeStruct((2**31, 8), jnp.dtype("bfloat16"))
+    with pytest.raises(ValueError, match="more rows than a kernel can count"):
+        gpu_rows.Blocks.of(x, 1, (1, 4), lambda _: 64, 16)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_which_lengths_are_served(dtype):
     """Tests what the error says, and that a thread holds no more than it may."""
