@@ -1,9 +1,9 @@
 # Everything here works on a machine that has python3, pip and make; `make help` lists it.
 
 PYTHON ?= python3
-# The tests of a file share compiled programs: two processes on any number of cores, and each file
+# The tests of a file share compiled programs: a process for each core, up to 8, and each file
 # in one of them.
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist loadfile
 # float64 is the default; implicit promotion of dtypes or ranks is an error, and so is a NaN that
 # the test does not make. Tests that depend on none of these, or set them themselves, are marked x32.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTION=raise \
@@ -51,10 +51,10 @@ experiments: .venv-peers ## replace every committed table and figure (80 minutes
 
 # With the newest jax, which needs Python 3.12: where there is none, the script says so, and nothing
 # is ready.
-gpu-compile-check tpu-compile-check: %-compile-check: .venv-%-compile
+gpu-compile-check tpu-compile-check: %-compile-check: .venv-compile
 	@! test -e $</ready || $</bin/python -m experiments.compiled --target $* $(TO)
-gpu-compile-check: ## compile for GPUs, none needed: what programs move (1.3 GB)
-tpu-compile-check: ## compile for TPUs, none needed: what programs move (1.4 GB)
+gpu-compile-check: ## compile for GPUs, none needed: what programs move (2 GB)
+tpu-compile-check: ## compile for TPUs, none needed: what programs move
 
 # Each exits with 1 if a claim does not hold. The second runs in any case.
 gpu: nvidia-smi $(GPU_ENVIRONMENT) ## measure on a CUDA GPU: errors, time beside Flax and PyTorch (7 GB)

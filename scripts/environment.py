@@ -24,9 +24,8 @@ ENVIRONMENTS = """
 .venv-docs         docs        3.11  --editable .[docs]
 .venv-peers        oldest-jax  3.11  --editable .[dev,peers] ; jaxonmodels
 .venv-newest       newest-jax  3.12  --editable .[dev]
-.venv-gpu-compile  compile     3.12  --editable .[experiments] ; \
+.venv-compile      compile     3.12  --editable .[experiments] libtpu ; \
                                      jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
-.venv-tpu-compile  compile     3.12  --editable .[experiments] libtpu
 .venv-gpu          gpu         3.12  --editable .[experiments] jax[cuda13] flax torch
 """
 

@@ -55,7 +55,7 @@ class Pair(NamedTuple):
         return self._plus(other.value, other.rest)
 
     def _plus(self, value: Array, rest: Array) -> "Pair":
-        total, error = _two_sum(self.value, value)
+        total, error = two_sum(self.value, value)
         rest += lax.stop_gradient(error) + self.rest  # the error is 0 in exact arithmetic
         value = total + rest
         return Pair(_stacked(value, rest - (value - total)))  # Dekker's sum: the rest is small
@@ -124,7 +124,7 @@ def _with_zeros(value: Array) -> Array:
     return lax.pad(value, jnp.zeros((), value.dtype), after)
 
 
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """Returns the rounded sum a + b and its exact rounding error (Knuth, 1969)."""
     total = a + b
     added = total - a

@@ -26,8 +26,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from . import linear, on_cpu
-from .collectives import is_partitioned, lowered, varying
 from .elementwise import applied
+from .lowering import is_partitioned, lowered, operands, varying
 from .reference import Shape, rsqrt
 from .row_norm import RowNorm
 
@@ -58,7 +58,8 @@ class Chain(NamedTuple):
 
     def tangent(self, dx: Array, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the tangent of y along that of x."""
-        # Another x than that of y: XLA would write what both compute of it.
+        # The barrier separates the statistics of this kernel from those of y's: XLA would merge
+        # the two, and write them to memory.
         u, rstd = self._standardised(lax.optimization_barrier(x))
         du = self.norm.along_x(self._rows(dx), u, rstd, _mean)
         du, u = self._affine(du, u, weight, bias)
@@ -159,7 +160,7 @@ def of(
 
 
 def _lower(platform: str, context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
-    _, x, *others = context.avals_in
+    _, x, *others = operands(context)
     sizes = (*x.shape, *(size for w in others[:n] for size in w.shape))
     is_known = all(isinstance(size, int) for size in sizes)
     if not is_known or is_partitioned(context):

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import collectives
+from . import lowering
 from .reference import Shape
 
 
@@ -116,19 +116,20 @@ def new_primitive(
     def lower(platform: str, context: Any, *arrays: Any, names: Any = (), **static: Any) -> Any:
         if names:
             raise NameError(f"unbound axis name: {names[0]}")
-        sizes = [size for aval in context.avals_in for size in aval.shape]
+        sizes = [size for aval in lowering.operands(context) for size in aval.shape]
         target = Target(
             platform,
-            context.module_context.platforms,
-            collectives.is_partitioned(context),
+            lowering.platforms(context),
+            lowering.is_partitioned(context),
             all(isinstance(size, int) for size in sizes),
         )
 
         def results(*arrays: Array) -> list[Array]:
-            values = zip(compute(target, *arrays, **static), context.avals_out, strict=True)
+            avals = lowering.results(context)
+            values = zip(compute(target, *arrays, **static), avals, strict=True)
             return [value.reshape(aval.shape) for value, aval in values]
 
-        return collectives.lowered(results, context, *arrays)
+        return lowering.lowered(results, context, *arrays)
 
     mlir.register_lowering(primitive, functools.partial(lower, "other"))
     for platform in ("cpu", "gpu"):
@@ -176,4 +177,4 @@ def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list
     """Returns the primitive's results for the arrays that are not `None`, cast to vary over the
     same axes of a mesh."""
     present = [array for array in arrays if array is not None]
-    return primitive.bind(*collectives.varying(present), **parameters)
+    return primitive.bind(*lowering.varying(present), **parameters)

@@ -3,6 +3,7 @@
 Derivatives of higher order: test_derivatives.py.
 """
 
+import contextlib
 import functools
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm._normalise.elementwise import in_shape
 from tests.helpers import bits, copy, make, normal
 
 N, C, L = 4, 2, 3
@@ -113,6 +115,20 @@ def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
         # A number next to a boundary may be rounded to either side.
         tolerance = 1e-2 if name == "bfloat16" else 1e-5
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+ELEMENTWISE = jax.nn.relu, jax.nn.gelu, jax.nn.elu, jax.nn.softplus, jax.nn.silu
+OTHERS = "maximum", "cumsum", "softmax", "position", "size", "size in a call", "size, filled in"
+
+
+def test_which_functions_are_elementwise():
+    """On a mesh, too, where traced programs name the arrays' sharding."""
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+    for shapes in ((3, 4), (2, 6)), ((3, 4), (12,)):
+        for where in (contextlib.nullcontext(), jax.sharding.use_abstract_mesh(mesh)):
+            with where:
+                assert all(in_shape(function, *shapes) for function in ELEMENTWISE)
+                assert not any(in_shape(FUNCTIONS[name], *shapes) for name in OTHERS)
 
 
 def test_numpy_s_functions_are_refused_at_once():

@@ -22,6 +22,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm.strategies._pair import two_sum
+
 from . import tile
 from .choice import refusal
 from .tile import Tile
@@ -155,9 +157,9 @@ def _extended(lanes: Lanes, values: Sequence[Array], count: Any, new: Any) -> La
     average = _tree_sum(away) * (1 / len(values))
     share, step = new / jnp.maximum(count + new, 1), average - rest
     squares = _tree_sum([(a - average) * (a - average) for a in away])
-    mean, rest = _with_rest(mean, rest + step * share)
+    mean, rest = two_sum(mean, rest + step * share)
     # With a rest, because after an outlier all later squares are rounded to the ulp of m2.
-    m2, lost = _with_rest(m2, squares + step * (step * (count * share)))
+    m2, lost = two_sum(m2, squares + step * (step * (count * share)))
     return Lanes(mean, m2, rest, m2_rest + lost)
 
 
@@ -180,7 +182,7 @@ def _merged(lanes: Lanes, count: Array, total: Array) -> tuple[Array, Array, Arr
     m2 = jnp.where(m2 < jnp.inf, m2 + m2_rest, m2)
     m2 = _sum(m2 + count * d * d) - sum_d * sum_d / total
     m2 = jnp.where(m2 < 0, 0, m2)  # not `maximum`, which may drop a NaN
-    mean, rest = _with_rest(m.max(0), sum_d / total)
+    mean, rest = two_sum(m.max(0), sum_d / total)
     return mean, m2, rest
 
 
@@ -188,12 +190,6 @@ def _sum(lanes: Array) -> Array:
     # Without "+ 0", the product of a lane is contracted into its first addition, unrounded, and
     # that of its neighbour is not: both would find another last bit, and store it.
     return tile.total(lanes + 0.0, 0)
-
-
-def _with_rest(value: Array, more: Array) -> tuple[Array, Array]:
-    """Returns the sum and its rounding error, which is exact if `value` is the larger."""
-    whole = value + more
-    return whole, more - (whole - value)
 
 
 def _tree_sum(values: Sequence[Array]) -> Array:

@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from eqx_norm._normalise.elementwise import Activation, in_shape
 from eqx_norm._normalise.jaxprs import equations
+from eqx_norm._normalise.lowering import changed
 from eqx_norm._normalise.passes import Static, Target, bind, new_primitive
 from eqx_norm._normalise.primitives import fitted
 from eqx_norm._normalise.row_norm import RowNorm
@@ -148,8 +149,7 @@ def _lowered_tangent(target: Target, *arrays: Array, static: Static, norm: RowNo
 
 def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
     """Returns the types of a primitive's results."""
-    sums = [] if shape is None else [others[-1].update(shape=shape, weak_type=False)] * 2
-    return [first.update(weak_type=False), *sums]
+    return [changed(first), *([] if shape is None else [changed(others[-1], shape=shape)] * 2)]
 
 
 ROWS = new_primitive("rows", functools.partial(_lowered, "rows", _rows), _types, [0])

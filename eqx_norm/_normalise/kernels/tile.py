@@ -8,7 +8,6 @@ pass the end of an array starts earlier. Checked with jax 0.11.2 and 0.12.0.1.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,6 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import TiledLayout
 from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
 from jaxtyping import Array
+
+from eqx_norm._normalise.lowering import like
 
 mosaic_gpu: Any = _mosaic_gpu  # not all of it is in the oldest jax
 LANES, WARPS = 32, 4
@@ -68,12 +69,9 @@ def call(
 ) -> list[Array]:
     """Returns what `body(program, *arrays, *outputs)` stores in `outputs`, of pairs of a shape
     and a dtype."""
-    # Results vary over the axes of a mesh as the operands do.
-    varies = jax.typeof(arrays[0]).manual_axis_type
-    types = [jax.ShapeDtypeStruct(*of, manual_axis_type=varies) for of in outputs]
     kernel = mosaic_gpu.kernel(
         lambda *refs: body(lax.axis_index("program"), *refs),
-        out_type=types,
+        out_type=[like(arrays[0], *of) for of in outputs],
         grid=(programs,),
         grid_names=("program",),
         compiler_params=mosaic_gpu.CompilerParams(

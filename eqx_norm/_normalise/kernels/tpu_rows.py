@@ -11,14 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from eqx_norm._normalise.lowering import like
 from eqx_norm._normalise.row_norm import RowNorm
+from eqx_norm.strategies._pair import two_sum
 
 from .choice import refusal
 
@@ -93,12 +94,9 @@ def _call(
     vectors = [jnp.broadcast_to(v.reshape(1, 1, -1), one_row) for v in vectors]
     row = pl.BlockSpec(block, lambda i, j: (i, j, 0))
     vector = pl.BlockSpec(one_row, lambda i, j: (0, 0, 0))
-    # Results vary over the axes of a mesh as the operands do.
-    varies: Any = {"manual_axis_type": jax.typeof(x).manual_axis_type}
-    like = functools.partial(jax.ShapeDtypeStruct, **varies)
     y, *totals = pl.pallas_call(
         body,
-        [like(whole, x.dtype), *[like(one_row, jnp.float32)] * sums],
+        [like(x, whole, x.dtype), *[like(x, one_row, jnp.float32)] * sums],
         grid=tuple(map(pl.cdiv, whole[:2], block)),
         in_specs=[row] * len(arrays) + [vector] * len(vectors),
         out_specs=[row] + [vector] * sums,
@@ -119,9 +117,8 @@ def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
     part = _total(_total(values, 0, 1), 1, 8)
     is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
     before, left = (jnp.where(is_first, 0, ref[...]) for ref in (total, rest))
-    total[...] = after = before + part
-    added = after - before
-    rest[...] = left + ((before - (after - added)) + (part - added))
+    total[...], error = two_sum(before, part)
+    rest[...] = left + error
 
 
 def _total(x: Array, axis: int, tile: int) -> Array:

@@ -79,7 +79,7 @@ def test_far_from_0(cut, shape, mean):
     check_statistics(normal(0, shape, float(mean)).astype(dtype))
 
 
-@pytest.mark.parametrize(("first", "rows"), [(1e3, 1), (1e5, 1), (-1e6, 1), (1e3, 48)])
+@pytest.mark.parametrize(("first", "rows"), [(1e5, 1), (-1e6, 1), (1e3, 48)])
 # In the last, a lane that starts with an outlier sees 127 steps more.
 @grid("as it is", *FAR, (1, 5115, 4), also=[("loops", (1, 2**13, 32))])
 def test_outliers_in_first_place(cut, shape, first, rows):

@@ -86,19 +86,19 @@ KINDS = (LayerNorm, np.float32), (LayerNorm, jnp.bfloat16), (RMSNorm, jnp.bfloat
 
 
 @of_one_value
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("at", range(8))
-def test_against_64_bits(platform, kind, dtype, at):
+def test_against_64_bits(platform, at):
     shapes = SHAPES[platform]
     x = 3 + 2 * np.random.default_rng(1).standard_normal(shapes[at % len(shapes)])
-    check(kind, x.astype(dtype))
+    for kind, dtype in (KINDS[0], KINDS[1 + at % 2]):
+        check(kind, x.astype(dtype))
 
 
 def test_float16_on_a_gpu(on_a_gpu):
     check(LayerNorm, np.random.default_rng(1).standard_normal((37, 64)).astype(np.float16))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [8, 1024])
 def test_hard_values(platform, size, seed):
     random = np.random.default_rng(seed)
@@ -136,8 +136,9 @@ TRANSFORMS = *FIRST_ORDER, *HIGHER[:2], *ENSEMBLES, partly_shared, JACOBIAN
 
 
 @pytest.mark.parametrize("activation", [None, jax.nn.silu])
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_derivatives(platform, kind, activation):
+def test_derivatives(platform, activation):
+    # Each platform has each kind, and each activation.
+    kind = LayerNorm if (platform == "cuda") == (activation is None) else RMSNorm
     random = np.random.default_rng(0)
     arrays = [[random.normal(size=n) for n in (4, 4, (3, 4))] for _ in range(2)]
 
