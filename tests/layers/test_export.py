@@ -29,7 +29,10 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize(
+    "masked",
+    [pytest.param(False, id="all"), pytest.param(True, id="masked", marks=pytest.mark.long)],
+)
 def test_symbolic_sizes(name, masked):
     symbols, shapes = LAYERS[name]
     name, _, mode = name.partition(", ")

@@ -105,7 +105,7 @@ class Block(eqx.Module):
         return x + y, state
 
 
-@pytest.mark.x32  # slow
+@pytest.mark.long
 @each_approach
 def test_stacked_layers_in_a_scan_are_a_loop_over_the_layers(approach):
     """Equinox #934: each layer of the stack has its own running statistics."""

@@ -135,7 +135,9 @@ JACOBIAN = lambda f, primals, tangents: jax.jacrev(f, (0, 1, 2))(*primals)  # no
 TRANSFORMS = *FIRST_ORDER, *HIGHER[:2], *ENSEMBLES, partly_shared, JACOBIAN
 
 
-@pytest.mark.parametrize("activation", [None, jax.nn.silu])
+@pytest.mark.parametrize(
+    "activation", [None, pytest.param(jax.nn.silu, marks=pytest.mark.long)]
+)
 def test_derivatives(platform, activation):
     # Each platform has each kind, and each activation.
     kind = LayerNorm if (platform == "cuda") == (activation is None) else RMSNorm
