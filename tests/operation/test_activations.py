@@ -121,6 +121,7 @@ ELEMENTWISE = jax.nn.relu, jax.nn.gelu, jax.nn.elu, jax.nn.softplus, jax.nn.silu
 OTHERS = "maximum", "cumsum", "softmax", "position", "size", "size in a call", "size, filled in"
 
 
+@pytest.mark.x32  # the functions are of float32
 def test_which_functions_are_elementwise():
     """On a mesh, too, where traced programs name the arrays' sharding."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
