@@ -7,6 +7,7 @@ tests/house/test_versions.py lists both kinds.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -41,12 +42,17 @@ def is_partitioned(context: Any) -> bool:
     return (getattr(axes, "num_devices", None) or 1) > 1
 
 
+def automatic_mesh() -> AbstractContextManager[Any]:
+    """Returns a context in which all explicit axes of the mesh are automatic."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
+    return jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto))
+
+
 def lowered(function: Callable[..., Any], context: Any, *arrays: Any) -> Any:
     """Returns the results of a function of arrays, lowered for types without a mesh:
     in a primitive XLA decides how they are split."""
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
-    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto)):
+    with automatic_mesh():
         plain = [*map(unsplit, operands(context))]
         return mlir.lower_fun(function, True)(context.replace(avals_in=plain), *arrays)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import BatchNorm, GroupNorm, LayerNorm
 from eqx_norm._normalise.elementwise import in_shape
 from tests.helpers import bits, copy, make, normal
 
@@ -130,6 +130,21 @@ def test_which_functions_are_elementwise():
             with where:
                 assert all(in_shape(function, *shapes) for function in ELEMENTWISE)
                 assert not any(in_shape(FUNCTIONS[name], *shapes) for name in OTHERS)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.silu, jax.nn.hard_swish])
+@pytest.mark.parametrize("layer", [LayerNorm, functools.partial(GroupNorm, 1)])
+def test_on_a_mesh_of_one_device_with_explicit_axes(layer, activation):
+    layer, x = layer(L, activation=activation), jnp.swapaxes(X, 1, 2)[..., 0]
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    expected = jax.vmap(layer)(x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
+        y = jax.jit(jax.vmap(layer))(placed)
+        gradient = jax.jit(jax.grad(lambda x: jax.vmap(layer)(x).sum()))
+        for function in (jax.jit(jax.vmap(layer)), gradient):
+            function.trace(placed).lower(lowering_platforms=("cuda", "tpu"))
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_numpy_s_functions_are_refused_at_once():

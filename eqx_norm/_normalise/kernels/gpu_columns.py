@@ -59,10 +59,9 @@ def statistics(x: Array) -> list[Array]:
     whole, left = divmod(rows, it.rows)
     blocks, ahead = channels // it.columns, max(1, min(_HELD // it.wide, whole))
     programs = _PROGRAMS // (blocks * ensemble)
-    little = int(rows * size * _LITTLE) // (
-        2 * 3 * 4
-    )  # slices: three float32, written and read
-    each = max(ahead, -(-whole // max(1, programs, min(2 * programs, little))))
+    # A slice has three float32 of each channel, which are written and read.
+    most = min(2 * programs, int(rows * size * _LITTLE) // (2 * 3 * 4))
+    each = max(ahead, -(-whole // max(1, programs, most)))
     slices = max(1, -(-whole // each))
     merging = Tile(*(4, 8) if slices <= _ROWS and channels % 32 == 0 else _narrow(channels), 1)
     kept = 1 if slices == 1 else -(-slices // merging.rows) * merging.rows

@@ -35,7 +35,7 @@ from .choice import kernels, platform, refusal
 _NAMES = """
 abs add add_any and broadcast_in_dim clamp convert_element_type cos custom_jvp_call div eq erf
 exp exp2 ge gt integer_pow jit le log logistic lt max min mul ne neg not one_minus_square or
-pjit round rsqrt select_n sin sqrt square sub tanh xor
+pjit reshard round rsqrt select_n sin sqrt square sub tanh xor
 """
 _COMPUTED = frozenset(_NAMES.split())
 _DTYPES = {"cuda": "float32 bfloat16 float16", "tpu": "float32 bfloat16"}
