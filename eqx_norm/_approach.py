@@ -1,10 +1,10 @@
 """Makes a strategy object from a layer's `approach=`, `mode=` and `momentum=`."""
 
 import functools
-import inspect
 import warnings
 from typing import Any
 
+from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import AbstractStrategy, named
 
 
@@ -53,13 +53,3 @@ def _warn_of_the_default() -> None:
         "https://github.com/patrick-kidger/equinox/issues/659.",
         stacklevel=stacklevel(),
     )
-
-
-def stacklevel() -> int:
-    """Returns the `stacklevel` with which a warning points to the user's innermost line."""
-    # From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
-    level, frame = 0, inspect.currentframe()
-    passed = ("eqx_norm", "equinox", "jax")
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in passed:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -1,7 +1,6 @@
 """Checks the arguments that several layers share."""
 
 import math
-import warnings
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from eqx_norm._approach import stacklevel
+from eqx_norm import _activation
 from eqx_norm._contract import described
-from eqx_norm._normalise import AxisName, names_of
-from eqx_norm._normalise.reference import Shape, compute_dtype
+from eqx_norm._normalise import Affine, AxisName, Shape, names_of, widened
 from eqx_norm.strategies._numbers import is_count, number
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5. Of the 38 decades of float32
@@ -89,11 +87,10 @@ def checked_offset(weight_offset: float) -> float:
     return value
 
 
-def weights(
-    layer: Any, weight: Any, bias: Any, shape: tuple[int, ...], x: Array
-) -> tuple[Array | None, Array | None]:
+def affine(layer: Any, weight: Any, bias: Any, shape: Shape, x: Array) -> Affine:
     """Returns the weight, with its offset added, and the bias of a call: those given, or the
-    layer's own, of `shape`. Raises `ValueError` or `TypeError` for what does not fit."""
+    layer's own, of `shape`; with the layer's activation. Raises `ValueError` or `TypeError` for
+    what does not fit."""
     weight, bias = (
         _checked_own(name, getattr(layer, name), shape, x)
         if value is None
@@ -102,12 +99,7 @@ def weights(
     )
     if weight is not None and layer.weight_offset != 0:
         weight = layer.weight_offset + widened(weight)
-    return weight, bias
-
-
-def widened(array: Array) -> Array:
-    """Returns the array in float32 or better."""
-    return array.astype(compute_dtype(array.dtype))
+    return Affine(weight, bias, _activation.comparable(layer.activation))
 
 
 def _checked_own(name: str, own: Any, shape: tuple[int, ...], x: Array) -> Array | None:
@@ -181,17 +173,6 @@ def checked_x(x: Any) -> Array:
             "Write x.astype(jnp.float32)."
         )
     return array
-
-
-def warn_of_one_value(
-    x: Array, axis_name: AxisName, kind: str, to_do: str, when: str = ""
-) -> None:
-    """Warns that the moments of each channel, or another `kind`, are those of one value."""
-    warnings.warn(
-        f"{when}x of shape {x.shape} and axis_name={axis_name!r} hold one value per {kind}. It "
-        f"is its own mean, so y is the layer's bias, whatever x is. {to_do}",
-        stacklevel=stacklevel(),
-    )
 
 
 def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -> Array | None:

@@ -1,15 +1,13 @@
 """Defines `GroupNorm`."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import equinox as eqx
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from eqx_norm import _arguments
-from eqx_norm._compiled import Options
-from eqx_norm._example import AbstractExampleNorm
+from eqx_norm._example import AbstractExampleNorm, Options
 from eqx_norm._normalise import Activation, Implementation
 
 
@@ -82,7 +80,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
     def _options(self, x: Array) -> tuple[Options, tuple[int, ...]]:
         _arguments.check_channels(x, "channels", self.channels, "jax.vmap(layer)(x)")
         self._check_groups(x.shape[0])
-        channels = x.shape[0]
-        groups: Any = {"groups": self.groups, "channels": channels}
-        options = Options(self.eps, self.implementation, axis_name=self.axis_name, **groups)
-        return options, (channels,)
+        options = Options(
+            self.eps, self.implementation, self.axis_name, self.groups, channels=x.shape[0]
+        )
+        return options, (x.shape[0],)

@@ -23,17 +23,17 @@ _BITS = np.uint64(32)
 _UNCUT, _PARTS = 2**12, 2**5
 
 
-def total(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """Returns one sum each, as a `reference.Total`, rounded as by `plain`."""
+def packed_sums(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
+    """Returns one sum each, as a `reference.Reduction`, rounded as by `cut_sums`."""
     is_pair = len(arrays) == 2 and all(array.dtype == jnp.float32 for array in arrays)
     # Along rows XLA does better.
-    return plain(arrays, axes, _together if is_pair and 0 in axes else reference.plain)
+    return cut_sums(arrays, axes, _together if is_pair and 0 in axes else reference.xla_sums)
 
 
-def plain(
-    arrays: Sequence[Array], axes: Sequence[int], sums: reference.Total = reference.plain
+def cut_sums(
+    arrays: Sequence[Array], axes: Sequence[int], sums: reference.Reduction = reference.xla_sums
 ) -> tuple[Array, ...]:
-    """Returns one sum each, as a `reference.Total`; of few rows in two steps. XLA cuts only
+    """Returns one sum each, as a `reference.Reduction`; of few rows in two steps. XLA cuts only
     sums of more than `_UNCUT` rows, and writes the operand of others to memory."""
     shape, inner = arrays[0].shape, axes[1:]
     rows = math.prod(shape[axis] for axis in axes)
@@ -45,7 +45,7 @@ def plain(
     # Without a barrier XLA would join the two.
     of_parts = [*map(lax.optimization_barrier, sums(arrays, inner))]
     kept = [1 if axis in axes else n for axis, n in enumerate(shape)]
-    return tuple(v.reshape(kept) for v in reference.plain(of_parts, [0]))
+    return tuple(v.reshape(kept) for v in reference.xla_sums(of_parts, [0]))
 
 
 def _together(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:

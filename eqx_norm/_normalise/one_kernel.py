@@ -10,7 +10,7 @@ in training, too, with another kernel for the gradients of weights.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
 several kernels (`make gpu-compile-check` counts them). A CPU and a TPU have no such
-kernel, but on a CPU y that nobody differentiates takes cheaper passes: `Values(alone=True)`.
+kernel, but on a CPU y that nobody differentiates takes cheaper passes.
 """
 
 import functools
@@ -25,8 +25,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from . import linear, on_cpu
+from . import on_cpu
 from .elementwise import applied
+from .linear import linear_call
 from .lowering import is_partitioned, lowered, operands, varying
 from .reference import Shape, rsqrt
 from .row_norm import RowNorm
@@ -122,13 +123,13 @@ class Forms(NamedTuple):
     y_by_passes: Callable[..., Array]
     tangent: Callable[..., Array]  # of dx and the operands
     tangent_by_passes: Callable[..., Array]
-    alone: Callable[..., Array] | None  # y on a CPU, if nobody differentiates it
+    undifferentiated: Callable[..., Array] | None  # y on a CPU, if nobody differentiates it
 
 
-def of(
+def dispatched(
     chain: Chain,
     by_passes: Callable[..., Array],
-    alone: Callable[..., Array],
+    undifferentiated: Callable[..., Array],
     y: Array,
     x: Array,
     weights: tuple[Array | None, Array | None],
@@ -138,22 +139,23 @@ def of(
 
     **Arguments:**
 
-    - `by_passes`: returns y, of x, `weights` and `vectors`.
-    - `alone`: returns y, of x and `weights`, on a CPU if nobody differentiates it.
+    - `by_passes`: returns y, of x, weight, bias and `vectors`.
+    - `undifferentiated`: returns y, of x, weight and bias, for a CPU if nobody differentiates
+        y.
     - `y`: computed by passes; its derivative is that of the result unless the kernel `pays`.
     """
     leaves, structure = jax.tree.flatten(weights)
     n = len(leaves)
 
     def y_by_passes(x: Array, *others: Any) -> Array:
-        return by_passes(x, structure.unflatten(others[:n]), others[n:])
+        return by_passes(x, *structure.unflatten(others[:n]), others[n:])
 
     forms = Forms(
         lambda x, *o: chain.y(x, *structure.unflatten(o[:n])),
         y_by_passes,
         lambda dx, x, *o: chain.tangent(dx, x, *structure.unflatten(o[:n])),
         lambda dx, x, *o: jax.jvp(lambda x: y_by_passes(x, *o), (x,), (dx,))[1],
-        lambda x, *o: alone(x, structure.unflatten(o[:n])),
+        lambda x, *o: undifferentiated(x, *structure.unflatten(o[:n])),
     )
     arrays = varying([y, x, *leaves, *vectors])
     return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
@@ -166,12 +168,12 @@ def _lower(platform: str, context: Any, *arrays: Any, forms: Forms, pays: Any, n
     if not is_known or is_partitioned(context):
         return arrays[:1]
     on_a_cpu = platform == "cpu"
-    form = forms.alone if on_a_cpu else forms.y if pays(x, others[:n]) else None
+    form = forms.undifferentiated if on_a_cpu else forms.y if pays(x, others[:n]) else None
     if form is None:
         return arrays[:1]
 
     def y(_: Array, x: Array, *others: Array) -> list[Array]:
-        return [form(on_cpu.widened(x) if on_a_cpu else x, *others).astype(x.dtype)]
+        return [form(on_cpu.converted(x) if on_a_cpu else x, *others).astype(x.dtype)]
 
     return lowered(y, context, *arrays)
 
@@ -196,13 +198,13 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any
             x = lax.optimization_barrier(x)
         return [jax.jvp(lambda *w: y(x, *w, *others[n:]), (*others[:n],), (*along,))[1]]
 
-    (dy,) = linear.call(by_passes, [dx], [x, *others], on_gpu=in_one_kernel)
+    (dy,) = linear_call(by_passes, [dx], [x, *others], on_gpu=in_one_kernel)
     if not only_x:
         along = list(map(ad.instantiate_zeros, along))
         default = functools.partial(of_weights, forms.y_by_passes, 0)
         on_gpu = functools.partial(of_weights, forms.y, 2)
-        dy += linear.call(default, along, [x, *others], on_gpu=on_gpu)[0]
-    forms = forms._replace(alone=None)
+        dy += linear_call(default, along, [x, *others], on_gpu=on_gpu)[0]
+    forms = forms._replace(undifferentiated=None)
     return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
 
 
@@ -217,7 +219,7 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
         jax.vmap(forms.y_by_passes, (x, *others)),
         jax.vmap(forms.tangent, (x, x, *others)),
         jax.vmap(forms.tangent_by_passes, (x, x, *others)),
-        forms.alone and jax.vmap(forms.alone, (x, *others)),
+        forms.undifferentiated and jax.vmap(forms.undifferentiated, (x, *others)),
     )
     y = jnp.moveaxis(y, places[0], 0)
     return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0

@@ -6,7 +6,6 @@ it has size 1 if it is one of the `names` to sum over.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,66 +17,6 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from . import lowering
-from .reference import Shape
-
-
-class Static(NamedTuple):
-    """Holds the static arguments of a pass over x."""
-
-    ndim: int  # of one example
-    channels: int  # its values are cut into this number of consecutive blocks
-    implementation: str = "auto"
-    alone: bool = False  # on a CPU, for y that nobody differentiates
-
-    def flat(self, shape: Shape) -> Shape:
-        """Returns the shape `(*mapped, channels, values)`. Loops of a CPU follow an array's
-        axes, and rows of 7 or 8 are too short for a vector unit."""
-        mapped = len(shape) - self.ndim
-        first, *others = shape[mapped:] or (1,)
-        channels = 1 if first == 1 else self.channels
-        # With one channel, the first axis of an example may have any size.
-        first = first if channels == 1 else first // channels
-        return (*shape[:mapped], channels, math.prod((first, *others)))
-
-    def cut(self, shape: Shape, whole: Shape) -> Shape:
-        """Returns the shape of an operand with the first axis of an example cut into channels,
-        if x, of shape `whole`, has several of its places in a channel; else `shape` itself. In
-        another, XLA:TPU would copy an array, and XLA:GPU not fuse it into reductions."""
-        axis = len(shape) - self.ndim
-        if self.ndim == 0 or self.channels in (1, whole[axis]):
-            return shape
-        channels = 1 if shape[axis] == 1 else self.channels
-        return (*shape[:axis], channels, shape[axis] // channels, *shape[axis + 1 :])
-
-    def arranged(
-        self, arrays: Sequence[Array], shape: Shape, *, flat: bool
-    ) -> tuple[list[Array], Shape]:
-        """Returns the arrays, of which the first is as large as x, and the shape of vectors, in
-        the shape to calculate in: `flat`, or `cut`."""
-        whole = arrays[0].shape
-        form = self.flat if flat else functools.partial(self.cut, whole=whole)
-        formed, length = [a.reshape(form(a.shape)) for a in arrays], form(whole)[-1:]
-        if flat:
-            # A mask of positions is repeated for all channels of a group, which are one row.
-            formed = [
-                a if a.shape[-1] in (1, *length) else jnp.tile(a, length[0] // a.shape[-1])
-                for a in formed
-            ]
-        return formed, form(shape)
-
-    def rows(self, shape: Shape) -> Shape:
-        """Returns a shape of longer rows to calculate in outside of a pass; on a mesh with
-        explicit axes, which a reshape cannot merge, `shape` itself."""
-        typed = jax.sharding.get_abstract_mesh().explicit_axes
-        return shape if typed else self.flat(shape)
-
-    def spread(self, vector: Array, shape: Shape) -> Array:
-        """Returns the vector repeated to broadcast to `shape`, if each of its numbers is for
-        several places of an example's first axis, as for groups of channels."""
-        axis = len(shape) - self.ndim
-        if self.ndim == 0 or vector.shape[axis] in (1, shape[axis]):
-            return vector
-        return jnp.repeat(vector, shape[axis] // vector.shape[axis], axis)
 
 
 class Target(NamedTuple):

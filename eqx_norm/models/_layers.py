@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from eqx_norm._arguments import widened
 from eqx_norm._memory import STACKED, checked_state
+from eqx_norm._normalise import widened
 
 Model = TypeVar("Model")
 Kind = type[Any] | tuple[type[Any], ...]

@@ -43,7 +43,7 @@ ARROWS = {
     "models know the layers, not how they calculate": (
         "eqx_norm/models",
         ("_recompute.py",),  # the policy, which knows the names of operations
-        r"eqx_norm\.(determinism\b|_normalise\.(?!Activation\b))",
+        r"eqx_norm\.(determinism\b|_normalise\.(?!(Activation|widened)$))",
     ),
     "private interfaces of jax are avoided": (
         "eqx_norm",

@@ -51,18 +51,19 @@ def every_direction(call, mask, static, weights, x):
         return call(eqx.combine(weights, static), x, mask)[0]
 
     def loss(*point):
-        return jnp.sum(forward(*point) ** 2, dtype=float)
+        return jnp.sum(jnp.abs(forward(*point)) ** 2, dtype=float)
 
     gradients = [jax.grad(loss, argnums)(weights, x) for argnums in ((0, 1), 1)]
     return forward(weights, x), gradients, jax.jvp(forward, (weights, x), (weights, x))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SPLIT])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
 def test_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
     for masked, has_weights, activation in PAIRS:
-        layer, call = made(name, SHAPE, activation=activation)
+        of_weights = dtype if dtype == jnp.complex64 else None
+        layer, call = made(name, SHAPE, activation=activation, dtype=of_weights)
         layer = layer if has_weights else without_weights(layer)
         weights, static = eqx.partition(layer, eqx.is_inexact_array)
         mask = jnp.arange(W) > 0 if masked else None

@@ -11,7 +11,8 @@ import numpy as np
 
 from eqx_norm import LayerNorm
 from eqx_norm._normalise import elementwise
-from eqx_norm._normalise.passes import Static, bind
+from eqx_norm._normalise.layout import Blocks
+from eqx_norm._normalise.passes import bind
 from eqx_norm._normalise.primitives import AFFINE, MOMENTS, STATISTICS, SUMS
 from tests.helpers import make
 
@@ -48,24 +49,25 @@ def case(f: Any, formula: Any, *shapes: tuple[int, ...], masks: Any = ()) -> Cas
 
 # --- Passes over x. They take and return vectors as columns, with one number per channel.
 
-STATIC = Static(3, C)
+BLOCKS = Blocks(3, C)
 SUMMED = (0, 2, 3)
 
 
 def moments(x, mask=None):
-    options: Any = {"static": STATIC, "shape": COLUMN, "names": ()}
-    count, mean, m2, rest = bind(STATISTICS, jax.lax.stop_gradient(x), mask, **options)
+    options: Any = {"blocks": BLOCKS, "shape": COLUMN, "names": ()}
+    how: Any = {"implementation": "auto", "differentiated": True}
+    count, mean, m2, rest = bind(STATISTICS, jax.lax.stop_gradient(x), mask, **how, **options)
     options |= {"mesh": (), "centred": True}
     mean, m2 = bind(MOMENTS, x, x, mean, rest, m2, count, mask, **options)
     return mean + rest, m2
 
 
 def sums(g, mean, rest, x, mask=None, *, both=True):
-    return bind(SUMS, g, x, mean, rest, mask, static=STATIC, shape=COLUMN, both=both)
+    return bind(SUMS, g, x, mean, rest, mask, blocks=BLOCKS, shape=COLUMN, both=both)
 
 
 def affine(bias, scale, mean, rest, x, mask=None):
-    return bind(AFFINE, bias, scale, x, x, mean, rest, mask, static=STATIC)[0]
+    return bind(AFFINE, bias, scale, x, x, mean, rest, mask, blocks=BLOCKS)[0]
 
 
 def silu_and_cos(u):
@@ -74,7 +76,7 @@ def silu_and_cos(u):
 
 
 def activated(bias, scale, mean, rest, x, mask=None):
-    return elementwise.activated(silu_and_cos, STATIC, [bias, scale, mean, rest], x, x, mask)
+    return elementwise.activated(silu_and_cos, BLOCKS, [bias, scale, mean, rest], x, x, mask)
 
 
 def moments_formula(x, mask=True):

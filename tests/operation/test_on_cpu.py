@@ -23,12 +23,12 @@ TOTALS += [((2, 384), (1,)), ((3, 32, 4, 96), (1, 3)), ((2, 3, 11, 5, 77), (2, 4
 
 
 @pytest.mark.parametrize(("shape", "axes"), TOTALS, ids=str)
-def test_totals(shape, axes):
+def test_tree_sums(shape, axes):
     """Sums whole numbers, which is exact in whatever order."""
     values = RANDOM.randint(-9, 10, (2, *shape))
     expected = values.astype(np.float64).sum(tuple(axis + 1 for axis in axes), keepdims=True)
-    both = jit(lambda first, second: on_cpu.total([first, second], axes))(*f32(values))
-    (alone,) = jit(lambda values: on_cpu.total([values], axes))(f32(values[0]))
+    both = jit(lambda first, second: on_cpu.tree_sums([first, second], axes))(*f32(values))
+    (alone,) = jit(lambda values: on_cpu.tree_sums([values], axes))(f32(values[0]))
     for actual, sums in zip((*both, alone), (*expected, expected[0]), strict=True):
         np.testing.assert_array_equal(actual, sums)
         assert actual.dtype == np.float32

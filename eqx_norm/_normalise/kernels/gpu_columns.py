@@ -188,7 +188,7 @@ def _merged(lanes: Lanes, count: Array, total: Array) -> tuple[Array, Array, Arr
 def _sum(lanes: Array) -> Array:
     # Without "+ 0", the product of a lane is contracted into its first addition, unrounded, and
     # that of its neighbour is not: both would find another last bit, and store it.
-    return tile.total(lanes + 0.0, 0)
+    return tile.sum_along(lanes + 0.0, 0)
 
 
 def _tree_sum(values: Sequence[Array]) -> Array:

@@ -31,7 +31,7 @@ SERVED = (
 )
 
 
-class Blocks(NamedTuple):
+class Grid(NamedTuple):
     """Divides rows among programs."""
 
     tile: Tile
@@ -42,8 +42,8 @@ class Blocks(NamedTuple):
     @classmethod
     def of(
         cls, x: Any, groups: int, across: Sequence[int], most: Callable[[Tile], int], aim: int
-    ) -> "Blocks":
-        """Returns the blocks of the widest loads; raises `ValueError` if there are none."""
+    ) -> "Grid":
+        """Returns the grid with the widest loads; raises `ValueError` if there are none."""
         m, n = x.shape
         if m > tile.MOST_ROWS:
             raise refusal(x, "it has more rows than a kernel can count")
@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
         return tile.load(ref.at[here, tile.span(0, self.length)], self.tile)
 
 
-def rows(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
+def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
     """Returns y. x is `(*mapped, groups, n)`, and weight and bias are of shape
     `(1, ..., 1, groups or 1, n or 1)`."""
     whole, (weight, bias) = x.reshape(-1, x.shape[-1]), _vectors(x, weight, bias)
@@ -86,24 +86,24 @@ def rows(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
         return _MOST if it.rows == 1 else _MOST_OF_ROWS
 
     # Within a warp nothing waits; a row of more than 1024 values is for four.
-    blocks = Blocks.of(whole, groups, (1, 4), most, _AIM)
-    whole = blocks.padded(whole)
+    grid = Grid.of(whole, groups, (1, 4), most, _AIM)
+    whole = grid.padded(whole)
     m, n = whole.shape
 
     def body(program: Array, x: Any, weight: Any, bias: Any, y: Any) -> None:
-        start = jnp.minimum(program * blocks.rows, m - blocks.rows)
-        at = tile.span(start, blocks.rows), tile.span(0, n)
+        start = jnp.minimum(program * grid.rows, m - grid.rows)
+        at = tile.span(start, grid.rows), tile.span(0, n)
         _, place = tile.divided(start, groups)
-        u, _ = _standardised(norm, blocks, x, at)
-        w, b = (blocks.weight(vector, place) for vector in (weight, bias))
+        u, _ = _standardised(norm, grid, x, at)
+        w, b = (grid.weight(vector, place) for vector in (weight, bias))
         tile.store(y.at[at], norm.y(u, w, b))
 
-    vectors = map(blocks.weights, (weight, bias))
-    (y,) = tile.call(body, [whole, *vectors], [(whole.shape, x.dtype)], -(-m // blocks.rows))
+    vectors = map(grid.weights, (weight, bias))
+    (y,) = tile.call(body, [whole, *vectors], [(whole.shape, x.dtype)], -(-m // grid.rows))
     return [y[: x.size // n].reshape(x.shape)]
 
 
-def gradients(
+def backward(
     dy: Array, x: Array, weight: Array, bias: Array, *, norm: RowNorm, shape: Any = None
 ) -> list[Array]:
     """Returns dx and, if there is a `shape`, the gradients of weight and bias."""
@@ -113,12 +113,12 @@ def gradients(
     # All warps share each row, so that no sum over rows leaves a warp: Mosaic cannot sum
     # vectors of eight float32 over warps.
     rows = x.reshape(flat)
-    blocks = Blocks.of(rows, groups, (tile.WARPS,), lambda _: _MOST_BACKWARD, _AIM_BACKWARD)
-    whole = [blocks.padded(v.reshape(flat)) for v in (dy, x)]
-    (m, n), block, period = whole[0].shape, blocks.rows, blocks.period
+    grid = Grid.of(rows, groups, (tile.WARPS,), lambda _: _MOST_BACKWARD, _AIM_BACKWARD)
+    whole = [grid.padded(v.reshape(flat)) for v in (dy, x)]
+    (m, n), block, period = whole[0].shape, grid.rows, grid.period
     places, periods = period // block, -(-m // period)
     # Programs at once: two to four for each core, as their registers allow.
-    at_once = tile.CORES * max(2, min(4, 64 * tile.THREADS // (blocks.tile.rows * n)))
+    at_once = tile.CORES * max(2, min(4, 64 * tile.THREADS // (grid.tile.rows * n)))
     steps = min(_ADDED, -(-periods // max(1, at_once // places)))
     programs = -(-periods // steps)
 
@@ -127,38 +127,38 @@ def gradients(
     ) -> None:
         i, place = tile.divided(program, places)
         place = place * block
-        w, b = (blocks.weight(vector, place) for vector in (weight, bias))
+        w, b = (grid.weight(vector, place) for vector in (weight, bias))
 
         def step(j: Array, totals: Any) -> Any:
             first = (i * steps + j) * period + place
             start = jnp.minimum(first, m - block)
             at = tile.span(start, block), tile.span(0, n)
-            u, rstd = _standardised(norm, blocks, x, at)
-            g = norm.g(tile.load(dy.at[at], blocks.tile), u, w, b)
+            u, rstd = _standardised(norm, grid, x, at)
+            g = norm.g(tile.load(dy.at[at], grid.tile), u, w, b)
             tile.store(dx.at[at], norm.along_x(g * w, u, rstd, _mean))
             if of_rows:
                 for ref, values in zip(sums, (g * u, g), strict=False):
-                    tile.store(ref.at[at[0]], tile.total(values, 1))
+                    tile.store(ref.at[at[0]], tile.sum_along(values, 1))
                 return totals
             if m % block:  # rows of the last block that another has added
                 row = lax.broadcasted_iota(jnp.int32, (block, n), 0)
                 g = jnp.where(row >= first - start, g, 0.0)
             return tuple(t + v for t, v in zip(totals, (g * u, g), strict=False))
 
-        zeros = [tile.zeros((block, n), blocks.tile) for _ in sums if not of_rows]
+        zeros = [tile.zeros((block, n), grid.tile) for _ in sums if not of_rows]
         last = jnp.minimum(steps, periods - i * steps)
         totals = lax.fori_loop(np.int32(0), last, step, tuple(zeros))
         for ref, total in zip(sums, totals, strict=False):
             if groups > 1:
                 tile.store(ref.at[i, tile.span(place, block), tile.span(0, n)], total)
             elif block > 1:
-                tile.store(ref.at[i], tile.total(total, 0))
+                tile.store(ref.at[i], tile.sum_along(total, 0))
             else:  # Mosaic has no layout for the sum of one row
                 tile.store(ref.at[tile.span(i, 1)], total)
 
     partial = (m,) if of_rows else (programs, n) if groups == 1 else (programs, period, n)
     outputs = [(whole[1].shape, x.dtype), *[(partial, jnp.float32)] * (2 * (shape is not None))]
-    vectors = map(blocks.weights, (weight, bias))
+    vectors = map(grid.weights, (weight, bias))
     dx, *sums = tile.call(body, [*whole, *vectors], outputs, programs * places)
     if sums:
         whole_sums = [v[: flat[0]] if of_rows else v for v in sums]
@@ -179,12 +179,12 @@ def _vectors(x: Array, *vectors: Array, of: Sequence[int] = ()) -> list[Array]:
     return [jnp.broadcast_to(v.reshape(v.shape[-2:]), shape) for v in vectors]
 
 
-def _standardised(norm: RowNorm, blocks: Blocks, x: Any, at: Any) -> tuple[Array, Array]:
-    shape = blocks.rows, x.shape[1]
+def _standardised(norm: RowNorm, grid: Grid, x: Any, at: Any) -> tuple[Array, Array]:
+    shape = grid.rows, x.shape[1]
     k = lax.broadcast_in_dim(tile.load(x.at[at[0], 0]), shape, (0,)) if norm.centred else None
-    return norm.standardised(tile.load(x.at[at], blocks.tile), k, _mean)
+    return norm.standardised(tile.load(x.at[at], grid.tile), k, _mean)
 
 
 def _mean(rows: Array) -> Array:
-    mean = tile.total(rows, 1) * (1 / rows.shape[1])
+    mean = tile.sum_along(rows, 1) * (1 / rows.shape[1])
     return lax.broadcast_in_dim(mean, rows.shape, (0,))

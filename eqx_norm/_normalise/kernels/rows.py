@@ -5,7 +5,7 @@
     gradients(dy; x, weight, bias)                  the transpose of tangent
 
 The first and the last are a kernel each. All else, as forward mode, weights of an ensemble, and
-gradients of weights for each example, is computed by the passes of `Values`.
+gradients of weights for each example, is computed by the passes of `primitives`.
 
 Arrays are as in `primitives`: of size 1 along mapped axes where they do not differ. `gradients`
 sums over these.
@@ -21,10 +21,14 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jaxtyping import Array
 
-from eqx_norm._normalise.elementwise import Activation, in_shape
+from eqx_norm._normalise.collectives import AxisName
+from eqx_norm._normalise.elementwise import in_shape
+from eqx_norm._normalise.example_norm import normalise_example
 from eqx_norm._normalise.jaxprs import equations
+from eqx_norm._normalise.layout import Blocks
 from eqx_norm._normalise.lowering import changed
-from eqx_norm._normalise.passes import Static, Target, bind, new_primitive
+from eqx_norm._normalise.normalise import Affine
+from eqx_norm._normalise.passes import Target, bind, new_primitive
 from eqx_norm._normalise.primitives import fitted
 from eqx_norm._normalise.row_norm import RowNorm
 from eqx_norm._normalise.values import Values
@@ -41,20 +45,13 @@ _COMPUTED = frozenset(_NAMES.split())
 _DTYPES = {"cuda": "float32 bfloat16 float16", "tpu": "float32 bfloat16"}
 
 
-def normalised_rows(
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    *,
-    groups: int | None,
-    eps: float,
-    centred: bool,
-    activation: Activation | None,
-    mask: Array | None,
-    axis_name: Any,
+def normalise_rows(
+    values: Values, affine: Affine, axis_name: AxisName = (), *, eps: float, centred: bool
 ) -> Array:
-    """Returns x, normalised by the moments of each of its groups, which are consecutive values;
-    raises `ValueError` if no kernel serves it."""
+    """Returns `normalise_example` by kernels, which take each group's values as a row; raises
+    `ValueError` if no kernel serves them."""
+    (x, _, mask, layout), (weight, bias, activation) = values, affine
+    groups = layout.groups
     refused = functools.partial(refusal, x, axes="one example")
     if mask is not None:
         raise refused("no kernel takes a mask")
@@ -76,16 +73,14 @@ def normalised_rows(
     def like_x(vector: Array | None, default: Array) -> Array:
         if vector is None:
             return default
-        column = (-1, *(1,) * (x.ndim - 1))[: x.ndim]
-        shape = x.shape if vector.size == x.size else column
+        shape = x.shape if vector.size == x.size else layout.weights
         vector = vector.reshape(shape).astype(jnp.float32)
         of_rows = vector.size == groups > 1
         return vector if of_rows else jnp.broadcast_to(vector, x.shape)
 
     one = jnp.ones((1,) * x.ndim, jnp.float32)
     vectors = like_x(weight, one), like_x(bias, 0 * one)
-    static = Static(x.ndim, groups, "pallas")
-    return bind(ROWS, x, *vectors, static=static, norm=norm)[0]
+    return bind(ROWS, x, *vectors, blocks=layout.of_moments, norm=norm)[0]
 
 
 # --- By the passes. A row has `ndim` axes: two, once a primitive has flattened it.
@@ -93,9 +88,9 @@ def normalised_rows(
 
 def _rows(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
     def row(x: Array, weight: Array, bias: Array) -> Array:
-        values = Values(x, groups=groups, channels=groups)
-        how: Any = {"eps": norm.eps, "centred": norm.centred, "activation": norm.activation}
-        return values.normalised(weight, bias, **how)
+        values = Values.of(x, groups=groups, channels=groups)
+        affine = Affine(weight, bias, norm.activation)
+        return normalise_example(values, affine, eps=norm.eps, centred=norm.centred)
 
     axes = ",".join(f"n{i}" for i in range(ndim))
     x, *vectors = arrays
@@ -124,27 +119,27 @@ def _lowered(
     passes: Callable[..., Any],
     target: Target,
     *arrays: Array,
-    static: Static,
+    blocks: Blocks,
     norm: RowNorm,
     shape: Any = None,
 ) -> Any:
     """Returns the results of the kernel of this name, or of the passes; raises `ValueError` if
     neither serves."""
-    sums = {} if shape is None else {"shape": static.flat(shape)}
-    arranged, _ = static.arranged(arrays, arrays[0].shape, flat=True)
+    sums = {} if shape is None else {"shape": blocks.flat(shape)}
+    arranged, _ = blocks.arranged(arrays, arrays[0].shape, flat=True)
     x, *vectors = arranged[-3:]
     name = platform(target, x, _DTYPES)
     # A kernel takes weights and biases of one example for all.
     shapes = *(v.shape for v in vectors), *sums.values()
     if x.size == 0 or any(math.prod(shape[:-2]) > 1 for shape in shapes):
-        return passes(*arranged, norm=norm, groups=static.channels, **sums)
+        return passes(*arranged, norm=norm, groups=blocks.number, **sums)
     rows = kernels("tpu_rows" if name == "tpu" else "gpu_rows")
     return getattr(rows, kernel)(*arranged, norm=norm, **sums)
 
 
-def _lowered_tangent(target: Target, *arrays: Array, static: Static, norm: RowNorm) -> Any:
+def _lowered_tangent(target: Target, *arrays: Array, blocks: Blocks, norm: RowNorm) -> Any:
     del target
-    return _tangent(*arrays, norm=norm, ndim=static.ndim, groups=static.channels)
+    return _tangent(*arrays, norm=norm, ndim=blocks.ndim, groups=blocks.number)
 
 
 def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
@@ -152,10 +147,10 @@ def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
     return [changed(first), *([] if shape is None else [changed(others[-1], shape=shape)] * 2)]
 
 
-ROWS = new_primitive("rows", functools.partial(_lowered, "rows", _rows), _types, [0])
+ROWS = new_primitive("rows", functools.partial(_lowered, "forward", _rows), _types, [0])
 TANGENT = new_primitive("d_rows", _lowered_tangent, _types, [0, 3])
 GRADIENTS = new_primitive(
-    "d_rows_t", functools.partial(_lowered, "gradients", _gradients), _types, [0, 1]
+    "d_rows_t", functools.partial(_lowered, "backward", _gradients), _types, [0, 1]
 )
 
 
@@ -184,9 +179,9 @@ def _tangent_transpose(cotangents: Any, *operands: Any, **parameters: Any) -> An
 
 
 def _jvp(
-    passes: Callable[..., Any], primals: Any, tangents: Any, *, static: Static, **options: Any
+    passes: Callable[..., Any], primals: Any, tangents: Any, *, blocks: Blocks, **options: Any
 ) -> Any:
-    options |= {"ndim": static.ndim, "groups": static.channels}
+    options |= {"ndim": blocks.ndim, "groups": blocks.number}
     function = functools.partial(passes, **options)
     return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
 

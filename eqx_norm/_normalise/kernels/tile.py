@@ -93,7 +93,7 @@ def zeros(shape: tuple[int, int], tile: Tile) -> Array:
     return mosaic_gpu.layout_cast(jnp.zeros(shape, jnp.float32), tile.layout)
 
 
-def total(values: Array, axis: int) -> Array:
+def sum_along(values: Array, axis: int) -> Array:
     """Returns the sum of a tile along an axis. Each thread adds its values in order, and the
     threads in a tree."""
     return values.sum(axis)

@@ -30,7 +30,7 @@ _LANES, _SUBLANES = 128, 16  # of a tile in half precision; float32 has 8 sublan
 _VALUES = _SUBLANES * _LONGEST  # in a block
 
 
-def rows(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
+def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
     """Returns y. x is `(*mapped, 1, size)`, weight and bias `(1, ..., 1, size or 1)`."""
 
     def body(x: Any, weight: Any, bias: Any, y: Any) -> None:
@@ -40,7 +40,7 @@ def rows(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
     return _call(body, [x], [weight, bias])
 
 
-def gradients(
+def backward(
     dy: Array, x: Array, weight: Array, bias: Array, *, norm: RowNorm, shape: Any = None
 ) -> list[Array]:
     """Returns dx and, if there is a `shape`, the gradients of weight and bias."""
@@ -114,18 +114,21 @@ def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
         if size % length:
             place = lax.broadcasted_iota(jnp.int32, values.shape, axis)
             values = jnp.where(pl.program_id(axis) * length + place < size, values, 0)
-    part = _total(_total(values, 0, 1), 1, 8)
+    part = _sum_by_halves(_sum_by_halves(values, 0, 1), 1, 8)
     is_first = (pl.program_id(0) == 0) & (pl.program_id(1) == 0)
     before, left = (jnp.where(is_first, 0, ref[...]) for ref in (total, rest))
     total[...], error = two_sum(before, part)
     rest[...] = left + error
 
 
-def _total(x: Array, axis: int, tile: int) -> Array:
+def _sum_by_halves(x: Array, axis: int, tile: int) -> Array:
     """Returns the sum along an axis, by halves that consist of tiles, for few roundings."""
     half = x.shape[axis] // (2 * tile) * tile
     if half == 0:
         return x.sum(axis, keepdims=True)
     cut = functools.partial(lax.slice_in_dim, x, axis=axis)
-    total, left = _total(cut(0, half) + cut(half, 2 * half), axis, tile), cut(2 * half, None)
+    total, left = (
+        _sum_by_halves(cut(0, half) + cut(half, 2 * half), axis, tile),
+        cut(2 * half, None),
+    )
     return total + left.sum(axis, keepdims=True) if left.size else total

@@ -19,9 +19,9 @@ def take_the_cpu_for(platform, monkeypatch):
         monkeypatch.setattr(pl, "pallas_call", call)
         monkeypatch.setattr(tpu_rows, "_VALUES", 256 * tpu_rows._LANES)  # 256 short rows
         return
-    for name in ("call", "load", "store", "total", "zeros"):
+    for name in ("call", "load", "store", "sum_along", "zeros"):
         monkeypatch.setattr(tile, name, globals()[name])
-    monkeypatch.setattr(gpu_rows, "_added", lambda sums: [total(v, 0) for v in sums])
+    monkeypatch.setattr(gpu_rows, "_added", lambda sums: [sum_along(v, 0) for v in sums])
 
 
 def call(body, arrays, outputs, programs):
@@ -46,7 +46,7 @@ def zeros(shape, tile):
     return lax.full(shape, 0, jnp.float32)
 
 
-def total(values, axis):
+def sum_along(values, axis):
     """Returns a sum that is added in a tree, as a GPU does; XLA:CPU adds one after another."""
     lanes = jnp.moveaxis(values, axis, 0)
     while (half := len(lanes) // 2) > 0:

@@ -49,8 +49,8 @@ def test_rows(shape, affine, activation, finds_races):
         RowNorm(1e-5, centred=True, activation=activation),
         functools.partial(interpreted, finds_races=finds_races),
     )
-    y = run(functools.partial(gpu_rows.rows, norm=norm), x, weight, bias)
-    gradients = functools.partial(gpu_rows.gradients, norm=norm, shape=(1, *affine))
+    y = run(functools.partial(gpu_rows.forward, norm=norm), x, weight, bias)
+    gradients = functools.partial(gpu_rows.backward, norm=norm, shape=(1, *affine))
     found = *y, *run(gradients, dy, x, weight, bias)
     with jax.enable_x64(True):
         x, dy, weight, bias = (v.astype(np.float64) for v in (x, dy, weight, bias))

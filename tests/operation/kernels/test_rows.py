@@ -214,7 +214,7 @@ def test_groups_are_rows(on_a_gpu, kind, shape, dtype):
 def test_more_rows_than_a_kernel_can_count():
     x = jax.ShapeDtypeStruct((2**31, 8), jnp.dtype("bfloat16"))
     with pytest.raises(ValueError, match="more rows than a kernel can count"):
-        gpu_rows.Blocks.of(x, 1, (1, 4), lambda _: 64, 16)
+        gpu_rows.Grid.of(x, 1, (1, 4), lambda _: 64, 16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -225,6 +225,6 @@ def test_which_lengths_are_served(dtype):
             x = jax.ShapeDtypeStruct((4096, n), jnp.dtype(dtype))
             ways = [((1, 4), 64)] * (n <= 8192) + [((4,), 36)] * (n <= 4608)
             for across, most in ways:
-                blocks = gpu_rows.Blocks.of(x, 1, across, lambda _, most=most: most, 16)
-                assert n % blocks.tile.columns == 0
-                assert blocks.rows * n <= most * tile.THREADS
+                grid = gpu_rows.Grid.of(x, 1, across, lambda _, most=most: most, 16)
+                assert n % grid.tile.columns == 0
+                assert grid.rows * n <= most * tile.THREADS

@@ -1,0 +1,32 @@
+"""Takes the moments of complex numbers from those of their real and imaginary parts."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from eqx_norm.strategies import Moments, Pair
+
+from .values import Values
+
+
+def parts(values: Values) -> Values:
+    """Returns the real and imaginary parts, as twice as many groups."""
+    x, mask, groups = values.x, values.mask, values.layout.groups
+    both = [x.real, x.imag]
+    if groups is None:
+        return Values.of(jnp.stack(both, 1), mask, groups=None, channels=1)
+    if groups > 1:  # a mask of positions is that of both
+        mask = None if mask is None else mask[0]
+        return Values.of(jnp.concatenate(both), mask, groups=2 * groups, channels=2 * groups)
+    return Values.of(jnp.stack(both), mask, groups=2, channels=2)
+
+
+def whole(of_parts: Moments) -> Moments:
+    """Returns the moments of complex numbers: m2 is the sum of those of both parts."""
+    count = of_parts.count
+    mean, m2 = Pair(_joined(of_parts.mean_pair.parts)), jnp.add(*jnp.split(of_parts.m2, 2))
+    return Moments(count[: m2.size] if count.ndim else count, mean, m2)
+
+
+def _joined(both: Array) -> Array:
+    return lax.complex(*jnp.split(both, 2, axis=-1))

@@ -1,0 +1,134 @@
+"""Defines which values of an example share moments, and which share a weight."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from eqx_norm.strategies import Moments
+
+from .reference import Shape
+
+
+class Blocks(NamedTuple):
+    """Cuts the values of an example of `ndim` axes into a `number` of consecutive blocks. A
+    vector has one number for each block."""
+
+    ndim: int
+    number: int
+
+    def flat(self, shape: Shape) -> Shape:
+        """Returns the shape `(*mapped, blocks, values)`. Loops of a CPU follow an array's axes,
+        and rows of 7 or 8 are too short for a vector unit."""
+        mapped = len(shape) - self.ndim
+        first, *others = shape[mapped:] or (1,)
+        number = 1 if first == 1 else self.number
+        # One block may have a first axis of any size.
+        first = first if number == 1 else first // number
+        return (*shape[:mapped], number, math.prod((first, *others)))
+
+    def cut(self, shape: Shape, whole: Shape) -> Shape:
+        """Returns the shape of an operand with the first axis of an example cut into blocks, if
+        a block of x, of shape `whole`, has several places of that axis; else `shape` itself. In
+        another, XLA:TPU would copy an array, and XLA:GPU not fuse it into reductions."""
+        axis = len(shape) - self.ndim
+        if self.ndim == 0 or self.number in (1, whole[axis]):
+            return shape
+        number = 1 if shape[axis] == 1 else self.number
+        return (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
+
+    def arranged(
+        self, arrays: Sequence[Array], shape: Shape, *, flat: bool
+    ) -> tuple[list[Array], Shape]:
+        """Returns the arrays, of which the first is as large as x, and the shape of vectors, in
+        the shape to calculate in: `flat`, or `cut`."""
+        whole = arrays[0].shape
+        form = self.flat if flat else functools.partial(self.cut, whole=whole)
+        formed, length = [a.reshape(form(a.shape)) for a in arrays], form(whole)[-1:]
+        if flat:
+            # A mask of positions is repeated for all channels of a group, which are one row.
+            formed = [
+                a if a.shape[-1] in (1, *length) else jnp.tile(a, length[0] // a.shape[-1])
+                for a in formed
+            ]
+        return formed, form(shape)
+
+    def flat_outside(self, shape: Shape) -> Shape:
+        """Returns `flat(shape)`, to calculate in outside of a pass; on a mesh with explicit
+        axes, which a reshape cannot merge, `shape` itself."""
+        typed = jax.sharding.get_abstract_mesh().explicit_axes
+        return shape if typed else self.flat(shape)
+
+    def spread(self, vector: Array, shape: Shape) -> Array:
+        """Returns the vector repeated to broadcast to `shape`, if each of its numbers is for
+        several places of an example's first axis, as for groups of channels."""
+        axis = len(shape) - self.ndim
+        if self.ndim == 0 or vector.shape[axis] in (1, shape[axis]):
+            return vector
+        return jnp.repeat(vector, shape[axis] // vector.shape[axis], axis)
+
+
+class Layout(NamedTuple):
+    """Says which values of an example of this shape share moments, and which share a weight.
+
+    | layer | groups | channels |
+    | --- | --- | --- |
+    | batch norm, instance norm | channels of x | channels of x |
+    | layer norm, RMS norm | 1 | 1 |
+    | group norm | groups | channels of x |
+    | layer norm, RMS norm along the first axis | `None` | 1 |
+
+    **Fields:**
+
+    - `groups`: the number of moments; x is cut into this number of equal, consecutive blocks.
+        If `None`, each position has moments of its own, along the first axis.
+    - `channels`: the number of weights and biases: the size of the first axis of x, or 1.
+    """
+
+    shape: Shape
+    groups: int | None
+    channels: int
+
+    @property
+    def moments(self) -> Shape:
+        """Returns the shape of moments, with as many axes as x."""
+        if self.groups is None:
+            return (1, *self.shape[1:])
+        return (self.groups, *self._ones)[: len(self.shape)]
+
+    @property
+    def weights(self) -> Shape:
+        """Returns the shape of a weight or bias of each channel, with as many axes as x."""
+        return (-1, *self._ones)[: len(self.shape)]
+
+    @property
+    def size(self) -> int:
+        """Returns the number of groups."""
+        return math.prod(self.moments)
+
+    @property
+    def of_moments(self) -> Blocks:
+        """Returns the blocks of a pass whose vectors have one number for each group."""
+        return Blocks(len(self.shape), self.groups or self.shape[0])
+
+    @property
+    def of_weights(self) -> Blocks:
+        """Returns the blocks of a pass whose vectors have one number for each channel."""
+        return Blocks(len(self.shape), self.channels) if self.groups else self.of_moments
+
+    @property
+    def _ones(self) -> Shape:
+        return (1,) * (len(self.shape) - 1)
+
+    def columns(self, used: Moments, rstd: Array) -> list[Array]:
+        """Returns mean, mean_rest and rstd as columns: of each channel, or of each position."""
+        vectors = [*used.mean_pair.words(rstd.dtype), rstd]
+        if self.groups is None:
+            return [v.reshape(self.moments) for v in vectors]
+        if (times := self.channels // self.groups) > 1:
+            vectors = [jnp.repeat(v, times) for v in vectors]
+        return [v.reshape(self.weights) for v in vectors]

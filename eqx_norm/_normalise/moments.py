@@ -1,0 +1,108 @@
+"""Takes the moments of an example's values, as functions of x."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from eqx_norm.strategies import Moments, Pair
+
+from . import collectives, complex_numbers
+from .collectives import AxisName
+from .passes import bind
+from .primitives import MOMENTS, STATISTICS, SUMS
+from .values import Values
+
+
+def full_count(values: Values, axis_name: AxisName) -> Any:
+    """Returns the number of values in each group, over all examples along the named axes: an
+    int, or a symbol of `jax.export`. Raises `NameError` if `axis_name` is not bound."""
+    return values.x.size // values.layout.size * collectives.size(axis_name)
+
+
+def moments(
+    values: Values,
+    axis_name: AxisName = (),
+    *,
+    centred: bool = True,
+    implementation: str = "auto",
+    differentiated: bool = True,
+) -> Moments:
+    """Returns the moments of each group over the example and the named axes, by
+    `reference.statistics`: of shape `(groups,)`, in float32 or better, and without a mask with
+    a count known while tracing.
+
+    **Arguments:**
+
+    - `axis_name`: the name, or a tuple of names, of axes that `vmap`, `shard_map` or `pmap`
+        binds.
+    - `centred`: if false, the mean is 0 and m2 is the sum of squares.
+    - `implementation`: as for the layers; see `kernels.choice.check`.
+    - `differentiated`: if false, the program is for a CPU, and nobody differentiates it.
+    """
+    if jnp.iscomplexobj(values.x):
+        parts = complex_numbers.parts(values)
+        how: Any = {"centred": centred, "implementation": implementation}
+        return complex_numbers.whole(moments(parts, axis_name, **how))
+    names, mesh = collectives.split_names(axis_name)
+    if centred:
+        how = {"implementation": implementation, "differentiated": differentiated}
+        vectors = _statistics(values, names, mesh, **how)
+    else:
+        vectors = _squares(values, names, mesh)
+    return differentiable(values, axis_name, *vectors, centred=centred)
+
+
+def _statistics(values: Values, names: Any, mesh: Any, **how: Any) -> Sequence[Array]:
+    """Returns count, mean, m2 and mean_rest."""
+    x, layout = lax.stop_gradient(values.x), values.layout
+    where: Any = {"blocks": layout.of_moments, "shape": layout.moments, "names": names}
+    columns = bind(STATISTICS, x, values.mask, **where, **how)
+    return collectives.pooled([column.reshape(-1) for column in columns], mesh)
+
+
+def _squares(values: Values, names: Any, mesh: Any) -> Sequence[Array]:
+    """Returns the count, 0, the sum of squares, and 0."""
+    (x, wide, mask, layout), shape = values, values.layout.moments
+    zero = jnp.zeros(shape, wide.dtype)
+    arrays = (lax.stop_gradient(wide), lax.stop_gradient(x), zero, zero, mask)
+    sums = bind(SUMS, *arrays, both=False, blocks=layout.of_moments, shape=shape)
+    if mask is not None:
+        count = mask.astype(zero.dtype) * (x.size // mask.size)
+        count = count if layout.groups is None else count.sum() / layout.size
+        sums.append(zero + count)
+    m2, count, *_ = *collectives.summed(sums, names, mesh), zero
+    return [column.reshape(-1) for column in (count, zero, m2, zero)]
+
+
+def differentiable(
+    values: Values,
+    axis_name: AxisName,
+    count: Any,
+    mean: Array,
+    m2: Array,
+    rest: Array,
+    *,
+    centred: bool,
+) -> Moments:
+    """Returns moments, of shape `(groups,)`, as functions of x; without a mask of the count
+    that is known, whatever `count` is."""
+    (x, wide, mask, layout), along_first = values, values.layout.groups is None
+    # On one device all of a position counts, or nothing.
+    if mask is None or (along_first and axis_name == ()):
+        size = full_count(values, axis_name)
+        full = np.full if isinstance(size, int) else jnp.full
+        count, n = [full(s, size, m2.dtype) for s in ((), (1,) * x.ndim)]
+    else:  # all channels have the same count
+        count = count if along_first else count[0]
+        n = jnp.maximum(count, 1).reshape(layout.moments if along_first else (1,) * x.ndim)
+    names, mesh = collectives.split_names(axis_name)
+    columns = (v.reshape(layout.moments) for v in (mean, rest, m2))
+    arrays = (wide, x, *columns, n, *([] if mask is None else [mask]))
+    where: Any = {"blocks": layout.of_moments, "shape": layout.moments}
+    columns = MOMENTS.bind(*arrays, names=names, mesh=mesh, centred=centred, **where)
+    mean, m2 = (column.reshape(-1) for column in columns)
+    return Moments(count, Pair.of(mean, rest) if centred else mean, m2)

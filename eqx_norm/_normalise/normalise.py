@@ -1,0 +1,123 @@
+"""Normalises an example's values by moments, and applies weight, bias and activation."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from eqx_norm.strategies import Moments
+
+from . import elementwise, reference
+from .elementwise import Activation
+from .layout import Blocks
+from .passes import bind
+from .primitives import AFFINE
+from .values import Values
+
+
+class Affine(NamedTuple):
+    """Holds what is applied to the standardised values u: `activation(weight * u + bias)`. A
+    weight and bias have one number for each channel or one for each value."""
+
+    weight: Array | None = None
+    bias: Array | None = None
+    activation: Activation | None = None
+
+
+def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> Array:
+    r"""Returns $\text{activation}((x - \text{mean}) \cdot \text{rstd} \cdot \text{weight} +
+    \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
+    of `x`; 0 where the mask is false.
+
+    It calculates in float32 or better up to the activation's result. `used` has one number for
+    each group.
+    """
+    (x, wide, mask, layout), blocks = values, values.layout.of_weights
+    rstd = reference.rsqrt(used.variance + eps).astype(wide.dtype)
+    mean, mean_rest, scale = columns = layout.columns(used, rstd)
+    weight, bias, activation = _like_x(affine, values)
+    if jnp.iscomplexobj(x):
+        y = functools.partial(_in_jax_numpy, values, activation=activation)
+        return jax.checkpoint(y, prevent_cse=(True,) * 3)(columns, weight, bias)
+    function = None
+    if any(w is not None and w.shape != scale.shape for w in (weight, bias)):
+        function = functools.partial(_of_each_value, blocks, weight, bias, activation)
+        weight = bias = None
+    elif activation is not None:
+        function = functools.partial(elementwise.applied, activation)
+    scale = scale if weight is None else scale * weight
+    bias = jnp.zeros_like(scale) if bias is None else bias
+    if function is None:
+        (y,) = bind(AFFINE, bias, scale, wide, x, mean, mean_rest, mask, blocks=blocks)
+    else:
+        vectors = [bias, scale, mean, mean_rest]
+        y = elementwise.activated(function, blocks, vectors, wide, x, mask)
+    if y.dtype == x.dtype:
+        return y
+    # In long rows: XLA:CPU converts short ones slowly, y and its gradient.
+    return y.reshape(blocks.flat_outside(y.shape)).astype(x.dtype).reshape(y.shape)
+
+
+def normalise_in_jax_numpy(
+    values: Values, used: Moments, affine: Affine, *, eps: float, centred: bool = True
+) -> Array:
+    """Returns `normalise` by operations of JAX alone, so that other tools can read the program;
+    unless `centred`, without subtracting the mean."""
+    rstd = (1 / jnp.sqrt(used.variance + eps)).astype(values.wide.dtype)
+    columns = values.layout.columns(used, rstd)
+    weight, bias, activation = _like_x(affine, values)
+    how: Any = {"activation": activation, "centred": centred}
+    return _in_jax_numpy(values, columns, weight, bias, **how)
+
+
+def _in_jax_numpy(
+    values: Values,
+    columns: Any,
+    weight: Array | None,
+    bias: Array | None,
+    *,
+    activation: Activation | None,
+    centred: bool = True,
+) -> Array:
+    """Returns y by one formula; `columns`: mean, mean_rest and rstd."""
+    (x, wide, mask, _), (mean, mean_rest, rstd) = values, columns
+    # JAX's derivative of a selection is NaN where the value not selected is NaN.
+    u = reference.counted(wide, mask)
+    u = reference.centred(u, mean, mean_rest) if centred else u
+    u = u * (rstd if weight is None else rstd * weight)
+    u = u if bias is None else u + bias
+    y = elementwise.applied(activation, u)
+    return reference.counted(y, mask).astype(x.dtype)
+
+
+def _of_each_value(
+    blocks: Blocks,
+    weight: Array | None,
+    bias: Array | None,
+    activation: Activation | None,
+    u: Array,
+) -> Array:
+    """Returns `activation(weight * u + bias)`, for a weight or bias of each value."""
+    if weight is None:
+        u = u if bias is None else u + bias
+    else:
+        # A primitive, so that one pass sums the gradients of both.
+        shift = jnp.zeros_like(weight) if bias is None else bias
+        zero = jnp.zeros((1,) * u.ndim, u.dtype)
+        (u,) = bind(AFFINE, shift, weight, u, u, zero, zero, blocks=blocks)
+    return elementwise.applied(activation, u)
+
+
+def _like_x(affine: Affine, values: Values) -> Affine:
+    """Returns weight and bias with as many axes as x, in the dtype to calculate in."""
+
+    def like_x(vector: Array | None) -> Array | None:
+        if vector is None:
+            return None
+        is_of_values = vector.size == values.x.size
+        shape = values.x.shape if is_of_values else values.layout.weights
+        return vector.reshape(shape).astype(values.wide.dtype)
+
+    return affine._replace(weight=like_x(affine.weight), bias=like_x(affine.bias))
