@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ._fingerprint import is_array
-from ._program import PROBE, Context, Record, evaluate
+from ._mark import PROBE
+from ._program import Context, Record, evaluate
 
 Tree = TypeVar("Tree")
 

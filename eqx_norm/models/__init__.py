@@ -15,7 +15,7 @@ from ._recalibrate import recalibrate as recalibrate
 from ._recompute import recompute_outputs as recompute_outputs
 from ._reconfigure import reconfigure as reconfigure
 from ._swap import swap as swap
-from ._swap import unswap as unswap
 from ._torch import from_torch as from_torch
 from ._torch import to_torch as to_torch
 from ._torch_layers import TorchReport as TorchReport
+from ._unswap import unswap as unswap

@@ -1,8 +1,8 @@
-"""Defines `swap` and `unswap`, which replace Equinox's layers by this package's, and back."""
+"""Defines `swap`, which replaces Equinox's norms by this package's."""
 
 import dataclasses
 import math
-from typing import Any, cast
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,13 +12,11 @@ from jaxtyping import Array
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
-from eqx_norm.strategies import AbstractStrategy, Accumulated, Batch, Ema, Running, named
+from eqx_norm.strategies import AbstractStrategy, Running, named
 
-from ._carry import batches_of, is_new
 from ._layers import (
     Model,
     Where,
-    at_offset,
     chosen,
     copied,
     layers_of,
@@ -28,14 +26,14 @@ from ._layers import (
 from ._reconfigure import reconfigure
 
 # The norms of one example.
-_TO_OURS: dict[Any, Any] = {
+TO_OURS: dict[Any, Any] = {
     eqx.nn.LayerNorm: LayerNorm,
     eqx.nn.GroupNorm: GroupNorm,
     eqx.nn.RMSNorm: RMSNorm,
 }
-_TO_THEIRS: dict[Any, Any] = {ours: theirs for theirs, ours in _TO_OURS.items()}
-_TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
-_THEIRS, _OURS = (eqx.nn.BatchNorm, *_TO_OURS), (BatchNorm, *_TO_THEIRS)
+TO_THEIRS: dict[Any, Any] = {ours: theirs for theirs, ours in TO_OURS.items()}
+TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
+THEIRS, OURS = (eqx.nn.BatchNorm, *TO_OURS), (BatchNorm, *TO_THEIRS)
 
 
 def swap(
@@ -91,52 +89,15 @@ def swap(
         "norm of eqx.nn. (Norms of other packages cannot be swapped: use eqx_norm.BatchNorm "
         "where the model makes them.)"
     )
-    layers = chosen(layers_of(model, _THEIRS), where, "swap", what)
-    theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, _OURS)}
+    layers = chosen(layers_of(model, THEIRS), where, "swap", what)
+    theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, OURS)}
     model, state = replaced(model, state, theirs, _ours, _carry)
     if not (overrides and theirs):
         return model, state
     return reconfigure(model, state, lambda path, _: path in theirs, **overrides)
 
 
-def unswap(
-    model: Model, state: eqx.nn.State, mode: str | None = None, *, where: Where | None = None
-) -> tuple[Model, eqx.nn.State]:
-    r"""Returns the model with this package's norms replaced by Equinox's, and its state.
-
-    ```python
-    model, state = unswap(model, state)
-    eqx.tree_serialise_leaves(path, (model, state))     # for a program without this package
-    ```
-
-    **Statistics** are set such that inference in Equinox uses the same mean and variance.
-    Equinox's `mode="batch"` divides them by $1 - m^t$, which is wrong for few batches (see
-    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1, where it
-    is below about 18 / (1 - m). Later batches then weigh less than they would have.
-
-    **Arguments:**
-
-    - `model`, `state`: as for `swap`, with layers of this package.
-    - `mode`: `"batch"` or `"ema"`, for all layers. By default it follows from each layer's
-        approach. The momentum is the approach's, or 0.99 if it has none.
-    - `where`: as for `swap`; by default all layers of this package.
-
-    **Returns:** a new model and a new state, with the tree structure of a model made with
-    Equinox's layers. A layer that has seen no batch is as new. A `weight_offset` is added to
-    the weight. Equinox's layers have no `unbiased`, `implementation`, `memory_axis_name` and
-    counts of batches, so these are lost, and Equinox's known errors apply again.
-
-    **Raises:** `ValueError` if there is no such layer, for an approach that Equinox lacks
-    (unless `mode` is given), for an `activation`, `axis=0` or an `axis_name` of a norm of one
-    example, for a subclass, and for a state of another model.
-    """
-    if mode not in (None, "batch", "ema"):
-        raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
-    layers = chosen(layers_of(model, _OURS), where, "unswap", "layer of eqx_norm")
-    return replaced(model, state, layers, lambda layer: _theirs(layer, mode), _carry_back)
-
-
-def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
+def refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
     kind = type(layer)
     if kind not in kinds:
         raise ValueError(
@@ -146,7 +107,7 @@ def _refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
         )
 
 
-def _converted(layer: Any, kind: Any) -> Any:
+def converted(layer: Any, kind: Any) -> Any:
     """Returns a norm of one example as a layer of another class, with the fields of both."""
     has_groups = kind in (GroupNorm, eqx.nn.GroupNorm)
     new = kind(1, 1, layer.eps) if has_groups else kind(1, layer.eps)
@@ -156,9 +117,9 @@ def _converted(layer: Any, kind: Any) -> Any:
 
 
 def _ours(layer: Any) -> Any:
-    _refuse_subclass(layer, _THEIRS)
-    if kind := _TO_OURS.get(type(layer)):
-        return _converted(layer, kind)
+    refuse_subclass(layer, THEIRS)
+    if kind := TO_OURS.get(type(layer)):
+        return converted(layer, kind)
     settings = layer.axis_name, layer.eps, layer.channelwise_affine
     approach = named(layer.mode, layer.momentum)
     new = BatchNorm(layer.input_size, *settings, approach=approach)
@@ -203,63 +164,3 @@ def _debiased(
         variance = (variance.real.astype(dtype) - started) / weight
         mean = mean.astype(_memory.statistics_dtype(mean.dtype)) / weight
     return mean, jnp.maximum(variance, 0)
-
-
-def _theirs(layer: Any, mode: str | None) -> Any:
-    _refuse_subclass(layer, _OURS)
-    if layer.activation is not None:
-        raise ValueError(
-            f"activation={layer.activation}: Equinox's layer has none. Remove it by "
-            "eqx_norm.models.reconfigure(model, state, activation=None), and apply it yourself."
-        )
-    layer = at_offset(layer, 0.0)
-    if kind := _TO_THEIRS.get(type(layer)):
-        for name, default in (("axis", None), ("axis_name", ())):
-            if (value := getattr(layer, name, default)) != default:
-                raise ValueError(
-                    f"{name}={value!r}: Equinox's layer has none. Leave this one out by where=."
-                )
-        return _converted(layer, kind)
-    new = eqx.nn.BatchNorm(
-        layer.input_size,
-        layer.axis_name,
-        layer.eps,
-        layer.channelwise_affine,
-        0.99 if layer.momentum is None else layer.momentum,
-        mode=cast(Any, _mode(layer) if mode is None else mode),
-    )
-    return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
-
-
-def _mode(layer: BatchNorm) -> str:
-    approach: Any = layer.approach
-    kind = type(approach.strategy if type(approach) is Accumulated else approach)
-    if kind in (Batch, Ema):
-        return "ema" if kind is Ema else "batch"
-    raise ValueError(
-        f"approach={layer.approach}: eqx.nn.BatchNorm has no such approach. Choose how it "
-        "trains there by unswap(..., mode='batch') or mode='ema'; inference stays the same."
-    )
-
-
-def _carry_back(
-    old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
-) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the count, or whether the layer is new, and the statistics."""
-    bits = jnp.finfo(float).nmant + 3
-    # After so many batches 1 - m^t rounds to 1.
-    many = min(math.ceil(-bits * math.log(2) / math.log(new.momentum)), 2**31 - 1)
-
-    def one(memory: Remembered, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
-        count = fresh = is_new(old, memory)
-        moments = old.approach.infer(memory.statistics)
-        mean, variance = moments.mean, moments.variance
-        if new.mode == "ema":
-            variance = jnp.where(fresh, 0, variance)
-        else:
-            count = jnp.where(fresh, 0, jnp.maximum(accepted, many))
-            count = count.astype(jnp.result_type(int))
-        return count, (mean, variance.astype(mean.dtype))
-
-    batches = batches_of(old, memory)
-    return over_members(one, batches)(memory, batches)

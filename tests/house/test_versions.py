@@ -30,7 +30,7 @@ UNSTABLE = {
             f"{NORMALISE}one_kernel.py",
             f"{NORMALISE}passes.py",
             f"{NORMALISE}primitives.py",
-            f"{DETERMINISM}_program.py",
+            f"{DETERMINISM}_mark.py",
         ],
     ),
     "jaxprs": (

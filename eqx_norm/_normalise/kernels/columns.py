@@ -22,7 +22,7 @@ def statistics(
     platform(target, x, {"cuda": "float32 bfloat16 float16"})
     if x.size == 0:
         raise refusal(x, "it is empty")
-    return by_columns(kernels("gpu_columns").statistics, x, shape=shape)
+    return by_columns(kernels("gpu_columns").moments, x, shape=shape)
 
 
 def by_columns(

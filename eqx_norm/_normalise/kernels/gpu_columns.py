@@ -43,7 +43,7 @@ class Lanes(NamedTuple):
     m2_rest: Array
 
 
-def statistics(x: Array) -> list[Array]:
+def moments(x: Array) -> list[Array]:
     """Returns mean, m2 and mean_rest of each channel of x, (ensemble, rows, channels)."""
     ensemble, rows, channels = x.shape
     size = x.dtype.itemsize

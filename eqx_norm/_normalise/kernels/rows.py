@@ -86,7 +86,7 @@ def normalise_rows(
 # --- By the passes. A row has `ndim` axes: two, once a primitive has flattened it.
 
 
-def _rows(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
+def _forward(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
     def row(x: Array, weight: Array, bias: Array) -> Array:
         values = Values.of(x, groups=groups, channels=groups)
         affine = Affine(weight, bias, norm.activation)
@@ -102,12 +102,12 @@ def _rows(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
 def _tangent(*arrays: Array, **options: Any) -> Any:
     # An operand and its tangent may differ along different axes.
     along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
-    return jax.jvp(functools.partial(_rows, **options), at, along)[1]
+    return jax.jvp(functools.partial(_forward, **options), at, along)[1]
 
 
-def _gradients(dy: Array, x: Array, *vectors: Array, shape: Any = None, **options: Any) -> Any:
+def _backward(dy: Array, x: Array, *vectors: Array, shape: Any = None, **options: Any) -> Any:
     at = [v if shape is None else jnp.broadcast_to(v, shape) for v in vectors]
-    dx, *sums = jax.vjp(functools.partial(_rows, **options), x, *at)[1]([dy])
+    dx, *sums = jax.vjp(functools.partial(_forward, **options), x, *at)[1]([dy])
     return [dx] if shape is None else [dx, *sums]
 
 
@@ -147,10 +147,10 @@ def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
     return [changed(first), *([] if shape is None else [changed(others[-1], shape=shape)] * 2)]
 
 
-ROWS = new_primitive("rows", functools.partial(_lowered, "forward", _rows), _types, [0])
+ROWS = new_primitive("rows", functools.partial(_lowered, "forward", _forward), _types, [0])
 TANGENT = new_primitive("d_rows", _lowered_tangent, _types, [0, 3])
 GRADIENTS = new_primitive(
-    "d_rows_t", functools.partial(_lowered, "backward", _gradients), _types, [0, 1]
+    "d_rows_t", functools.partial(_lowered, "backward", _backward), _types, [0, 1]
 )
 
 
@@ -188,5 +188,5 @@ def _jvp(
 
 ad.primitive_jvps[ROWS] = _rows_jvp
 ad.primitive_jvps[TANGENT] = functools.partial(_jvp, _tangent)
-ad.primitive_jvps[GRADIENTS] = functools.partial(_jvp, _gradients)
+ad.primitive_jvps[GRADIENTS] = functools.partial(_jvp, _backward)
 ad.primitive_transposes[TANGENT] = _tangent_transpose

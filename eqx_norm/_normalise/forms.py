@@ -1,0 +1,90 @@
+"""Chooses the form of each pass over x that is fast where it runs, of one formula: see
+`reference`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from . import on_cpu, on_gpu, reference
+from .kernels import columns
+from .layout import Blocks
+from .passes import Target
+from .reference import Shape
+
+
+def statistics(
+    target: Target,
+    x: Array,
+    *mask: Array,
+    blocks: Blocks,
+    shape: Shape,
+    implementation: str,
+    differentiated: bool,
+) -> Sequence[Array]:
+    """Returns `reference.statistics`."""
+    has_kernel = implementation == "pallas"
+    if has_kernel or target.own_sums == "cpu":
+        flat, shape = blocks.arranged([x, *mask], shape, flat=True)
+        if has_kernel:
+            return columns.statistics(target, *flat, shape=shape)
+        return on_cpu.statistics(*flat, shape=shape, differentiated=differentiated)
+    k = _first(target, x, *mask, blocks=blocks, shape=shape)
+    arrays, shape = blocks.arranged([x, *mask], shape, flat=False)
+    reduction = on_gpu.cut_sums if target.own_sums == "gpu" else reference.xla_sums
+    k = k.reshape(shape)
+    return reference.statistics(*arrays, shape=shape, reduction=reduction, k=k)
+
+
+def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape) -> Array:
+    """Returns k of `reference.statistics`, of x in the caller's shape and dtype: for a slice of
+    another, XLA:TPU would write all of x in that. The largest value takes a pass over x, but no
+    gather, for which XLA:TPU would copy x, and devices would send it."""
+    if target.is_partitioned:
+        mapped = x.ndim - blocks.ndim
+        examples = reference.summed_axes(x.shape[:mapped], shape[:mapped])
+        if examples and not mask:
+            # The largest of the examples' first values: for a slice of the examples XLA may
+            # move x to other devices.
+            k = reference.first(x, shape=(*x.shape[:mapped], *shape[mapped:]))
+            k = k.max(examples, keepdims=True)
+        else:
+            k = reference.first(x, *mask, shape=shape, largest=True)
+        # Behind the barrier k is whole on each device; else XLA adds it up for each reader.
+        return lax.optimization_barrier(k.reshape(-1))
+    if mask and target.platform == "gpu":
+        arrays, shape = blocks.arranged([x, *mask], shape, flat=True)
+        return reference.first(*arrays, shape=shape)  # one gather for all axes
+    sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
+    differs = any(n != 1 for n in sizes)  # from example to example
+    return reference.first(x, *mask, shape=shape, largest=differs)
+
+
+def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: Any) -> list[Array]:
+    """Returns the mean and m2 of `statistics` unchanged: x enters only their derivatives."""
+    del target
+    _, _, mean, _, m2, *_count_and_mask = arrays
+    return [jnp.broadcast_to(vector, shape) for vector in (mean, m2)]
+
+
+def sums(
+    target: Target, g: Array, *arrays: Array, blocks: Blocks, shape: Shape, both: bool
+) -> Sequence[Array]:
+    """Returns `reference.sums`."""
+    own = {"cpu": on_cpu.tree_sums, "gpu": on_gpu.packed_sums}
+    reduction = own.get(target.own_sums, reference.xla_sums)
+    arranged, shape = blocks.arranged([g, *arrays], shape, flat=target.platform == "cpu")
+    return reference.sums(*arranged, shape=shape, both=both, reduction=reduction)
+
+
+def affine(
+    target: Target, bias: Array, scale: Array, wide: Array, *arrays: Array, blocks: Blocks
+) -> list[Array]:
+    """Returns `reference.affine`."""
+    x, *centre = arrays
+    (x, bias, scale, *centre), _ = blocks.arranged(
+        [x, bias, scale, *centre], wide.shape, flat=target.platform == "cpu"
+    )
+    return [reference.affine(bias, scale, x, *centre)]
