@@ -1,4 +1,4 @@
-"""Checks an activation, which a layer keeps as `eqx.nn.MLP` does, and prepares it for use."""
+"""Checks an activation, stored in a layer as in `eqx.nn.MLP`, and makes it comparable."""
 
 import functools
 
@@ -22,8 +22,8 @@ def checked(activation: Activation | None) -> Activation | None:
 
 
 def comparable(activation: Activation | None) -> Activation | None:
-    """Returns the activation; a `functools.partial`, which equals only itself, as a `Partial`,
-    a tree that has its arguments as leaves."""
+    """Returns the activation. Converts a `functools.partial`, which equals only itself, to a
+    `Partial`, a pytree with the arguments as leaves."""
     if isinstance(activation, functools.partial):
         return Partial(activation.func, *activation.args, **activation.keywords)
     return activation

@@ -42,7 +42,7 @@ def resolve(
     return approach
 
 
-# Cached, because most models have several layers and one warning is enough for all of them.
+# The cache limits this to one warning, because most models have several layers.
 @functools.cache
 def _warn_of_the_default() -> None:
     warnings.warn(

@@ -14,13 +14,13 @@ from eqx_norm._contract import described
 from eqx_norm._normalise import Affine, AxisName, Shape, names_of, widened
 from eqx_norm.strategies._numbers import is_count, number
 
-# The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5. Of the 38 decades of float32
-# that leaves 8 for the factors it is multiplied by.
+# The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5, or 30 of the 38 decades of
+# float32. The other 8 are for the factors that the derivative is multiplied by.
 _LEAST_EPS = 1e-20
 
 
 def checked_eps(eps: float) -> float:
-    """Returns `eps`; raises `ValueError` for what is no number, too small or infinite."""
+    """Returns `eps`; raises `ValueError` unless it is a finite number that is large enough."""
     value = number(eps)
     if not (isinstance(value, float) and _LEAST_EPS <= value < math.inf):
         raise ValueError(
@@ -31,8 +31,8 @@ def checked_eps(eps: float) -> float:
 
 
 def checked_size(argument: str, value: Any, given: Any = None) -> int:
-    """Returns a size as an `int`; raises `ValueError` for what is no size, which quotes the
-    value, or the sequence `given` that it is from."""
+    """Returns a size as an `int`. Raises `ValueError` if `value` is no size; the error quotes
+    the value, or the sequence `given` that contains the value."""
     if not is_count(value):
         quoted = value if given is None else given
         raise ValueError(f"{argument}={quoted!r}: a size must be an int of 1 or more.")
@@ -40,8 +40,8 @@ def checked_size(argument: str, value: Any, given: Any = None) -> int:
 
 
 def checked_names(**arguments: Any) -> list[AxisName]:
-    """Returns names of axes, or tuples of names; raises `ValueError` for what is no name, and
-    if there is a name twice."""
+    """Returns names of axes, or tuples of names; raises `ValueError` for a value that is no
+    name, and for a name that is given twice."""
     # A list of names would make the layer unhashable.
     axes = [tuple(v) if isinstance(v, list) else v for v in arguments.values()]
     quoted = " and ".join(f"{name}={value!r}" for name, value in arguments.items())
@@ -88,9 +88,9 @@ def checked_offset(weight_offset: float) -> float:
 
 
 def affine(layer: Any, weight: Any, bias: Any, shape: Shape, x: Array) -> Affine:
-    """Returns the weight, with its offset added, and the bias of a call: those given, or the
-    layer's own, of `shape`; with the layer's activation. Raises `ValueError` or `TypeError` for
-    what does not fit."""
+    """Returns the weight (with the offset added), the bias and the activation for a call. The
+    weight and bias given replace the layer's own, of `shape`. Raises `ValueError` or
+    `TypeError` for arrays that do not fit."""
     weight, bias = (
         _checked_own(name, getattr(layer, name), shape, x)
         if value is None
@@ -134,8 +134,8 @@ def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> 
 def not_one_example(
     x: Array, argument: str, value: Any, shape: Any, fix: str | None
 ) -> ValueError:
-    """Returns the error for an `x` that is not of the `shape` for which a layer was made by
-    `argument`; `fix`: what to do about it, by default to make another layer."""
+    """Returns the error for an `x` that does not have the `shape` that `argument` set when the
+    layer was made. `fix` says what to do; by default, to make another layer."""
     return ValueError(
         f"x has shape {x.shape}, but this layer was made with {argument}={value} and takes one "
         f"example at a time, of shape {shape}. "
@@ -144,7 +144,7 @@ def not_one_example(
 
 
 def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -> None:
-    """Raises `ValueError` unless x is `(channels, *spatial)`; `None` is any number."""
+    """Raises `ValueError` unless x is `(channels, *spatial)`; `None` allows any number."""
     if x.ndim == 0 or channels not in (None, x.shape[0]):
         fix = None
         if x.ndim > 1 and x.shape[1] == channels:
@@ -155,7 +155,7 @@ def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -
 
 
 def checked_x(x: Any) -> Array:
-    """Returns `x` as an array; raises `TypeError` for what is none, and for integers."""
+    """Returns `x` as an array; raises `TypeError` if `x` is no array, and for integers."""
     try:
         array = None if isinstance(x, tuple | list) else jnp.asarray(x)
     except TypeError:
@@ -166,7 +166,7 @@ def checked_x(x: Any) -> Array:
             "two things, of which only the first goes to the next: write y, state = "
             "layer(x, state)."
         )
-    # NumPy's float64 is float32 without x64.
+    # Without x64, `asarray` converts NumPy's float64 to float32.
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
             f"x has dtype {array.dtype}, which cannot hold normalised values. "
@@ -177,7 +177,7 @@ def checked_x(x: Any) -> Array:
 
 def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -> Array | None:
     """Returns `mask` as an array; raises unless it has one boolean for the example or for each
-    position of `x`; with `of_values`, for each value. `mapped`: how to call the layer."""
+    position of `x`; with `of_values`, for each value. `mapped` shows how to call the layer."""
     if mask is None:
         return None
     mask, spatial = jnp.asarray(mask), x.shape[1:]

@@ -1,4 +1,4 @@
-"""Checks what a strategy returns; an error names the method and quotes what it returned."""
+"""Checks the results of a strategy; an error names the method and quotes the result."""
 
 import textwrap
 from typing import Any
@@ -28,7 +28,7 @@ def update(
 
 
 def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
-    """Returns `approach.infer(memory)`; raises unless it is `Moments` of that shape."""
+    """Returns `approach.infer(memory)`; raises unless it is `Moments` of all channels."""
     name = f"{type(approach).__name__}.infer"
     return _moments(approach.infer(memory), (channels,), f"{name} returned")
 
@@ -66,8 +66,8 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
             f"{returned} Moments with a mean of shape {used.mean.shape} and an m2 of shape "
             f"{used.m2.shape}, but this layer has {shape[0]} channels: give one value for each."
         )
-    # Without `ddof` and the fields of a subclass, so that the moments of training and inference
-    # are the same pytree, and the program can select one of the two.
+    # `ddof` and the fields of a subclass are dropped, so that the moments of training and
+    # inference are the same pytree, and the program can select one of the two.
     return Moments(used.count, used.mean_pair, used.m2)
 
 

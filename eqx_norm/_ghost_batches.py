@@ -14,7 +14,7 @@ def ghost_batches(batch: Batch, size: int) -> Batch:
     """Cuts a batch along its first axis into consecutive groups of `size` examples.
 
     In this example the layer normalises each group by the group's own statistics, and updates
-    its running statistics once, by those of the whole batch:
+    its running statistics once, by the statistics of the whole batch:
 
     ```python
     make = eqx.nn.make_with_state(BatchNorm)

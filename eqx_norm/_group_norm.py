@@ -25,7 +25,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
     y = jax.vmap(layer)(x)                               # x is [N, 64, H, W]
     ```
 
-    Precision and memory are those of `LayerNorm`.
+    Precision and residuals are those of `LayerNorm`.
 
     Wu and He, "Group Normalization", https://arxiv.org/abs/1803.08494.
     """
@@ -49,8 +49,8 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         - `channels`: the number of channels; optional if `channelwise_affine=False`.
         - `eps`: added to the variance; 1e-20 or more.
         - `channelwise_affine`: whether there are a weight and a bias of shape `(channels,)`.
-        - `axis_name`: as for `LayerNorm`. A group is merged with the group of the same number
-            of each other part, so split positions; or, with `groups=1`, channels.
+        - `axis_name`: as for `LayerNorm`. Groups with the same index are merged over all
+            parts, so split positions or, with `groups=1`, channels.
         - `dtype`, `activation`, `weight_offset`, `implementation`: as for `LayerNorm`. (There
             are no kernels for TPUs.)
 

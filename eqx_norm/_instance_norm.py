@@ -13,8 +13,8 @@ class InstanceNorm(GroupNorm):
 
     $$y = \frac{x - \mu_c}{\sqrt{\sigma_c^2 + \varepsilon}} \cdot \gamma_c + \beta_c$$
 
-    It is a `GroupNorm` with one channel per group, with the arguments of PyTorch's layer
-    except those of running statistics.
+    This layer is a `GroupNorm` with one channel per group. It has the arguments of PyTorch's
+    layer, except those of running statistics.
 
     ```python
     layer = InstanceNorm(64, affine=True)

@@ -1,4 +1,4 @@
-"""Defines what `BatchNorm` keeps in `eqx.nn.State`, reads it from there, and checks it."""
+"""Defines, reads and checks the memory of a `BatchNorm`, its entry in `eqx.nn.State`."""
 
 import functools
 import textwrap
@@ -26,7 +26,7 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def dtype_of(memory: Any) -> jnp.dtype:
-    """Returns the dtype of the mean in a strategy's memory, as a new one would have it."""
+    """Returns the dtype of the mean in a new memory, complex if this `memory` is."""
     is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
     return statistics_dtype(complex if is_complex else float)
 
@@ -34,8 +34,8 @@ def dtype_of(memory: Any) -> jnp.dtype:
 class Remembered(NamedTuple):
     """Holds all that a layer remembers, `state.get(layer.memory_index)`.
 
-    **Fields:** `statistics`: the strategy's memory; `counts`, `(2,)`, int32: the numbers of
-    batches that were remembered and, because they were not finite, not remembered.
+    **Fields:** `statistics`: the strategy's memory; `counts`, `(2,)`, int32: the number of
+    batches that were remembered, and of those that were not, because they were not finite.
     """
 
     statistics: Any
@@ -53,7 +53,7 @@ class Remembered(NamedTuple):
 
 
 def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Remembered:
-    """Returns what a layer remembers before any batch; `dtype` is that of its weights."""
+    """Returns the memory of a layer before any batch; `dtype` is the dtype of the weights."""
     memory = approach.init(channels, statistics_dtype(dtype))
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
@@ -78,7 +78,7 @@ def checked_state(state: Any) -> eqx.nn.State:
 
 
 def recall(layer: Any, state: Any) -> Remembered:
-    """Returns what a `BatchNorm` remembers; raises as `check` does, and if there is nothing."""
+    """Returns the memory of a `BatchNorm`; raises as `check` does, and if there is none."""
     try:
         remembered = checked_state(state).get(layer.memory_index)
     except KeyError:
@@ -92,18 +92,18 @@ def recall(layer: Any, state: Any) -> Remembered:
 
 
 def stays_finite(before: Any, after: Any, batch: Moments) -> Bool[Array, ""]:
-    """Returns whether a batch is finite, and each number of a memory that was finite before the
-    update by it is so after it: squares of finite values may overflow. (A strategy may start
-    from infinities.)"""
-    are = jnp.isfinite(batch.mean) & jnp.isfinite(batch.m2)
+    """Returns whether a batch is finite, and each finite number of the memory stays finite:
+    squares of finite values may overflow. (A strategy may start from infinities.)"""
+    finite = jnp.isfinite(batch.mean) & jnp.isfinite(batch.m2)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if eqx.is_inexact_array(new):
-            stay = jnp.isfinite(new) | ~jnp.isfinite(old)
-            # In one reduction, for which XLA:CPU compiles a loop.
-            is_of_channels = new.shape[-1:] in ((), are.shape[-1:])
-            are, stay = jnp.broadcast_arrays(are, stay if is_of_channels else stay.all())
-            are &= stay
-    return are.all()
+            stays = jnp.isfinite(new) | ~jnp.isfinite(old)
+            # One reduction serves all arrays, because XLA:CPU compiles each into a loop.
+            is_of_channels = new.shape[-1:] in ((), finite.shape[-1:])
+            stays = stays if is_of_channels else stays.all()
+            finite, stays = jnp.broadcast_arrays(finite, stays)
+            finite &= stays
+    return finite.all()
 
 
 def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
@@ -113,7 +113,7 @@ def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
 
 
 def check(layer: Any, remembered: Remembered) -> None:
-    """Raises `ValueError` unless what a `BatchNorm` remembers has the form of a new layer's."""
+    """Raises `ValueError` unless the memory of a `BatchNorm` has the form of a new memory."""
     channels, approach, memory = layer.input_size, layer.approach, remembered.statistics
     is_hashable = is_fixed(approach) and not jax.tree.leaves(eqx.filter(approach, eqx.is_array))
     type_of_new = _once_for_equal_layers if is_hashable else _type_of_new

@@ -13,7 +13,7 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
     $$y = \frac{x}{\sqrt{\frac{1}{n} \sum_i |x_i|^2 + \varepsilon}} \cdot \gamma + \beta$$
 
     where $\gamma$ (`weight`) and $\beta$ (`bias`) have the shape of `x`. The mean square is
-    float32 or better; no mean is computed. JAX keeps only `x` for the backward pass.
+    float32 or better; no mean is computed. Only `x` is saved for the backward pass.
 
     ```python
     layer = RMSNorm(64, use_bias=False)
@@ -25,5 +25,5 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
     """
 
     centred: ClassVar[bool] = False
-    # A type checker would make another one of the fields.
+    # Without this line, a type checker would infer another `__init__` from the fields.
     __init__ = AbstractShapeNorm.__init__

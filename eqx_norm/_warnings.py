@@ -21,7 +21,7 @@ def stacklevel() -> int:
 def warn_of_one_value(
     x: Array, axis_name: AxisName, kind: str, to_do: str, when: str = ""
 ) -> None:
-    """Warns that the moments of each channel, or another `kind`, are those of one value."""
+    """Warns that each channel, or other `kind` of group, has moments of only one value."""
     warnings.warn(
         f"{when}x of shape {x.shape} and axis_name={axis_name!r} hold one value per {kind}. It "
         f"is its own mean, so y is the layer's bias, whatever x is. {to_do}",

@@ -1,4 +1,4 @@
-"""Takes the moments of complex numbers from those of their real and imaginary parts."""
+"""Computes the moments of complex numbers from those of the real and the imaginary parts."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,14 +15,14 @@ def parts(values: Values) -> Values:
     both = [x.real, x.imag]
     if groups is None:
         return Values.of(jnp.stack(both, 1), mask, groups=None, channels=1)
-    if groups > 1:  # a mask of positions is that of both
+    if groups > 1:  # both parts share a mask of positions
         mask = None if mask is None else mask[0]
         return Values.of(jnp.concatenate(both), mask, groups=2 * groups, channels=2 * groups)
     return Values.of(jnp.stack(both), mask, groups=2, channels=2)
 
 
 def whole(of_parts: Moments) -> Moments:
-    """Returns the moments of complex numbers: m2 is the sum of those of both parts."""
+    """Returns the moments of complex numbers: m2 is the sum of the m2 of both parts."""
     count = of_parts.count
     mean, m2 = Pair(_joined(of_parts.mean_pair.parts)), jnp.add(*jnp.split(of_parts.m2, 2))
     return Moments(count[: m2.size] if count.ndim else count, mean, m2)

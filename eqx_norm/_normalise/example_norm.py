@@ -20,8 +20,8 @@ from .values import Values
 def normalise_example(
     values: Values, affine: Affine, axis_name: AxisName = (), *, eps: float, centred: bool
 ) -> Array:
-    """Returns `normalise` by the moments of this example and its parts along `axis_name`; if
-    nobody differentiates y, a GPU and a CPU compute it in another way."""
+    """Returns the example, normalised by its moments over all its parts along `axis_name`. A
+    GPU and a CPU have a faster form for a y that is not differentiated."""
     used = moments(values, axis_name, centred=centred)
     y = normalise(values, used, affine, eps=eps)
     chain = None if axis_name != () else _chain(values, affine, RowNorm(eps, centred))
@@ -59,7 +59,7 @@ def normalise_example(
 
 
 def _chain(values: Values, affine: Affine, norm: RowNorm) -> Chain | None:
-    """Returns the norm for `one_kernel`; `None` if that cannot compute it."""
+    """Returns the norm as a `Chain`, or `None` if `one_kernel` cannot compute the norm."""
     (x, wide, mask, layout), activation = values, affine.activation
     is_known = x.ndim > 0 and all(isinstance(n, int) for n in x.shape)
     has_rows = mask is None and layout.groups is not None

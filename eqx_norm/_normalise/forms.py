@@ -1,5 +1,5 @@
-"""Chooses the form of each pass over x that is fast where it runs, of one formula: see
-`reference`."""
+"""Chooses, for each pass over x, the form that is fast on the target platform. All forms
+compute the formulas of `reference`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def statistics(
     implementation: str,
     differentiated: bool,
 ) -> Sequence[Array]:
-    """Returns `reference.statistics`."""
+    """Computes `reference.statistics`."""
     has_kernel = implementation == "pallas"
     if has_kernel or target.own_sums == "cpu":
         flat, shape = blocks.arranged([x, *mask], shape, flat=True)
@@ -39,31 +39,31 @@ def statistics(
 
 
 def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape) -> Array:
-    """Returns k of `reference.statistics`, of x in the caller's shape and dtype: for a slice of
-    another, XLA:TPU would write all of x in that. The largest value takes a pass over x, but no
-    gather, for which XLA:TPU would copy x, and devices would send it."""
+    """Returns k of `reference.statistics`, from x in the caller's shape and dtype, because
+    XLA:TPU would write all of x to memory in any other. The largest value takes a pass over x,
+    but no gather, for which XLA:TPU would copy x and devices would send x."""
     if target.is_partitioned:
         mapped = x.ndim - blocks.ndim
         examples = reference.summed_axes(x.shape[:mapped], shape[:mapped])
         if examples and not mask:
-            # The largest of the examples' first values: for a slice of the examples XLA may
-            # move x to other devices.
+            # k is the largest of the examples' first values, because XLA may send x to other
+            # devices to slice one example.
             k = reference.first(x, shape=(*x.shape[:mapped], *shape[mapped:]))
             k = k.max(examples, keepdims=True)
         else:
             k = reference.first(x, *mask, shape=shape, largest=True)
-        # Behind the barrier k is whole on each device; else XLA adds it up for each reader.
+        # The barrier makes k whole on each device; without it XLA reduces k for each reader.
         return lax.optimization_barrier(k.reshape(-1))
     if mask and target.platform == "gpu":
         arrays, shape = blocks.arranged([x, *mask], shape, flat=True)
         return reference.first(*arrays, shape=shape)  # one gather for all axes
     sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
-    differs = any(n != 1 for n in sizes)  # from example to example
+    differs = any(n != 1 for n in sizes)  # between examples
     return reference.first(x, *mask, shape=shape, largest=differs)
 
 
 def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: Any) -> list[Array]:
-    """Returns the mean and m2 of `statistics` unchanged: x enters only their derivatives."""
+    """Returns the mean and m2 of `statistics` unchanged: only the derivatives read x."""
     del target
     _, _, mean, _, m2, *_count_and_mask = arrays
     return [jnp.broadcast_to(vector, shape) for vector in (mean, m2)]
@@ -72,7 +72,7 @@ def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: Any) ->
 def sums(
     target: Target, g: Array, *arrays: Array, blocks: Blocks, shape: Shape, both: bool
 ) -> Sequence[Array]:
-    """Returns `reference.sums`."""
+    """Computes `reference.sums`."""
     own = {"cpu": on_cpu.tree_sums, "gpu": on_gpu.packed_sums}
     reduction = own.get(target.own_sums, reference.xla_sums)
     arranged, shape = blocks.arranged([g, *arrays], shape, flat=target.platform == "cpu")
@@ -82,7 +82,7 @@ def sums(
 def affine(
     target: Target, bias: Array, scale: Array, wide: Array, *arrays: Array, blocks: Blocks
 ) -> list[Array]:
-    """Returns `reference.affine`."""
+    """Computes `reference.affine`."""
     x, *centre = arrays
     (x, bias, scale, *centre), _ = blocks.arranged(
         [x, bias, scale, *centre], wide.shape, flat=target.platform == "cpu"

@@ -16,14 +16,14 @@ from .reference import Shape
 
 class Blocks(NamedTuple):
     """Cuts the values of an example of `ndim` axes into a `number` of consecutive blocks. A
-    vector has one number for each block."""
+    vector has one value per block."""
 
     ndim: int
     number: int
 
     def flat(self, shape: Shape) -> Shape:
-        """Returns the shape `(*mapped, blocks, values)`. Loops of a CPU follow an array's axes,
-        and rows of 7 or 8 are too short for a vector unit."""
+        """Returns the shape `(*mapped, blocks, values)`. XLA:CPU loops over an array's axes,
+        and rows of 7 or 8 values are too short for a vector unit."""
         mapped = len(shape) - self.ndim
         first, *others = shape[mapped:] or (1,)
         number = 1 if first == 1 else self.number
@@ -33,8 +33,8 @@ class Blocks(NamedTuple):
 
     def cut(self, shape: Shape, whole: Shape) -> Shape:
         """Returns the shape of an operand with the first axis of an example cut into blocks, if
-        a block of x, of shape `whole`, has several places of that axis; else `shape` itself. In
-        another, XLA:TPU would copy an array, and XLA:GPU not fuse it into reductions."""
+        a block of x, of shape `whole`, spans several indices of that axis; else `shape` itself.
+        In another shape XLA:TPU would copy the array; XLA:GPU would not fuse it into sums."""
         axis = len(shape) - self.ndim
         if self.ndim == 0 or self.number in (1, whole[axis]):
             return shape
@@ -44,13 +44,13 @@ class Blocks(NamedTuple):
     def arranged(
         self, arrays: Sequence[Array], shape: Shape, *, flat: bool
     ) -> tuple[list[Array], Shape]:
-        """Returns the arrays, of which the first is as large as x, and the shape of vectors, in
-        the shape to calculate in: `flat`, or `cut`."""
+        """Returns the arrays and the shape of vectors, reshaped for the computation by `flat`
+        or `cut`. The first array is as large as x."""
         whole = arrays[0].shape
         form = self.flat if flat else functools.partial(self.cut, whole=whole)
         formed, length = [a.reshape(form(a.shape)) for a in arrays], form(whole)[-1:]
         if flat:
-            # A mask of positions is repeated for all channels of a group, which are one row.
+            # A mask of positions is repeated for each channel of a group: a group is one row.
             formed = [
                 a if a.shape[-1] in (1, *length) else jnp.tile(a, length[0] // a.shape[-1])
                 for a in formed
@@ -58,14 +58,14 @@ class Blocks(NamedTuple):
         return formed, form(shape)
 
     def flat_outside(self, shape: Shape) -> Shape:
-        """Returns `flat(shape)`, to calculate in outside of a pass; on a mesh with explicit
-        axes, which a reshape cannot merge, `shape` itself."""
+        """Returns `flat(shape)`, for computations outside of a pass. On a mesh with explicit
+        axes, which a reshape cannot merge, returns `shape` itself."""
         typed = jax.sharding.get_abstract_mesh().explicit_axes
         return shape if typed else self.flat(shape)
 
     def spread(self, vector: Array, shape: Shape) -> Array:
-        """Returns the vector repeated to broadcast to `shape`, if each of its numbers is for
-        several places of an example's first axis, as for groups of channels."""
+        """Returns the vector, repeated to broadcast to `shape` if each of its values is for
+        several indices of an example's first axis, as for groups of channels."""
         axis = len(shape) - self.ndim
         if self.ndim == 0 or vector.shape[axis] in (1, shape[axis]):
             return vector
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
     **Fields:**
 
     - `groups`: the number of moments; x is cut into this number of equal, consecutive blocks.
-        If `None`, each position has moments of its own, along the first axis.
+        If `None`, each position has its own moments, taken along the first axis.
     - `channels`: the number of weights and biases: the size of the first axis of x, or 1.
     """
 
@@ -125,7 +125,7 @@ class Layout(NamedTuple):
         return (1,) * (len(self.shape) - 1)
 
     def columns(self, used: Moments, rstd: Array) -> list[Array]:
-        """Returns mean, mean_rest and rstd as columns: of each channel, or of each position."""
+        """Returns mean, mean_rest and rstd per channel or position, with as many axes as x."""
         vectors = [*used.mean_pair.words(rstd.dtype), rstd]
         if self.groups is None:
             return [v.reshape(self.moments) for v in vectors]

@@ -1,9 +1,9 @@
-"""Reads and writes what a release of JAX may change: the context in which a primitive is
+"""Wraps interfaces that a release of JAX may change: the context in which a primitive is
 lowered, and the types of arrays.
 
-Checked with jax 0.10.2, 0.11.2 and 0.12.0.1. Primitives themselves, their derivatives and
-batching are defined by `jax.extend.core` and `jax.interpreters`, in the files that have them:
-tests/house/test_versions.py lists both kinds.
+Checked with jax 0.10.2, 0.11.2 and 0.12.0.1. The files that define primitives use
+`jax.extend.core` and `jax.interpreters` directly, for derivatives and batching, too:
+tests/house/test_versions.py lists both kinds of file.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ def automatic_mesh() -> AbstractContextManager[Any]:
 
 
 def lowered(function: Callable[..., Any], context: Any, *arrays: Any) -> Any:
-    """Returns the results of a function of arrays, lowered for types without a mesh:
-    in a primitive XLA decides how they are split."""
+    """Returns the results of a function of arrays, lowered for types without a mesh: inside a
+    primitive XLA decides how arrays are split."""
     with automatic_mesh():
         plain = [*map(unsplit, operands(context))]
         return mlir.lower_fun(function, True)(context.replace(avals_in=plain), *arrays)
@@ -63,8 +63,8 @@ def unsplit(aval: Any) -> ShapedArray:
 
 
 def changed(aval: Any, *, split: tuple[Any, Any] | None = None, **changes: Any) -> Any:
-    """Returns an array's type with another `shape` or `dtype`; `split`: a type whose mesh it is
-    to have, and by which specification it is split over that."""
+    """Returns an array's type with another `shape` or `dtype`. `split` is a pair: a type, whose
+    mesh the result gets, and the partition specification over this mesh."""
     if split is not None:
         like, spec = split
         changes["sharding"] = like.sharding.update(spec=spec)
@@ -72,32 +72,32 @@ def changed(aval: Any, *, split: tuple[Any, Any] | None = None, **changes: Any) 
 
 
 def device_axes(array: Any) -> frozenset[Any]:
-    """Returns the mesh axes of `shard_map` along which an array, or a type, may differ."""
+    """Returns the mesh axes of `shard_map` over which an array, or a type, varies."""
     aval = array if isinstance(array, ShapedArray) else jax.typeof(array)
     return aval.manual_axis_type.varying
 
 
 def like(array: Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a kernel's result, which may differ between devices as `array`."""
+    """Returns the type of a kernel's result, which varies over the mesh as `array` does."""
     varies = jax.typeof(array).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies)
 
 
 def varying(arrays: Sequence[Array], axes: frozenset[Any] = frozenset()) -> list[Array]:
-    """Returns the arrays, cast to vary over `axes` and each mesh axis over which one varies.
+    """Returns the arrays, cast to vary over `axes` and over the mesh axes of all arrays.
 
     JAX's own primitives do the same: inside `shard_map` the type of an array says whether it
     may differ between devices, and the transpose of a cast to "varying" is a sum over devices.
-    New arrays, of zeros for example, do not vary yet. Vectors of one shape are cast together,
-    so that their transpose is one sum.
+    New arrays, of zeros for example, do not vary yet. Vectors of one type are cast together, so
+    that the transpose of the cast is one sum.
     """
     present = [*map(device_axes, arrays)]
     axes = axes.union(*present)
-    alike: dict[Any, list[int]] = {}
+    same_type: dict[Any, list[int]] = {}
     for i, (array, over) in enumerate(zip(arrays, present, strict=True)):
-        alike.setdefault((array.shape, array.dtype, over), []).append(i)
+        same_type.setdefault((array.shape, array.dtype, over), []).append(i)
     cast = list(arrays)
-    for (*_, over), places in alike.items():
+    for (*_, over), places in same_type.items():
         if over != axes:
             together = jnp.stack([arrays[i] for i in places])
             together = lax.pcast(together, tuple(axes - over), to="varying")

@@ -1,4 +1,4 @@
-"""Takes the moments of an example's values, as functions of x."""
+"""Computes the moments of an example's values, as differentiable functions of x."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,9 +31,9 @@ def moments(
     implementation: str = "auto",
     differentiated: bool = True,
 ) -> Moments:
-    """Returns the moments of each group over the example and the named axes, by
-    `reference.statistics`: of shape `(groups,)`, in float32 or better, and without a mask with
-    a count known while tracing.
+    """Returns the moments of each group over the example and the named axes, computed as in
+    `reference.statistics`. The moments have shape `(groups,)` and are float32 or better.
+    Without a mask, the count is known at trace time.
 
     **Arguments:**
 
@@ -41,7 +41,7 @@ def moments(
         binds.
     - `centred`: if false, the mean is 0 and m2 is the sum of squares.
     - `implementation`: as for the layers; see `kernels.choice.check`.
-    - `differentiated`: if false, the program is for a CPU, and nobody differentiates it.
+    - `differentiated`: if false, the program runs on a CPU and is not differentiated.
     """
     if jnp.iscomplexobj(values.x):
         parts = complex_numbers.parts(values)
@@ -88,10 +88,10 @@ def differentiable(
     *,
     centred: bool,
 ) -> Moments:
-    """Returns moments, of shape `(groups,)`, as functions of x; without a mask of the count
-    that is known, whatever `count` is."""
+    """Returns moments, of shape `(groups,)`, as differentiable functions of x. Without a mask,
+    `full_count` replaces `count`."""
     (x, wide, mask, layout), along_first = values, values.layout.groups is None
-    # On one device all of a position counts, or nothing.
+    # Without named axes, either all values of a position count or none does.
     if mask is None or (along_first and axis_name == ()):
         size = full_count(values, axis_name)
         full = np.full if isinstance(size, int) else jnp.full

@@ -18,8 +18,8 @@ from .values import Values
 
 
 class Affine(NamedTuple):
-    """Holds what is applied to the standardised values u: `activation(weight * u + bias)`. A
-    weight and bias have one number for each channel or one for each value."""
+    """Holds the map from standardised values u to y: `activation(weight * u + bias)`. A weight
+    or bias has one number per channel or one per value."""
 
     weight: Array | None = None
     bias: Array | None = None
@@ -31,8 +31,8 @@ def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> A
     \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
     of `x`; 0 where the mask is false.
 
-    It calculates in float32 or better up to the activation's result. `used` has one number for
-    each group.
+    All values up to the activation's result are float32 or better. `used` has one number per
+    group.
     """
     (x, wide, mask, layout), blocks = values, values.layout.of_weights
     rstd = reference.rsqrt(used.variance + eps).astype(wide.dtype)
@@ -56,15 +56,15 @@ def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> A
         y = elementwise.activated(function, blocks, vectors, wide, x, mask)
     if y.dtype == x.dtype:
         return y
-    # In long rows: XLA:CPU converts short ones slowly, y and its gradient.
+    # The cast is on long rows, because XLA:CPU casts short rows slowly, for y and its gradient.
     return y.reshape(blocks.flat_outside(y.shape)).astype(x.dtype).reshape(y.shape)
 
 
 def normalise_in_jax_numpy(
     values: Values, used: Moments, affine: Affine, *, eps: float, centred: bool = True
 ) -> Array:
-    """Returns `normalise` by operations of JAX alone, so that other tools can read the program;
-    unless `centred`, without subtracting the mean."""
+    """Returns the result of `normalise`, computed by JAX's own operations, so that other tools
+    can read the program. Unless `centred`, the mean is not subtracted."""
     rstd = (1 / jnp.sqrt(used.variance + eps)).astype(values.wide.dtype)
     columns = values.layout.columns(used, rstd)
     weight, bias, activation = _like_x(affine, values)
@@ -81,9 +81,9 @@ def _in_jax_numpy(
     activation: Activation | None,
     centred: bool = True,
 ) -> Array:
-    """Returns y by one formula; `columns`: mean, mean_rest and rstd."""
+    """Returns y by one formula; `columns` are mean, mean_rest and rstd."""
     (x, wide, mask, _), (mean, mean_rest, rstd) = values, columns
-    # JAX's derivative of a selection is NaN where the value not selected is NaN.
+    # JAX's derivative of a selection is NaN where the unselected value is NaN.
     u = reference.counted(wide, mask)
     u = reference.centred(u, mean, mean_rest) if centred else u
     u = u * (rstd if weight is None else rstd * weight)
@@ -99,11 +99,11 @@ def _of_each_value(
     activation: Activation | None,
     u: Array,
 ) -> Array:
-    """Returns `activation(weight * u + bias)`, for a weight or bias of each value."""
+    """Returns `activation(weight * u + bias)`, for a weight or bias per value."""
     if weight is None:
         u = u if bias is None else u + bias
     else:
-        # A primitive, so that one pass sums the gradients of both.
+        # `AFFINE` is a primitive, so one pass sums the gradients of weight and bias.
         shift = jnp.zeros_like(weight) if bias is None else bias
         zero = jnp.zeros((1,) * u.ndim, u.dtype)
         (u,) = bind(AFFINE, shift, weight, u, u, zero, zero, blocks=blocks)
@@ -111,7 +111,7 @@ def _of_each_value(
 
 
 def _like_x(affine: Affine, values: Values) -> Affine:
-    """Returns weight and bias with as many axes as x, in the dtype to calculate in."""
+    """Returns weight and bias with as many axes as x, in the compute dtype."""
 
     def like_x(vector: Array | None) -> Array | None:
         if vector is None:

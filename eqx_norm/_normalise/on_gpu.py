@@ -1,9 +1,9 @@
 """Sums two arrays on a GPU in one reduction of one array.
 
-XLA:GPU fuses the computation of an array into the reductions that read it if its
-cost model says so. The model counts the arithmetic once for each operand of the reduction, with
-467 operations for a tanh and 79 for an exponential. So XLA would write the derivative of an
-activation, of which `reference.sums` needs two sums, to memory first, in float32. Two float32
+XLA:GPU fuses the computation of an array into the reductions that read the array if its cost
+model says so. The model counts the arithmetic once for each operand of the reduction, with 467
+operations for a tanh and 79 for an exponential. `reference.sums` needs two sums of a derivative
+of an activation, so XLA would write the derivative to memory first, in float32. Two float32
 packed into one uint64 are one operand, and packing costs no arithmetic. (Complex numbers would
 be one operand, too, but are read one by one.)
 """
@@ -24,17 +24,17 @@ _UNCUT, _PARTS = 2**12, 2**5
 
 
 def packed_sums(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
-    """Returns one sum each, as a `reference.Reduction`, rounded as by `cut_sums`."""
+    """Returns one sum per array, as a `reference.Reduction`, rounded as by `cut_sums`."""
     is_pair = len(arrays) == 2 and all(array.dtype == jnp.float32 for array in arrays)
-    # Along rows XLA does better.
+    # XLA's own sums are faster along rows.
     return cut_sums(arrays, axes, _together if is_pair and 0 in axes else reference.xla_sums)
 
 
 def cut_sums(
     arrays: Sequence[Array], axes: Sequence[int], sums: reference.Reduction = reference.xla_sums
 ) -> tuple[Array, ...]:
-    """Returns one sum each, as a `reference.Reduction`; of few rows in two steps. XLA cuts only
-    sums of more than `_UNCUT` rows, and writes the operand of others to memory."""
+    """Returns one sum per array, as a `reference.Reduction`; few rows are summed in two steps:
+    XLA cuts only sums of more than `_UNCUT` rows, and else writes the operand to memory."""
     shape, inner = arrays[0].shape, axes[1:]
     rows = math.prod(shape[axis] for axis in axes)
     parts = shape[0] if inner else math.gcd(rows, _PARTS)
@@ -42,7 +42,7 @@ def cut_sums(
         return sums(arrays, axes)
     if not inner:
         arrays, inner = [a.reshape(parts, -1, *shape[1:]) for a in arrays], [1]
-    # Without a barrier XLA would join the two.
+    # Without a barrier XLA would merge the two steps.
     of_parts = [*map(lax.optimization_barrier, sums(arrays, inner))]
     kept = [1 if axis in axes else n for axis, n in enumerate(shape)]
     return tuple(v.reshape(kept) for v in reference.xla_sums(of_parts, [0]))

@@ -1,16 +1,16 @@
 """Computes a norm of one example in one kernel of XLA:GPU.
 
-XLA:GPU makes one kernel of a chain of sums along rows, each of values that the sum before has
-changed, with all arithmetic in between. It reads a row once, where the passes of `primitives`
-read x for each sum. But such a kernel cannot return its sums, and the gradients of weights need
-them. So it serves where they are not needed: for y that nobody differentiates, and for the
-gradient of x alone (weights frozen, or none), which computes the sums again. In short rows the
-sums, one for `FEW` values or less, take longer to read than to compute again: there it serves
+XLA:GPU fuses a chain of sums along rows, where each sum depends on the one before, into one
+kernel, with all arithmetic in between. The kernel reads a row once, while the passes of
+`primitives` read x for each sum. But the kernel cannot return its sums, which the gradients of
+weights need. It is used where these sums are not needed: for y that is not differentiated, and
+for the gradient of x alone (weights frozen, or none), which recomputes the sums. In rows of
+`FEW` values or less, recomputing the sums is faster than reading them: there the kernel is used
 in training, too, with another kernel for the gradients of weights.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
-several kernels (`make gpu-compile-check` counts them). A CPU and a TPU have no such
-kernel, but on a CPU y that nobody differentiates takes cheaper passes.
+several kernels (`make gpu-compile-check` counts them). XLA:CPU and XLA:TPU have no such kernel,
+but on a CPU, y that is not differentiated takes cheaper passes.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Chain(NamedTuple):
 
     shape: Shape
     groups: int
-    repeats: int  # how often a weight is repeated along a row; 0 if it need not be written
+    repeats: int  # how often a weight is repeated along a row; 0 if this is not materialised
     norm: RowNorm
 
     @property
@@ -59,8 +59,8 @@ class Chain(NamedTuple):
 
     def tangent(self, dx: Array, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the tangent of y along that of x."""
-        # The barrier separates the statistics of this kernel from those of y's: XLA would merge
-        # the two, and write them to memory.
+        # The barrier separates this kernel's statistics from those of y: XLA would merge both
+        # and write them to memory.
         u, rstd = self._standardised(lax.optimization_barrier(x))
         du = self.norm.along_x(self._rows(dx), u, rstd, _mean)
         du, u = self._affine(du, u, weight, bias)
@@ -72,7 +72,7 @@ class Chain(NamedTuple):
         x = self._rows(x)
         if self.norm.centred:
             return self.norm.standardised(x, x.max(-1, keepdims=True), _mean, rsqrt)
-        # Exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
+        # This is exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
         x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
         return self.norm.standardised(x, None, _mean, rsqrt)
 
@@ -86,8 +86,8 @@ class Chain(NamedTuple):
         return du, u if bias is None else u + self._rows(bias)
 
     def _rows(self, array: Array) -> Array:
-        """Returns an array as float32 with a row for each group. Behind the barrier it is in
-        memory, because a reshape inside of the kernel would cut it."""
+        """Returns an array as float32 with a row for each group. The barrier materialises the
+        array, because a reshape inside the kernel would cut the kernel."""
         if self.rows != self.shape:
             if self.repeats and array.shape != self.shape:
                 array = array.reshape(-1, *(1,) * (len(self.shape) - 1))
@@ -98,13 +98,13 @@ class Chain(NamedTuple):
     def _in_shape(self, rows: Array, dtype: Any) -> Array:
         rows = rows.astype(dtype)
         if self.rows != self.shape:
-            rows = lax.optimization_barrier(rows)  # the transpose is a kernel, too
+            rows = lax.optimization_barrier(rows)  # for the transpose, which is a kernel, too
         return rows.reshape(self.shape)
 
-    def pays(self, x: Any, weights: Sequence[Any], *, only_x: bool = True) -> bool:
-        """Returns whether the kernel moves less than the passes, for x and weights of all
-        examples: repeated weights are written and read, and the passes read x twice more.
-        Gradients of weights read x once more, and pay in short rows."""
+    def is_faster(self, x: Any, weights: Sequence[Any], *, only_x: bool = True) -> bool:
+        """Returns whether the kernel has less memory traffic than the passes, for x and weights
+        of all examples: repeated weights are written and read, and the passes read x twice
+        more. Gradients of weights read x once more, which is worthwhile in short rows."""
         if not only_x and self.rows[-1] > FEW:
             return False
         repeated = sum(w.size for w in weights) * self.repeats
@@ -116,14 +116,14 @@ def _mean(rows: Array) -> Array:
 
 
 class Forms(NamedTuple):
-    """Holds functions of the operands of `ONE_KERNEL` but y, which are x, weights and vectors,
-    for one example or mapped."""
+    """Holds functions of the operands of `ONE_KERNEL` except y (x, weights and vectors), of one
+    example or mapped."""
 
     y: Callable[..., Array]
     y_by_passes: Callable[..., Array]
     tangent: Callable[..., Array]  # of dx and the operands
     tangent_by_passes: Callable[..., Array]
-    undifferentiated: Callable[..., Array] | None  # y on a CPU, if nobody differentiates it
+    undifferentiated: Callable[..., Array] | None  # y on a CPU, if not differentiated
 
 
 def dispatched(
@@ -139,10 +139,9 @@ def dispatched(
 
     **Arguments:**
 
-    - `by_passes`: returns y, of x, weight, bias and `vectors`.
-    - `undifferentiated`: returns y, of x, weight and bias, for a CPU if nobody differentiates
-        y.
-    - `y`: computed by passes; its derivative is that of the result unless the kernel `pays`.
+    - `by_passes`: computes y from x, weight, bias and `vectors`.
+    - `undifferentiated`: computes y from x, weight and bias, on a CPU if not differentiated.
+    - `y`: the result of the passes, whose derivative is used unless the kernel `is_faster`.
     """
     leaves, structure = jax.tree.flatten(weights)
     n = len(leaves)
@@ -158,17 +157,19 @@ def dispatched(
         lambda x, *o: undifferentiated(x, *structure.unflatten(o[:n])),
     )
     arrays = varying([y, x, *leaves, *vectors])
-    return ONE_KERNEL.bind(*arrays, forms=forms, pays=chain.pays, n=n)
+    return ONE_KERNEL.bind(*arrays, forms=forms, is_faster=chain.is_faster, n=n)
 
 
-def _lower(platform: str, context: Any, *arrays: Any, forms: Forms, pays: Any, n: int) -> Any:
+def _lower(
+    platform: str, context: Any, *arrays: Any, forms: Forms, is_faster: Any, n: int
+) -> Any:
     _, x, *others = operands(context)
     sizes = (*x.shape, *(size for w in others[:n] for size in w.shape))
     is_known = all(isinstance(size, int) for size in sizes)
     if not is_known or is_partitioned(context):
         return arrays[:1]
     on_a_cpu = platform == "cpu"
-    form = forms.undifferentiated if on_a_cpu else forms.y if pays(x, others[:n]) else None
+    form = forms.undifferentiated if on_a_cpu else forms.y if is_faster(x, others[:n]) else None
     if form is None:
         return arrays[:1]
 
@@ -178,12 +179,12 @@ def _lower(platform: str, context: Any, *arrays: Any, forms: Forms, pays: Any, n
     return lowered(y, context, *arrays)
 
 
-def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any:
+def _jvp(primals: Any, tangents: Any, *, forms: Forms, is_faster: Any, n: int) -> Any:
     y, x, *others = primals
     dy, dx, *along = tangents
     along, weights = along[:n], others[:n]
     only_x = all(isinstance(tangent, ad.Zero) for tangent in along)
-    if isinstance(dx, ad.Zero) or not pays(x, weights, only_x=only_x):
+    if isinstance(dx, ad.Zero) or not is_faster(x, weights, only_x=only_x):
         return y, dy
 
     def by_passes(dx: list[Array], operands: list[Array]) -> list[Array]:
@@ -194,7 +195,7 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any
 
     def of_weights(y: Any, barriers: int, along: list[Array], operands: Any) -> list[Array]:
         x, *others = operands
-        for _ in range(barriers):  # another x than those of y and of `Chain.tangent`
+        for _ in range(barriers):  # an x other than those of y and `Chain.tangent`
             x = lax.optimization_barrier(x)
         return [jax.jvp(lambda *w: y(x, *w, *others[n:]), (*others[:n],), (*along,))[1]]
 
@@ -205,14 +206,14 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, pays: Any, n: int) -> Any
         on_gpu = functools.partial(of_weights, forms.y, 2)
         dy += linear_call(default, along, [x, *others], on_gpu=on_gpu)[0]
     forms = forms._replace(undifferentiated=None)
-    return ONE_KERNEL.bind(*primals, forms=forms, pays=pays, n=n), dy
+    return ONE_KERNEL.bind(*primals, forms=forms, is_faster=is_faster, n=n), dy
 
 
-def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: int) -> Any:
+def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, is_faster: Any, n: int) -> Any:
     del axis
     y, *operands = arrays
     x, *others = places[1:]
-    if x or places[0] is None:  # its rows are not contiguous, as in a norm over channels
+    if x or places[0] is None:  # rows are not contiguous, as in a norm over channels
         return y, places[0]
     mapped = Forms(
         jax.vmap(forms.y, (x, *others)),
@@ -222,7 +223,7 @@ def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, pays: Any, n: i
         forms.undifferentiated and jax.vmap(forms.undifferentiated, (x, *others)),
     )
     y = jnp.moveaxis(y, places[0], 0)
-    return ONE_KERNEL.bind(y, *operands, forms=mapped, pays=pays, n=n), 0
+    return ONE_KERNEL.bind(y, *operands, forms=mapped, is_faster=is_faster, n=n), 0
 
 
 ONE_KERNEL = Primitive("eqx_norm_one_kernel")

@@ -1,8 +1,8 @@
-"""Makes a pass over x a primitive of JAX, which is lowered for each platform by itself.
+"""Turns a pass over x into a primitive of JAX with a lowering for each platform.
 
-A pass takes x in the caller's shape, `(*mapped, *example)`, so that the backward pass keeps x
-once. `vmap` puts its axis in front of all operands and of `shape`, the shape of vectors, where
-it has size 1 if it is one of the `names` to sum over.
+A pass takes x in the caller's shape, `(*mapped, *example)`, so that x is saved only once for
+the backward pass. `vmap` puts its axis in front of all operands and of `shape`, the shape of
+vectors. The axis has size 1 in `shape` if its name is one of the `names` to sum over.
 """
 
 import functools
@@ -20,7 +20,7 @@ from . import lowering
 
 
 class Target(NamedTuple):
-    """Holds what a pass is lowered for."""
+    """Describes the program that a pass is lowered for."""
 
     platform: str  # "cpu", "gpu", or "other"
     platforms: Sequence[str]  # of the whole program
@@ -29,8 +29,8 @@ class Target(NamedTuple):
 
     @property
     def own_sums(self) -> str:
-        """Returns the platform whose own form of sums serves: such sums cut arrays into parts
-        of known sizes, and no collective adds them."""
+        """Returns the platform whose own form of sums can be used, or "other". Such a form cuts
+        arrays into parts of known sizes, and contains no collective."""
         return self.platform if self.is_known and not self.is_partitioned else "other"
 
 
@@ -40,13 +40,13 @@ def new_primitive(
     types: Callable[..., list[Any]],
     full: Sequence[int],
 ) -> Primitive:
-    """Returns a primitive of several results.
+    """Returns a primitive with several results.
 
     **Arguments:**
 
-    - `compute`: returns the results, in any shape of their sizes, of a `Target`, the arrays and
-        the primitive's parameters but `names`.
-    - `types`: returns the types of the results, of those of the arrays and the parameters.
+    - `compute`: returns the results, in any shape of the right size, given a `Target`, the
+        arrays and the primitive's parameters except `names`.
+    - `types`: returns the types of the results, given the arrays' types and the parameters.
     - `full`: the operands that must have the full size of a mapped axis, not size 1.
     """
     primitive = Primitive(f"eqx_norm_{name}")

@@ -12,7 +12,7 @@ from eqx_norm.strategies._pair import rounded
 from .elementwise import Activation, applied
 from .jaxprs import evaluated
 
-# Returns the mean of each row, in a shape that broadcasts to that of the rows.
+# A function that returns the mean of each row, in a shape that broadcasts to the rows.
 Mean = Callable[[Any], Any]
 
 
@@ -34,7 +34,7 @@ class RowNorm(NamedTuple):
         self, x: Any, k: Any, mean: Mean, rsqrt: Callable[[Any], Any] = lax.rsqrt
     ) -> tuple[Any, Any]:
         """Returns u and r. As in `reference.statistics`, one of a row's values, `k`, is
-        subtracted first, so that a constant row becomes 0, and the mean is taken twice."""
+        subtracted first, so that a constant row becomes 0, and the mean is computed twice."""
         if self.centred:
             d = x - (k + rounded(mean(x - k)))
             x = d - rounded(mean(d))
@@ -57,12 +57,12 @@ class RowNorm(NamedTuple):
         return evaluated(along.jaxpr, u * weight + bias, dy)[0]
 
     def derivative(self, like: Any) -> Any:
-        """Returns the jaxpr of the activation's tangent, of an array and its tangent."""
+        """Returns the jaxpr that computes the activation's tangent from v and its tangent."""
         function = functools.partial(applied, self.activation)
         return jax.make_jaxpr(lambda v, dv: jax.jvp(function, (v,), (dv,))[1])(like, like)
 
     def along_x(self, h: Any, u: Any, rstd: Any, mean: Mean) -> Any:
-        """Returns dx for h; as the map is symmetric, also the tangent of u for one of x."""
+        """Returns dx for h; as the map is symmetric, also the tangent of u for that of x."""
         h = h - mean(h) if self.centred else h
         return rstd * (h - u * mean(h * u))
 

@@ -1,2 +1,2 @@
-"""Provides Pallas kernels, which `implementation="pallas"` asks for: norms of rows, and the
-statistics of columns."""
+"""Provides the Pallas kernels of `implementation="pallas"`: norms of rows, and the statistics
+of columns."""

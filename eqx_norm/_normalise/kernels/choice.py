@@ -1,8 +1,8 @@
-"""Decides whether a kernel serves: with `implementation="pallas"`, or an error says why not.
+"""Decides whether a kernel serves an x with `implementation="pallas"`; an error says why not.
 
 XLA does not partition kernels: it would first gather operands that `jit` has sharded. Inside
-`shard_map` nothing is left to partition. The modules of kernels, and with them Pallas, are
-imported only for a kernel, as they take several times as long as the rest of the package.
+`shard_map` operands are local already. The modules of kernels, and with them Pallas, are
+imported only for a kernel: the import takes several times as long as the rest of the package.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import jax
 from eqx_norm._normalise.passes import Target
 
 Implementation = Literal["auto", "xla", "pallas"]
-# What Mosaic GPU had when the kernels were compiled.
+# The oldest jax with which the kernels for CUDA devices were compiled.
 _JAX_OF_CUDA = (0, 11, 2)
 _NAMES = {"cuda": "CUDA devices", "tpu": "TPUs"}
 
@@ -29,9 +29,9 @@ def check(implementation: str) -> None:
 
 
 def platform(target: Target, x: Any, dtypes: dict[str, str]) -> str:
-    """Returns the platform of a program; raises `ValueError` if no kernel serves it or x.
+    """Returns the platform of a program; raises `ValueError` if no kernel serves x there.
 
-    **Arguments:** `dtypes`: the platforms that have a kernel, and the dtypes that it takes.
+    **Arguments:** `dtypes`: maps platforms that have a kernel to the dtypes that it takes.
     """
     name, *others = target.platforms
     if others or name not in dtypes:
@@ -55,12 +55,12 @@ def platform(target: Target, x: Any, dtypes: dict[str, str]) -> str:
 
 
 def kernels(module: str) -> Any:
-    """Returns a module of kernels."""
+    """Imports and returns a module of kernels."""
     return importlib.import_module(f".{module}", __package__)
 
 
 def refusal(x: Any, why_not: str, axes: str = "mapped axes, channels, values") -> ValueError:
-    """Returns the error that no kernel serves x, of these axes."""
+    """Returns the error that no kernel serves x; `axes` says what the axes of x are."""
     return ValueError(
         f"implementation='pallas' cannot serve x of shape {x.shape} and dtype {x.dtype} "
         f"({axes}): {why_not}. Use implementation='auto'."

@@ -15,7 +15,7 @@ from .choice import kernels, platform, refusal
 def statistics(
     target: Target, x: Any, mask: Any = None, *, shape: Sequence[int]
 ) -> list[Array]:
-    """Returns `reference.statistics` of flattened arrays; raises `ValueError` if the kernel
+    """Computes `reference.statistics` of flattened arrays; raises `ValueError` if the kernel
     does not serve."""
     if mask is not None:
         raise refusal(x, "no kernel takes a mask")
@@ -28,8 +28,8 @@ def statistics(
 def by_columns(
     kernel: Callable[[Array], Sequence[Array]], x: Array, *, shape: Sequence[int]
 ) -> list[Array]:
-    """Returns `reference.statistics` by a kernel of (ensemble, rows, channels)."""
-    # Free where channels are the last axis in memory, as between convolutions.
+    """Computes `reference.statistics` by a kernel that takes (ensemble, rows, channels)."""
+    # The transpose is free if channels are the last axis in memory, as between convolutions.
     mapped = range(x.ndim - 2)
     kept = [i for i in mapped if shape[i] == x.shape[i]]
     rows = [i for i in mapped if i not in kept]

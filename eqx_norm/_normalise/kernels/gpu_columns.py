@@ -1,17 +1,17 @@
 r"""Computes mean and m2 of columns on a GPU in one read of x. XLA has only sums, and so reads x
 twice, for the mean and for the deviations.
 
-A program reads one slice of the rows of some columns. Each of its *lanes* keeps the moments of
-the values that it has seen of a column, in float32, and starts with the first as the mean $k$.
-Then
+A program reads one slice of the rows of some columns. Each of its *lanes* accumulates, in
+float32, the moments of the values of a column that the lane reads. The mean $k$ starts as the
+first value. Some tiles are loaded together, and their
 
 $$\bar d = \tfrac{1}{n_u} \sum_u (x_u - k), \quad q = \sum_u \big(x_u - k - \bar d\big)^2$$
 
-of some tiles, loaded together, are merged into its moments by Chan's formula, and $k$ becomes
-the mean of all values so far. So even if the first value is an outlier, $k$ is soon near the
-others; an outlier that stayed would add a rounding error of its size each time. In a constant
-column every difference is 0. At the end the lanes of a column are merged, and by a second
-kernel the slices, in a fixed order, without atomics.
+are merged into the moments by Chan's formula; $k$ becomes the mean of all values so far. Even
+if the first value is an outlier, $k$ is soon near the other values; a constant $k$ would add a
+rounding error of the outlier's size each time. In a constant column every difference is 0. At
+the end the program merges the lanes of a column. A second kernel merges the slices. The order
+is fixed, without atomics.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from .choice import refusal
 from .tile import Tile
 
 _HELD = 32  # values of x that a thread loads at once, at most
-# Programs, at least; and up to twice as many, if what they write is a little part of x.
+# Programs, at least; and up to twice as many if their results are a small part of x.
 _PROGRAMS, _LITTLE = 2 * tile.CORES, 1 / 25
 _ROWS = 128  # lanes of a column that a program of the second kernel merges with wide loads
 
@@ -59,7 +59,7 @@ def moments(x: Array) -> list[Array]:
     whole, left = divmod(rows, it.rows)
     blocks, ahead = channels // it.columns, max(1, min(_HELD // it.wide, whole))
     programs = _PROGRAMS // (blocks * ensemble)
-    # A slice has three float32 of each channel, which are written and read.
+    # A slice has three float32 for each channel, which are written once and read once.
     most = min(2 * programs, int(rows * size * _LITTLE) // (2 * 3 * 4))
     each = max(ahead, -(-whole // max(1, programs, most)))
     slices = max(1, -(-whole // each))
@@ -75,14 +75,14 @@ def moments(x: Array) -> list[Array]:
 
         def several(many: int, start: Any) -> Callable[[Array, Lanes], Lanes]:
             def step(t: Array, lanes: Lanes) -> Lanes:
-                at = start + t * many  # the number of tiles that the lanes have seen
+                at = start + t * many  # the number of tiles that the lanes have read
                 values = [load((first + at + u) * it.rows) for u in range(many)]
                 return _extended(lanes, values, at.astype(jnp.float32), many)
 
             return step
 
         zeros = tile.zeros((it.rows, it.columns), it)
-        # Inside of `shard_map` values that are loaded vary over its mesh, and zeros do not.
+        # Inside `shard_map`, loaded values vary over the mesh, and zeros do not.
         lanes = Lanes(load(first * it.rows) + zeros, zeros, zeros, zeros)
         tiles_here = jnp.minimum(each, whole - first)
         groups, _ = tile.divided(tiles_here, ahead)
@@ -116,7 +116,7 @@ def moments(x: Array) -> list[Array]:
 def _merge(
     parts: Sequence[Array], slices: int, counts: tuple[int, int], it: Tile
 ) -> list[Array]:
-    """Returns moments of slices, merged; `counts`: rows of a slice, and of the last one."""
+    """Returns the merged moments of slices; `counts`: rows of a slice, and of the last."""
     ensemble, kept, channels = parts[0].shape
     blocks, rows = channels // it.columns, (slices - 1) * counts[0] + counts[1]
 
@@ -126,7 +126,7 @@ def _merge(
         row = lax.broadcasted_iota(jnp.int32, (kept, it.columns), 0)
         count = jnp.where(row < slices - 1, *map(np.int32, counts))
         count = jnp.where(row < slices, count, np.int32(0))
-        # No kernel has written what is beyond the slices.
+        # Rows beyond the slices are uninitialised memory.
         mean, m2, rest = (
             jnp.where(row < slices, tile.load(ref.at[member, tile.span(0, kept), here], it), v)
             for ref, v in zip(refs[:3], (-jnp.inf, 0.0, 0.0), strict=True)
@@ -141,14 +141,14 @@ def _merge(
 
 
 def _narrow(channels: int) -> tuple[int, int]:
-    """Returns values and lanes of a tile that divides so many channels, of many rows."""
+    """Returns `wide` and `lanes` of a tile of many rows that divides `channels` columns."""
     wide = min(4, channels & -channels)
     return wide, 2 if channels % 8 == 0 else 1
 
 
 def _extended(lanes: Lanes, values: Sequence[Array], count: Any, new: Any) -> Lanes:
-    """Returns the lanes, of `count` values, with values of some tiles; `new` is their number,
-    or, of one tile, 0 or 1 for each lane."""
+    """Returns the lanes, which have read `count` values, extended by the values of some tiles.
+    `new` is the number of tiles or, for a single tile, 0 or 1 for each lane."""
     mean, m2, rest, m2_rest = lanes
     away = [value - mean for value in values]
     if not isinstance(new, int):
@@ -157,16 +157,15 @@ def _extended(lanes: Lanes, values: Sequence[Array], count: Any, new: Any) -> La
     share, step = new / jnp.maximum(count + new, 1), average - rest
     squares = _tree_sum([(a - average) * (a - average) for a in away])
     mean, rest = two_sum(mean, rest + step * share)
-    # With a rest, because after an outlier all later squares are rounded to the ulp of m2.
+    # m2 has a rest, because after an outlier all later squares are rounded to the ulp of m2.
     m2, lost = two_sum(m2, squares + step * (step * (count * share)))
     return Lanes(mean, m2, rest, m2_rest + lost)
 
 
 def _merged(lanes: Lanes, count: Array, total: Array) -> tuple[Array, Array, Array]:
-    """Returns mean, m2 and mean_rest of columns of `total` values, of which the lanes have seen
-    `count`. As in `reference.statistics`, the mean is computed twice, first relative to any of
-    the means and then relative to the result, so that it does not matter if the former is an
-    outlier."""
+    """Returns mean, m2 and mean_rest of columns of `total` values, of which the lanes have read
+    `count`. As in `reference.statistics`, the mean is computed twice, first relative to the
+    largest mean of a lane, which may be an outlier, and then relative to the result."""
 
     def spread(column: Array) -> Array:
         return lax.broadcast_in_dim(column, count.shape, (1,))
@@ -186,8 +185,8 @@ def _merged(lanes: Lanes, count: Array, total: Array) -> tuple[Array, Array, Arr
 
 
 def _sum(lanes: Array) -> Array:
-    # Without "+ 0", the product of a lane is contracted into its first addition, unrounded, and
-    # that of its neighbour is not: both would find another last bit, and store it.
+    # Without "+ 0", the product of a lane is contracted into its first addition, unrounded, but
+    # not the product of its neighbour: both lanes would store sums with different last bits.
     return tile.sum_along(lanes + 0.0, 0)
 
 

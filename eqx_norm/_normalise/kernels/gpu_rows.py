@@ -1,9 +1,9 @@
-"""Normalises rows on a GPU: the forward pass reads x and writes y, the backward pass reads x
-and dy and writes dx, and sums for weight and bias.
+"""Normalises rows on a GPU: the forward pass reads x and writes y; the backward pass reads x
+and dy and writes dx and the sums for weight and bias.
 
-A program keeps a block of whole rows in registers, in float32. The backward pass takes the
-moments of its rows again. Each of its programs adds up the sums of many blocks, and XLA those
-of the programs, in order.
+A program holds a block of whole rows in registers, in float32. The backward pass recomputes the
+moments of its rows. Each backward program adds up the sums of many blocks, and XLA adds up the
+sums of the programs, in order.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from . import tile
 from .choice import refusal
 from .tile import Tile
 
-# How many values a thread can hold of x in the forward and in the backward pass, and how many
-# it should at least. Two rows of one thread take more registers than one.
+# The most values of x that a thread can hold in the forward and in the backward pass, and the
+# fewest that it should hold. Two rows in one thread take more registers than one.
 _MOST, _MOST_OF_ROWS, _MOST_BACKWARD = 64, 40, 36
 _AIM, _AIM_BACKWARD = 32, 16
-_ADDED = 64  # blocks that a program adds up, at most: rounding grows with them
+_ADDED = 64  # blocks that a program adds up, at most: rounding grows with their number
 SERVED = (
     "it serves lengths up to 8192 (in the backward pass 4608) that are 8 or a larger power of "
     "two, times an odd number up to 17 (in float32: 35)"
@@ -37,13 +37,13 @@ class Grid(NamedTuple):
     tile: Tile
     rows: int  # that a program takes at once
     length: int
-    period: int  # the number of rows after which blocks meet equal weights again
+    period: int  # the number of rows after which the weights of blocks repeat
 
     @classmethod
     def of(
         cls, x: Any, groups: int, across: Sequence[int], most: Callable[[Tile], int], aim: int
     ) -> "Grid":
-        """Returns the grid with the widest loads; raises `ValueError` if there are none."""
+        """Returns the grid with the widest loads; raises `ValueError` if no grid fits."""
         m, n = x.shape
         if m > tile.MOST_ROWS:
             raise refusal(x, "it has more rows than a kernel can count")
@@ -58,16 +58,16 @@ class Grid(NamedTuple):
         raise refusal(x, why_not if groups == 1 else f"{why_not}, whose groups fill blocks")
 
     def padded(self, rows: Array) -> Array:
-        """Returns the rows, with rows of zeros if they are fewer than a block."""
+        """Returns the rows, padded with rows of zeros if they are fewer than a block."""
         return jnp.pad(rows, ((0, max(0, self.rows - len(rows))), (0, 0)))
 
     def weights(self, vectors: Array) -> Array:
-        """Returns weights of groups, repeated for a period; those for all rows as a vector."""
+        """Returns weights of groups, repeated for a period; those of one group as a vector."""
         groups = len(vectors)
         return vectors[0] if groups == 1 else jnp.tile(vectors, (self.period // groups, 1))
 
     def weight(self, ref: Any, start: Array) -> Array:
-        """Returns the weights of a block whose first is `start`, for each of its values."""
+        """Returns the weights of the block that begins at row `start`, one for each value."""
         shape, here = (self.rows, self.length), tile.span(start, self.rows)
         if len(ref.shape) == 1:
             return lax.broadcast_in_dim(tile.load(ref), shape, (1,))
@@ -85,7 +85,7 @@ def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Arra
     def most(it: Tile) -> int:
         return _MOST if it.rows == 1 else _MOST_OF_ROWS
 
-    # Within a warp nothing waits; a row of more than 1024 values is for four.
+    # A sum within a warp needs no waiting; four warps share a row of more than 1024 values.
     grid = Grid.of(whole, groups, (1, 4), most, _AIM)
     whole = grid.padded(whole)
     m, n = whole.shape
@@ -117,7 +117,7 @@ def backward(
     whole = [grid.padded(v.reshape(flat)) for v in (dy, x)]
     (m, n), block, period = whole[0].shape, grid.rows, grid.period
     places, periods = period // block, -(-m // period)
-    # Programs at once: two to four for each core, as their registers allow.
+    # Programs that run at once: two to four for each core, as the registers allow.
     at_once = tile.CORES * max(2, min(4, 64 * tile.THREADS // (grid.tile.rows * n)))
     steps = min(_ADDED, -(-periods // max(1, at_once // places)))
     programs = -(-periods // steps)
@@ -140,7 +140,7 @@ def backward(
                 for ref, values in zip(sums, (g * u, g), strict=False):
                     tile.store(ref.at[at[0]], tile.sum_along(values, 1))
                 return totals
-            if m % block:  # rows of the last block that another has added
+            if m % block:  # another block has added the first rows of the last block
                 row = lax.broadcasted_iota(jnp.int32, (block, n), 0)
                 g = jnp.where(row >= first - start, g, 0.0)
             return tuple(t + v for t, v in zip(totals, (g * u, g), strict=False))
@@ -173,7 +173,7 @@ def _added(sums: Sequence[Array]) -> Sequence[Array]:
 
 
 def _vectors(x: Array, *vectors: Array, of: Sequence[int] = ()) -> list[Array]:
-    """Returns weights of one shape, `(1, n)`, `(groups, n)` or `(groups, 1)`."""
+    """Returns the vectors in one shape, `(1, n)`, `(groups, n)` or `(groups, 1)`."""
     groups, length = jnp.broadcast_shapes(of[-2:], *(v.shape[-2:] for v in vectors))
     shape = groups, x.shape[-1] if groups == 1 else length
     return [jnp.broadcast_to(v.reshape(v.shape[-2:]), shape) for v in vectors]

@@ -4,11 +4,11 @@
     tangent(dx, d_weight, d_bias; x, weight, bias)  the derivative of rows
     gradients(dy; x, weight, bias)                  the transpose of tangent
 
-The first and the last are a kernel each. All else, as forward mode, weights of an ensemble, and
-gradients of weights for each example, is computed by the passes of `primitives`.
+`rows` and `gradients` are a kernel each. The passes of `primitives` compute everything else:
+forward mode, weights of an ensemble, and gradients of weights for each example.
 
-Arrays are as in `primitives`: of size 1 along mapped axes where they do not differ. `gradients`
-sums over these.
+As in `primitives`, arrays have size 1 along mapped axes over which they are broadcast.
+`gradients` sums over these axes.
 """
 
 import functools
@@ -48,8 +48,8 @@ _DTYPES = {"cuda": "float32 bfloat16 float16", "tpu": "float32 bfloat16"}
 def normalise_rows(
     values: Values, affine: Affine, axis_name: AxisName = (), *, eps: float, centred: bool
 ) -> Array:
-    """Returns `normalise_example` by kernels, which take each group's values as a row; raises
-    `ValueError` if no kernel serves them."""
+    """Returns the result of `normalise_example`, computed by kernels that take each group's
+    values as a row; raises `ValueError` if no kernel serves these values."""
     (x, _, mask, layout), (weight, bias, activation) = values, affine
     groups = layout.groups
     refused = functools.partial(refusal, x, axes="one example")
@@ -83,7 +83,7 @@ def normalise_rows(
     return bind(ROWS, x, *vectors, blocks=layout.of_moments, norm=norm)[0]
 
 
-# --- By the passes. A row has `ndim` axes: two, once a primitive has flattened it.
+# --- The passes. A row has `ndim` axes: two, once a primitive has flattened the row.
 
 
 def _forward(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
@@ -100,7 +100,7 @@ def _forward(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
 
 
 def _tangent(*arrays: Array, **options: Any) -> Any:
-    # An operand and its tangent may differ along different axes.
+    # An operand and its tangent may be broadcast along different axes.
     along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
     return jax.jvp(functools.partial(_forward, **options), at, along)[1]
 
@@ -111,7 +111,7 @@ def _backward(dy: Array, x: Array, *vectors: Array, shape: Any = None, **options
     return [dx] if shape is None else [dx, *sums]
 
 
-# --- By the kernels.
+# --- The kernels.
 
 
 def _lowered(
@@ -129,7 +129,7 @@ def _lowered(
     arranged, _ = blocks.arranged(arrays, arrays[0].shape, flat=True)
     x, *vectors = arranged[-3:]
     name = platform(target, x, _DTYPES)
-    # A kernel takes weights and biases of one example for all.
+    # A kernel takes one weight and one bias for all examples.
     shapes = *(v.shape for v in vectors), *sums.values()
     if x.size == 0 or any(math.prod(shape[:-2]) > 1 for shape in shapes):
         return passes(*arranged, norm=norm, groups=blocks.number, **sums)
@@ -154,7 +154,7 @@ GRADIENTS = new_primitive(
 )
 
 
-# --- Their derivatives.
+# --- The derivatives.
 
 
 def _rows_jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
@@ -171,7 +171,7 @@ def _tangent_transpose(cotangents: Any, *operands: Any, **parameters: Any) -> An
         shapes = [v.shape for v in (*wanted[1:], *primals[1:]) if v is not None]
         parameters["shape"] = jnp.broadcast_shapes(*shapes)
     gradients = bind(GRADIENTS, *cotangents, *primals, **parameters)
-    # Without sums only dx is found.
+    # Without a `shape`, the only gradient is dx.
     fit = [
         None if v is None else fitted(ct, v) for ct, v in zip(gradients, wanted, strict=False)
     ]

@@ -1,8 +1,8 @@
-"""Runs kernels of Pallas' Mosaic GPU backend, on tiles whose register layout is stated.
+"""Runs kernels of Pallas' Mosaic GPU backend, on tiles with an explicit register layout.
 
-Mosaic does not find out how the threads of a program should share a tile that is reduced. If
-the load says so, it finds all other layouts. No load or store is masked: a block that would
-pass the end of an array starts earlier. Checked with jax 0.11.2 and 0.12.0.1.
+Mosaic does not infer how the threads of a program should share a tile that is reduced. If the
+load states this layout, Mosaic infers all other layouts. No load or store is masked: a block
+that would pass the end of an array starts earlier. Checked with jax 0.11.2 and 0.12.0.1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +18,18 @@ from jaxtyping import Array
 
 from eqx_norm._normalise.lowering import like
 
-mosaic_gpu: Any = _mosaic_gpu  # not all of it is in the oldest jax
+mosaic_gpu: Any = _mosaic_gpu  # the oldest jax lacks parts of this module
 LANES, WARPS = 32, 4
 THREADS = LANES * WARPS  # a warpgroup, which runs a program
 CORES = 132  # of an H200
-MOST_ROWS = 2**31 - 2**16  # which 32 bits can count
+MOST_ROWS = 2**31 - 2**16  # whose numbers fit into 32 bits
 _WIDEST = 16  # bytes that a thread loads at once, at most
-_SCRATCH = 8192  # bytes of shared memory: a sum over warps of as many waits once
+_SCRATCH = 8192  # bytes of shared memory: a sum over warps of no more bytes waits once
 
 
 class Tile(NamedTuple):
-    """Lays the threads of a program out over a tile. In a row, `across` warps lie side by side,
-    `lanes` lanes of each, and `wide` values in each lane. Other warps and lanes lie below."""
+    """Describes how a program's threads cover a tile. `across` warps share a row, with `lanes`
+    lanes of each and `wide` values per lane. Other warps and lanes cover the rows below."""
 
     wide: int
     lanes: int
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
 def tiles(
     columns: int, itemsize: int, across: Sequence[int], lanes: int = LANES
 ) -> Iterator[Tile]:
-    """Yields the tiles that divide rows of so many columns, those of the widest loads first."""
+    """Yields the tiles that divide rows of `columns` values, the widest loads first."""
     power = columns & -columns
     for wide in (_WIDEST // itemsize, _WIDEST // itemsize // 2, _WIDEST // itemsize // 4):
         for warps in across:
@@ -67,8 +67,8 @@ def tiles(
 def call(
     body: Callable[..., None], arrays: Sequence[Array], outputs: Sequence[Any], programs: int
 ) -> list[Array]:
-    """Returns what `body(program, *arrays, *outputs)` stores in `outputs`, of pairs of a shape
-    and a dtype."""
+    """Runs `body(program, *arrays, *outputs)` in each program and returns the `outputs`, which
+    are given as pairs of a shape and a dtype."""
     kernel = mosaic_gpu.kernel(
         lambda *refs: body(lax.axis_index("program"), *refs),
         out_type=[like(arrays[0], *of) for of in outputs],
@@ -76,7 +76,7 @@ def call(
         grid_names=("program",),
         compiler_params=mosaic_gpu.CompilerParams(
             lowering_semantics=mosaic_gpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,  # nothing reads what a kernel writes
+            unsafe_no_auto_barriers=True,  # no kernel reads its own results
             reduction_scratch_bytes=_SCRATCH,
         ),
     )
@@ -94,15 +94,15 @@ def zeros(shape: tuple[int, int], tile: Tile) -> Array:
 
 
 def sum_along(values: Array, axis: int) -> Array:
-    """Returns the sum of a tile along an axis. Each thread adds its values in order, and the
-    threads in a tree."""
+    """Returns the sum of a tile along an axis. Each thread adds its values in order; a tree
+    adds the sums of the threads."""
     return values.sum(axis)
 
 
 def store(ref: Any, value: Array) -> None:
     """Stores values, rounded to the reference's dtype."""
     value = value.astype(ref.dtype)
-    if hasattr(mosaic_gpu, "store"):  # jax 0.12, whose plain stores want whole sectors
+    if hasattr(mosaic_gpu, "store"):  # jax 0.12, whose plain stores need whole sectors
         mosaic_gpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -114,7 +114,7 @@ def span(start: Any, size: int) -> Any:
 
 
 def divided(number: Array, *sizes: int) -> list[Array]:
-    """Returns the indices of a place in an array whose last axes have these sizes."""
+    """Returns the indices of element `number` of an array whose last axes have these sizes."""
     places: list[Array] = []
     for size in map(np.int32, sizes[::-1]):
         places.insert(0, lax.rem(number, size))

@@ -1,9 +1,9 @@
-"""Normalises rows on a TPU: the forward pass reads x and writes y, the backward pass reads x
-and dy and writes dx, and sums for weight and bias. XLA:TPU reads x again for each sum.
+"""Normalises rows on a TPU: the forward pass reads x and writes y; the backward pass reads x
+and dy and writes dx and the sums for weight and bias. XLA:TPU would read x again for each sum.
 
-A program keeps a block of whole rows in VMEM and calculates in float32. The backward pass takes
-the moments of its rows again. Its sums go on from block to block, in order, each as a total and
-its rounding error.
+A program holds a block of whole rows in VMEM and computes in float32. The backward pass
+recomputes the moments of its rows. The sums accumulate from block to block, in order, each as a
+total and a rounding error.
 """
 
 import functools
@@ -23,8 +23,8 @@ from eqx_norm.strategies._pair import two_sum
 
 from .choice import refusal
 
-# Of the 16 MiB of VMEM that a kernel gets, the backward pass takes x, dy and dx twice, and six
-# arrays of float32 or so, each of 16 rows at least.
+# The 16 MiB of VMEM of a kernel must hold x, dy and dx of the backward pass twice, and about
+# six arrays of float32, each of at least 16 rows.
 _LONGEST = 2**14
 _LANES, _SUBLANES = 128, 16  # of a tile in half precision; float32 has 8 sublanes
 _VALUES = _SUBLANES * _LONGEST  # in a block
@@ -68,9 +68,9 @@ def _mean(x: Array) -> Array:
 
 
 def _blocks(x: Array) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns `(outer, rows, size)`, as which a kernel reads x, and the shape of a block;
-    raises `ValueError` if there is none. To join the first two, XLA:TPU would move x, unless
-    rows fill whole tiles of memory."""
+    """Returns `(outer, rows, size)`, the shape in which a kernel reads x, and that of a block;
+    raises `ValueError` if no block fits. To merge `outer` and `rows`, XLA:TPU would copy x,
+    unless rows fill whole tiles of memory."""
     *mapped, groups, size = x.shape
     if groups > 1:
         raise refusal(x, "on a TPU the kernel serves LayerNorm and RMSNorm")
@@ -87,8 +87,8 @@ def _blocks(x: Array) -> tuple[Sequence[int], Sequence[int]]:
 def _call(
     body: Callable[..., None], arrays: Sequence[Array], vectors: Sequence[Array], sums: int = 0
 ) -> list[Array]:
-    """Returns what `body(*arrays, *vectors, y, *sums)` writes, block by block: y is like the
-    last of the arrays, and sums are vectors in float32."""
+    """Runs `body(*arrays, *vectors, y, *sums)` block by block and returns y and the sums. y is
+    like the last of the arrays; sums are vectors in float32."""
     x, (whole, block) = arrays[-1], _blocks(arrays[-1])
     one_row = 1, 1, whole[-1]
     vectors = [jnp.broadcast_to(v.reshape(1, 1, -1), one_row) for v in vectors]
@@ -109,7 +109,7 @@ def _call(
 
 def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
     """Adds the rows of a block to a sum, which is a total and its rounding error."""
-    # A block at the end holds anything beyond it.
+    # The last block holds undefined values beyond the end of the array.
     for axis, (size, length) in enumerate(zip(*blocks, strict=True)):
         if size % length:
             place = lax.broadcasted_iota(jnp.int32, values.shape, axis)
@@ -122,7 +122,7 @@ def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
 
 
 def _sum_by_halves(x: Array, axis: int, tile: int) -> Array:
-    """Returns the sum along an axis, by halves that consist of tiles, for few roundings."""
+    """Returns the sum along an axis, added by halves of whole tiles, which rounds less."""
     half = x.shape[axis] // (2 * tile) * tile
     if half == 0:
         return x.sum(axis, keepdims=True)
