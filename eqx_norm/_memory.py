@@ -77,16 +77,22 @@ def checked_state(state: Any) -> eqx.nn.State:
     return state
 
 
-def recall(layer: Any, state: Any) -> Remembered:
-    """Returns the memory of a `BatchNorm`; raises as `check` does, and if there is none."""
+def entry(layer: Any, state: Any) -> Remembered:
+    """Returns what the state holds for a `BatchNorm`, or for the members of an ensemble; raises
+    `ValueError` if there is nothing."""
     try:
-        remembered = checked_state(state).get(layer.memory_index)
+        return checked_state(state).get(layer.memory_index)
     except KeyError:
         raise ValueError(
             "The state given has no entry for this layer: it was made for another model. Make "
             "both together, `model, state = eqx.nn.make_with_state(Model)(...)`, and pass the "
             "state that each call returns to the next."
         ) from None
+
+
+def recall(layer: Any, state: Any) -> Remembered:
+    """Returns the memory of a `BatchNorm`; raises as `entry` and `check` do."""
+    remembered = entry(layer, state)
     check(layer, remembered)
     return remembered
 

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-# One line rather than a traceback.
+# A missing package gives one line in place of a traceback.
 for _package in ("matplotlib", "optax", "tqdm"):
     if importlib.util.find_spec(_package) is None:
         print(

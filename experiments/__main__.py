@@ -8,7 +8,7 @@ from typing import Any
 from .common.report import table
 
 FOLDER = Path(__file__).parent
-# First how a layer affects training, then how accurate and how fast it is.
+# The order is: effects on training, then accuracy, then speed.
 ORDER = "stability stability_large variance_clipping small_batches state_consistency accuracy"
 ORDER += " determinism distributed speed compiled compiled_tpu"
 
@@ -37,7 +37,7 @@ def results() -> dict[str, Any]:
 
 
 def figures(name: str) -> list[Path]:
-    """Returns the figures of an experiment, without those of a longer name."""
+    """Returns the figures of an experiment, without those of experiments with a longer name."""
     others = [other for other in results() if other.startswith(name) and other != name]
     found = sorted((FOLDER / "figures").glob(f"{name}*.png"))
     return [path for path in found if not path.stem.startswith(tuple(others))]
@@ -55,7 +55,7 @@ def overview() -> str:
 
 
 def beside() -> str:
-    """Returns the table of what layers move, for every device for which it was counted."""
+    """Returns the table of the layers' memory traffic, for all devices that have counts."""
     found = [result["beside"] for result in results().values() if "beside" in result]
     return table(found[0][0], [line for header, *lines in found for line in lines])
 

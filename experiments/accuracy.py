@@ -3,8 +3,8 @@
     python -m experiments.accuracy           about a minute on 2 cores
     python -m experiments.accuracy --quick   under 30 seconds; fails if a claim fails
 
-Every implementation is accurate at mean 0 and standard deviation 1. The hard inputs of one
-training step of a batch norm are constant channels
+Every implementation is accurate at mean 0 and standard deviation 1. The batch norms here get
+hard inputs, in one training step: constant channels
 (https://github.com/BVLC/caffe/issues/3963), means much larger than the standard deviation, up
 to a million values per channel, an outlier, and half precision.
 
@@ -15,7 +15,7 @@ gradients of weight and bias, which the claims on dweight and dbias would show.)
 The exact answer is computed in extended precision. The claims name the units of the errors;
 xhat is (x - mean) / std, and dy the gradient of y.
 
-On a GPU it compares this package's batch norms; the results are then named after the device.
+On a GPU only layers of this package are compared; the results are named after the device.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from .common.report import BLACK, Verdict
 
 BATCH_NORMS = OURS, EQUINOX_EMA, EQUINOX_BATCH, FLAX, FLAX_TWO_PASS, TORCH
 LAYER_NORMS = OURS, EQUINOX, FLAX, FLAX_TWO_PASS, TORCH
-# Whose kernels take rows of these lengths, not of float64.
+# The layers on a GPU, and lengths of rows that their kernels serve, except in float64.
 ON_GPU, SERVED = (OURS, peers.OURS_PALLAS), ((8,), (768,), (4, 256))
 
 
@@ -57,11 +57,11 @@ class Settings:
     shapes: tuple[tuple[int, ...], ...] = ((7,), (5, 11), (3, 4, 6), (2, 5, 3, 4))  # of rows
 
 
-# Fewer values, and only layers of the packages that this one requires.
+# QUICK has fewer values, and only layers of the packages that this package requires.
 QUICK = Settings(BATCH_NORMS[:3], LAYER_NORMS[:2], 1_000, 10_000, Settings.shapes[:2])
 
 CHANNELS = 8
-DRAWS = 8  # the worst counts, because some errors occur in one channel of a hundred
+DRAWS = 8  # the largest error counts: some errors occur in one channel of a hundred
 CONSTANTS = (1e-3, 1.0, 1e3, 65504.0)  # bounds of ranges, up to the largest float16
 SINGLE = "constant", "mean/std to 1e7", "affine", "n to 1e6", "outlier 1e6", "OneFlow's pair"
 CONSTANT, RATIO, AFFINE, COUNT, OUTLIER, ONEFLOW = SINGLE
@@ -85,7 +85,7 @@ class Case:
 
     def batch(self, number: int) -> Batch:
         """Returns a batch; OneFlow's has a gradient of ones."""
-        # Seeded by case, so that a new case does not change the batches of the others.
+        # The seed depends on the case, so that a new case leaves other batches unchanged.
         random = np.random.RandomState([zlib.crc32(self.name.encode()), number])
         x = self.draw(random).astype(jnp.dtype(DTYPES.get(self.group, "float32")))
         dy = np.ones(x.shape) if self.group == ONEFLOW else random.standard_normal(x.shape)
@@ -158,11 +158,11 @@ def examples(shape: tuple[int, ...], random: np.random.RandomState) -> NDArray:
 
 
 class Row(NamedTuple):
-    """Holds the largest errors over a case's batches: infinite if the layer fails, or NaN."""
+    """Holds a case's largest errors: infinite if the layer fails, NaN for a missing result."""
 
     group: str
     case: str
-    at: float  # as of the case
+    at: float  # of the case
     layer: str
     errors: Errors
 
@@ -209,14 +209,14 @@ MEANS = np.geomspace(0.01, 1e4, 61)  # of pairs with the same distance
 
 
 class Pair(NamedTuple):
-    """Holds a layer's answer for a pair whose output is summed."""
+    """Holds a layer's output for a pair of values, and the gradient of the output's sum."""
 
     dtype: str
     layer: str
     mean: float  # of the pair
-    y: float  # for the second value; for the first it is the negative
+    y: float  # of the second value; the first value has the opposite sign
     error: float  # of y, the larger of two
-    dx: float  # the larger of two; exactly 0
+    dx: float  # the larger of two; the exact one is 0
 
 
 def pairs(layers: Sequence[str], dtype: str, x: Any) -> Iterator[Pair]:
@@ -304,14 +304,14 @@ def draw(rows: Rows, layers: Sequence[str]) -> Figure:
 def draw_sweep(axes: Axes, layers: dict[str, list[Row]]) -> None:
     """Draws the error of y by the place on an axis."""
     for layer, rows in layers.items():
-        # A logarithmic axis has no 0 and no infinity: they are drawn at its ends.
+        # 0 and infinity are drawn at the ends of the logarithmic axis, which has neither.
         values = np.clip([row.errors.y for row in rows], 1e-8, 1e8)
         look = {"label": layer, "color": peers.COLOURS[layer], **STYLE[layer]}
         axes.plot([row.at for row in rows], values, **look)
     axes.set(xscale="log", yscale="log", ylim=(5e-9, None), ylabel="error of y")
     axes.locator_params(axis="y", numticks=8)
     axes.minorticks_off()
-    # The labels are outside of the lines, because eqx-norm should be between them.
+    # The labels are outside of the lines, because eqx-norm should be between the lines.
     bounds = (Y, "the bound of eqx-norm, 1e-6", 2.2), (2.0**-24, "half an ulp of float32", 0.4)
     for level, label, away in bounds:
         axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=(0, (6, 3)))
@@ -385,7 +385,7 @@ def main() -> int:
     tables = [report.table(["largest error of y", *layers], lines)]
     verdicts = [within(rows, *claim) for claim in CLAIMS]
     if others:
-        # Nine digits, which float32 has: y is a value, not an error.
+        # y is a value, not an error, and gets the nine digits of a float32.
         report.save_csv(options.out, f"{name}_pairs", Pair._fields, [*pair, *means], digits=9)
         report.save_figure(options.out, name, draw(rows, layers))
         report.save_figure(options.out, f"{name}_layer_norm", draw_pairs(means))

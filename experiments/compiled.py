@@ -1,16 +1,15 @@
-"""Counts the bytes that the layers move on an H200 or a TPU v5e, in compiled programs.
+"""Counts the memory traffic of the layers on an H200 or a TPU v5e, in compiled programs.
 
     make gpu-compile-check, make tpu-compile-check  all of it, without a device (6 minutes each)
     python -m experiments.compiled                  the same, if jax's plugin is installed
     python -m experiments.compiled --quick          a few programs, under 30 seconds
 
-There, normalisation takes the time to move its arrays between memory and processor. XLA
-compiles for a device from its description, and the program shows how much it moves, here in
-units of the bytes of x: for a batch norm at least 3 forward and 5 backward. Nothing runs. If y
-and its cotangent are known together ("forward + backward"), XLA saves a read of x, which it
-cannot in training ("forward, then backward"). With frozen weights the gradient of x is left to
-compute. "eqx-norm" is compiled by XLA, "eqx-norm, pallas" uses this package's kernels. What
-follows for a GPU or TPU is in docs/gpu.md.
+On these devices, the bytes read and written determine the time of a normalisation. XLA compiles
+for a device from its description, and the program shows the traffic, here in units of the bytes
+of x: for a batch norm at least 3 forward and 5 backward. Nothing runs. If y and its cotangent
+are known together ("forward + backward"), XLA saves a read of x, which is impossible in
+training ("forward, then backward"). With frozen weights only x has a gradient. "eqx-norm" is
+compiled by XLA, "eqx-norm, pallas" uses this package's kernels. docs/gpu.md has conclusions.
 """
 
 import contextlib
@@ -63,7 +62,7 @@ LARGE = (256, 64, 112, 112), (256, 256, 56, 56), (256, 512, 28, 28)
 SHAPES = {GPU: (DENSE, IMAGES, ROWS), TPU: ((524288, 512), LARGE, ((131072, 2048),))}
 # Shapes of a ResNet-50, with the channels last as convolutions return them on a GPU.
 COLUMNS = (DENSE, (802816, 64), (6272, 1024), (1568, 2048))
-# The first and the last of a ConvNeXt-T.
+# The first and the last shape of a ConvNeXt-T.
 CONVNEXT = (256, 96, 56, 56), (2048, 768, 7, 7)
 CASE = ("program", "shape", "direction", "layer", "dtype")  # every combination is compiled
 GRIDS: dict[str, tuple[Any, ...]] = {
@@ -90,14 +89,14 @@ GRIDS[GPU] += tuple(
 )
 GRIDS[TPU] += ((OF_ROWS, SHAPES[TPU][2], DIRECTIONS[:5], (OURS_PALLAS,)),)
 UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
-# What a kernel of this package is made of, from its PTX and from ptxas.
+# Properties of a kernel of this package, from its PTX and from ptxas.
 CODE = ("registers", "spilled", "loads of 16, 8, fewer bytes", "contracted")
 MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
 
 
 def device_of(target: str) -> Any:
     """Returns the description of a device."""
-    # Otherwise libtpu asks the network which TPU is here, and serves only one process.
+    # Without these variables libtpu looks for a TPU over the network, and serves one process.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
     described = (Path(__file__).with_name("data") / "h200.txtpb").read_text()
@@ -109,11 +108,11 @@ def device_of(target: str) -> Any:
 
 
 def build(device: Any, f: Any, *arguments: Any) -> tuple[Any, float]:
-    """Returns a program compiled for arrays like these, and the processor time that it took to
-    lower and compile it."""
+    """Compiles a function for arrays like these; returns the program, and the processor time of
+    lowering and compiling."""
     placed = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     given = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), arguments)
-    # Without autotuning of convolutions, which needs a GPU.
+    # Autotuning of convolutions is off, because it needs a GPU.
     options: Any = None if device.platform == TPU else {"xla_gpu_autotune_level": "0"}
     mesh = Mesh([device], ("devices",), axis_types=(AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -138,7 +137,7 @@ def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
 
 
 def count(device: Any, case: tuple[Any, ...]) -> Row:
-    """Compiles a norm and its activation; returns what they move, in units of x's bytes."""
+    """Compiles a norm and its activation; returns the traffic, in units of x's bytes."""
     row: Row = dict(zip(CASE, case, strict=True))
     program, shape, direction, layer, dtype = case
     norm, channels, conv = norm_of(program, layer, shape), shape[1], eqx.nn.Identity()
@@ -177,11 +176,11 @@ def count(device: Any, case: tuple[Any, ...]) -> Row:
 
 
 def count_code(device: Any, case: tuple[Any, ...]) -> tuple[Row, Row]:
-    """Returns `count` of a program with kernels of Mosaic GPU, and a row of what they are."""
+    """Returns `count` of a program with kernels of Mosaic GPU, and a row on their code."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS")}
         os.environ |= dump | {"MOSAIC_GPU_DUMP_TO": folder}
-        with silent():  # Mosaic asks for nvdisasm, too, which is not there
+        with silent():  # Mosaic also asks for nvdisasm, which is not installed
             row = count(device, case)
         kernels = sorted(Path(folder).glob("*.ptx"))
         ptx = [path.read_text() for path in kernels]
@@ -200,7 +199,7 @@ def count_code(device: Any, case: tuple[Any, ...]) -> tuple[Row, Row]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Drops what other languages' code writes to stderr."""
+    """Discards what native code writes to stderr."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -213,8 +212,8 @@ def silent() -> Iterator[None]:
 
 def contracted(ptx: str) -> int:
     """Returns the number of products in a kernel that are contracted into an addition of a sum
-    over lanes. Such a product is not rounded, and in another lane it is: the two would hold
-    different sums."""
+    over lanes. Such a product is rounded in one lane and not in the other, so the two lanes
+    would hold different sums."""
     number, received = 0, set()
     for line in ptx.splitlines():
         if found := re.search(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", line):
@@ -232,7 +231,8 @@ def with_norm(layer: str, dtype: str, **how: Any) -> Any:
 
 
 def train(device: Any, dtype: str, layer: str, recomputes: bool) -> Row:
-    """Compiles a step of ResNet-50 on 32 images; returns the memory of JAX and XLA, in MB."""
+    """Compiles a step of ResNet-50 on 32 images; returns its residuals, temporary memory and
+    traffic, in MB, and its compile time."""
     make = eqx.nn.make_with_state(training.resnet_50)
     made, state = make(with_norm(layer, dtype, axis_name="batch"), jnp.dtype(dtype))
     weights, static = eqx.partition(made, eqx.is_inexact_array)
@@ -260,7 +260,7 @@ def train(device: Any, dtype: str, layer: str, recomputes: bool) -> Row:
 
 
 # 0.2 are for partial sums. For the statistics the kernel reads x once, XLA twice; but the
-# kernel needs columns, so an image is written first. 30.3 (25.1 without a norm) is a count.
+# kernel needs columns, so an image is copied to columns. 30.3 (25.1 without a norm) is a count.
 MOST: dict[str, dict[str, Any]] = {
     GPU: {
         "by XLA: at most 8.2 times x's bytes": (ALONE, (), (BOTH,), (OURS,), 8.2),
@@ -309,9 +309,9 @@ def moves_little(name: str, rows: list[Row]) -> list[report.Verdict]:
     return verdicts
 
 
-# Vectors of partial sums and weights, repeated to the shape of x, are no more than this.
+# Vectors of partial sums and weights, broadcast to the shape of x, are no more than SMALL.
 SMALL = 0.07
-# Where Equinox's layer moves or needs less; by program and shape.
+# Why Equinox's layer has less traffic or needs less memory, by program and shape.
 LIMITS = {
     (GROUP, SHAPES[TPU][0]): "groups of 16: a float32 of each group is moved for 16 values",
     (CHANNEL, CONVNEXT[0]): "of each 96 values a mean, its rest and rstd are kept in float32",
@@ -320,8 +320,8 @@ LIMITS = {
 
 
 def is_no_worse(rows: list[Row]) -> tuple[list[report.Verdict], list[tuple[str, str, str]]]:
-    """Compares what programs move and need with the same programs of Equinox's layers: claims,
-    and goals for `LIMITS`."""
+    """Compares traffic and temporary memory with those of Equinox's layers; returns claims, and
+    goals for the programs in `LIMITS`."""
     verdicts, goals = [], []
     for field, claim in (("units", "moves"), ("temporary", "needs temporary memory")):
         found = {tuple(row[key] for key in CASE): row[field] for row in rows}
@@ -415,13 +415,13 @@ def main() -> int:
         programs = [*tqdm(made, total=len(others), disable=None)]
     pairs = [count_code(device, case) for case in tqdm(own, disable=None)]
     programs += [row for row, _ in pairs]
-    # Mosaic compiles a kernel once.
+    # Mosaic compiles equal kernels once, so only the first row has their code.
     kernels = [code for _, code in pairs if code[CODE[0]] > 0]
     rounds = [
         [train(device, dtype, *net) for dtype, net in nets]
         for _ in tqdm(range(2), disable=None)
     ]
-    # Of two times to compile, the shorter.
+    # The shorter of two compile times counts.
     steps = [min(both, key=lambda row: row["seconds"]) for both in zip(*rounds, strict=True)]
     verdicts, goals = is_no_worse(programs)
     verdicts = [*moves_little(target, programs), *verdicts, adds_in_order(programs)]

@@ -1,14 +1,14 @@
-"""Tests which runs agree to the last bit, and where the others first differ.
+"""Tests which runs agree to the last bit, and where other runs first differ.
 
     python -m experiments.determinism           about 7 minutes on 2 cores
     python -m experiments.determinism --quick   under 30 seconds; fails if a claim fails
 
-It is the table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911), for JAX.
-The network of the stability experiment is trained on MNIST several times, each time in a new
-process, with probes on weights, layers and gradients; `eqx_norm.determinism.compare` names the
-first difference. Runs differ in the seed of NumPy's generator, which shuffles the images; in
-threads and cores; in the recipe, `eqx_norm.determinism.deterministic`; in the number of CPU
-devices; or in one bit of a weight. At the end the time that probes cost is measured.
+The script repeats a table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911)
+for JAX. The network of the stability experiment is trained on MNIST several times, each time in
+a new process, with probes on weights, layers and gradients; `eqx_norm.determinism.compare`
+names the first difference. Runs differ in the seed of NumPy's generator, which shuffles the
+images; in threads and cores; in the recipe, `eqx_norm.determinism.deterministic`; in the number
+of CPU devices; or in one bit of a weight. At the end, the overhead of probes is measured.
 https://developer.nvidia.com/gtc/2019/video/S9911
 """
 

@@ -40,15 +40,15 @@ from .common.report import Verdict
 
 ONE, SEVERAL, RESTORED = "one process", "several", "restored"
 SEED = 0
-# Of SGD: Adam would scale rounding errors, of which the gradient of a bias before a norm
-# consists, up to whole steps.
+# The optimiser is SGD. The gradient of a bias before a norm consists of rounding errors, which
+# Adam would scale up to whole steps.
 LEARNING_RATE = 0.1
 DEVICES = "devices"  # the axis of the mesh
-# Seconds until JAX misses a dead process, and ends the others (default: 100). It must exceed
-# the longest pause between two heartbeats of a live process.
+# Seconds until JAX notices a dead process, and ends the others (default: 100). This time must
+# exceed the longest pause between two heartbeats of a live process.
 HEARTBEAT = 10
-# Few: after about 20 steps a rounding error decides the sign of a ReLU's input or the pixel
-# that a pooling takes, and runs differ by 1e-4, whatever the layer does.
+# The steps are few: after about 20, a rounding error decides the sign of a ReLU's input or the
+# pixel that a pooling takes, and runs differ by 1e-4, whatever the layer does.
 STEPS = 10
 
 
@@ -68,7 +68,7 @@ class Run(NamedTuple):
 def carry_out(run: Run) -> None:
     """Joins the other processes, if there are any, and trains with them."""
     if run.processes != 1:
-        # XLA:CPU cannot communicate between processes without it.
+        # XLA:CPU needs Gloo for communication between processes.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             run.coordinator, run.processes, run.process, heartbeat_timeout_seconds=HEARTBEAT
@@ -111,7 +111,7 @@ def train(run: Run) -> None:
     checkpoint, first, found, batch = Path(run.folder, "checkpoint").absolute(), 0, {}, []
     with ocp.StandardCheckpointer() as checkpointer:
         if run.restored:
-            saved = checkpointer.restore(checkpoint, named(arrays))  # over today's processes
+            saved = checkpointer.restore(checkpoint, named(arrays))  # over this run's processes
             leaves = map(saved.get, named(arrays))
             arrays = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
             first = run.saved_after
@@ -130,7 +130,7 @@ def train(run: Run) -> None:
     print(json.dumps(found | {"weights": bits_of(weights)}), flush=True)
     if run.killed and jax.process_index() == jax.process_count() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    while run.killed:  # The others train on.
+    while run.killed:  # the other processes train on
         arrays, loss = step(arrays, *batch)
         jax.block_until_ready(loss)
 

@@ -4,7 +4,7 @@
     python -m experiments.small_batches --quick      under 30 seconds; fails if a claim fails
 
 Batch normalisation uses noisy statistics of small batches in training, and accurate ones in
-inference. Batch Renormalisation corrects the former to the latter; group and layer
+inference. Batch Renormalisation corrects training towards inference; group and layer
 normalisation need no batch. Ghost groups are parts of a batch of 64 that are normalised
 separately, with the noise of small batches. One network with four norm layers is trained with
 each layer and size, on the same 12,800 images in the same order, so batches of 2 take 32 times
@@ -40,7 +40,7 @@ Measured = dict[str, np.ndarray]  # by the names in MEASURED: [seeds]
 Runs = dict[Setting, Measured]
 
 BATCH, RENORM, GHOST, SMOOTH = "batch", "renorm", "ghost groups", "smooth_start"
-GROUP, LAYER = ALONE = "group norm", "layer norm"  # they normalise each image by itself
+GROUP, LAYER = ALONE = "group norm", "layer norm"  # both normalise each image by itself
 LINES = {
     BATCH: {"color": report.BLUE, "linestyle": "-"},
     RENORM: {"color": report.VERMILION, "linestyle": "--"},
@@ -53,10 +53,10 @@ SIZES = (2, 4, 8, 16, 32, 64)
 LARGEST = training.BATCH_SIZE  # 64, which ghost groups divide
 GROUPS = "group"  # the axis over which ghost groups, or test batches, are mapped
 MEASURED = ("accuracy_inference", "accuracy_training", "disagreement", "first_losses")
-ROUNDED = 1e-3  # rounding: relative, of a loss; and the share of test images between two digits
+ROUNDED = 1e-3  # rounding, at most: of a loss, relative; share of images with another digit
 FIRST = 3  # steps in which a rounding error does not grow yet
-# For 64 images; for fewer a root of it, so that all sizes average over equally many. 0.99
-# averages over the whole short run: `batch` infers 83% (2) and 79% (64); with 0.9, 88% and 89%.
+# The momentum for 64 images; for fewer a root of it, so that all average over equally many.
+# 0.99 averages over the whole run, and `batch` reaches 83% (2) and 79% (64), not 88% and 89%.
 MOMENTUM = 0.9
 
 
@@ -71,7 +71,7 @@ QUICK = Settings(((BATCH, 64), (GHOST, 64), (GROUP, 4), (RENORM, 4)), (0,), 1600
 
 
 def norm_of(norm: str, batch: int, images: int) -> training.MakeNorm:
-    """Returns a function that makes the norm layers of a run, from its numbers of images."""
+    """Returns a function that makes norm layers for a run with these numbers of images."""
     if norm in ALONE:
         return lambda channels: GroupNorm(8 if norm == GROUP else 1, channels)
     momentum, steps = MOMENTUM ** (batch / LARGEST), images // batch
@@ -114,9 +114,9 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
     """Trains and measures a network from each seed; compiles once for all of them."""
     norm, size = setting
     batch = LARGEST if norm == GHOST else size
-    # The rate of training.OPTIMISER, scaled by the root of the size, as usual for Adam. It
-    # falls to 0 in the last quarter: while a network changes, its running statistics lag
-    # behind, and inference with `batch` differs by 25 points between seeds.
+    # The learning rate is that of training.OPTIMISER, scaled by the root of the size, as usual
+    # for Adam. It falls to 0 in the last quarter: while a network changes, its running
+    # statistics lag behind, and inference with `batch` differs by 25 points between seeds.
     rate, steps = 3e-3 * (batch / LARGEST) ** 0.5, settings.images // batch
     optimiser = optax.adam(optax.linear_schedule(rate, 0, steps // 4, steps - steps // 4))
 
@@ -128,7 +128,7 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
 
     _, static = start(0)
 
-    # Not eqx.filter_jit, which takes 4 ms a call for the state: a small batch takes 2 ms.
+    # eqx.filter_jit would take 4 ms a call for the state, and a small batch takes 2 ms.
     @jax.jit
     def step(arrays: Any, images: Array, labels: Array) -> tuple[Any, Array]:
         model, state, memory = eqx.combine(arrays, static)
@@ -215,7 +215,7 @@ SAID = (
 
 
 def said(runs: Runs) -> Iterator[tuple[str, str, str]]:
-    """Yields a statement of a paper, the measurement, and whether it reproduces that."""
+    """Yields each statement of a paper, the measurement, and whether both agree."""
     few, many = (median(runs, BATCH, n) for n in (2, 64))
     at_2, at_4, at_64 = (median(runs, RENORM, n) - median(runs, BATCH, n) for n in (2, 4, 64))
     of_16, of_32 = (median(runs, GHOST, n) - many for n in (16, 32))

@@ -4,24 +4,24 @@
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
     python -m experiments.speed --device gpu   on a machine with a GPU: make gpu
 
-It times batch norm with running statistics and a ReLU, forward and backward and in inference,
-on the shapes of a ResNet-50, a MobileNetV2 and perceptrons; layer, group and RMS norm; and
-networks, with their compile times; and forward passes as serving runs them, beside Equinox's.
-First it compares the results of all layers. This package's layer has its ReLU inside
-(activation=) or after it, as in a model in which only the import is changed. A time is "hot" if
-the program has just run, and "cold" if its arrays are in no cache.
+The script times batch norm with running statistics and a ReLU, forward and backward and in
+inference, on the shapes of a ResNet-50, a MobileNetV2 and perceptrons; layer, group and RMS
+norm; networks, with their compile times; and forward passes as in serving, compared with
+Equinox's. Before that, it compares the results of all layers. The ReLU is inside this package's
+layer (activation=), or after the layer, as in a model in which only the import is changed. A
+time is "hot" if the program has just run, and "cold" if its arrays are in no cache.
 
 Programs take turns, in rounds. PyTorch has a process of its own, because its threads spin after
 a call, on the cores that XLA needs next; a process takes its turn when the other is idle.
-Numbers are given at percentile 50 of the rounds (and 20). Claims hold at both, because what
-they do not agree on is noise.
+Numbers are given at percentile 50 of the rounds (and 20). Claims hold at both percentiles: a
+difference at only one of them is noise.
 
 On a GPU a layer is timed with XLA's program and with this package's kernels, beside a copy of
-x, which reads and writes it once; and 100 calls of a kernel have to give the same bits.
+x, which reads and writes x once; and 100 calls of a kernel have to give the same bits.
 
 Compare only numbers of the same run, and run nothing else: if another process takes a core,
-PyTorch's threads wait for each other for up to 90 ms, and the others' do not. Flax and PyTorch
-are included if they are installed (`make benchmark`).
+PyTorch's threads wait for each other for up to 90 ms; the threads of other libraries do not.
+Flax and PyTorch are included if they are installed (`make benchmark`).
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ LAYERS: dict[str, tuple[str | None, str]] = {
     INSTANCE_NORM: (peers.INSTANCE_NORM, "8x64x14x14"),
 }
 BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
-FORWARD = "forward"  # inference as serving runs it, in both dtypes, beside Equinox only
+FORWARD = "forward"  # inference as in serving, in both dtypes, with Equinox only
 # The measured quantities.
 MS, DEVIATION = "ms", "deviation"
 COMPILING, TEMPORARIES = "s to compile", "MB of temporaries"
@@ -73,7 +73,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}  # of the largest value: 160 and
 RESNET_50 = (
     "64x112x112 64x56x56 256x56x56 128x28x28 512x28x28 256x14x14 1024x14x14 512x7x7 2048x7x7"
 )
-MOBILENET_V2 = (  # without those that ResNet-50 has, too
+MOBILENET_V2 = (  # without the inputs that ResNet-50 also has
     "32x112x112 16x112x112 96x112x112 96x56x56 24x56x56 144x56x56 144x28x28 32x28x28 192x28x28 "
     "192x14x14 64x14x14 384x14x14 96x14x14 576x14x14 576x7x7 160x7x7 960x7x7 320x7x7 1280x7x7"
 )
@@ -116,8 +116,8 @@ class Settings:
     networks: tuple[str, ...] = tuple(NETWORKS)
 
 
-# Arrays with at least 100 MB in bfloat16: on a GPU launch times are then negligible, and they
-# fit into no cache.
+# Arrays with at least 100 MB in bfloat16: on a GPU launch times are then negligible, and the
+# arrays fit into no cache.
 LARGE = ("256x64x112x112", "256x512x28x28", "802816x64")
 LARGE_ROWS = ("65536x1024", "65536x768", "16384x4096")
 LARGE_GROUPS, LARGE_IMAGES = ("524288x128",), ("256x256x32x32",)
@@ -129,7 +129,7 @@ ONE = {LAYER_NORM: "8x64"}
 QUICK = Settings(("16x64x32x32",), (), (), (), ONE, rounds=1, networks=("critic",))
 
 
-Percentiles = NDArray[np.float64]  # 50 and 20 of the rounds, equal if counted
+Percentiles = NDArray[np.float64]  # 50 and 20 of the rounds, equal for a counted number
 Ratio = tuple[Percentiles, str]  # this layer's number / the other's, and the array or network
 
 
@@ -148,7 +148,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Holds one number of one peer; those with equal fields before `peer` are compared."""
+    """Holds one number of one peer; rows with equal fields before `peer` are compared."""
 
     layer: str
     shape: str
@@ -227,19 +227,19 @@ def race(
 
 
 def differences(program: Any, calls: int = 100) -> int:
-    """Returns how many of the calls do not give the bits of the first."""
+    """Returns the number of calls that do not give the bits of the first call."""
     same = jax.jit(lambda a, b: jnp.array(jax.tree.leaves(jax.tree.map(jnp.array_equal, a, b))))
     first = program.call()
     return sum(not same(first, program.call()).all() for _ in range(calls - 1))
 
 
 def measured(rounds: Any, *where: Any) -> Row:
-    """Returns a row of what was measured in each round, or of a number that was counted."""
+    """Returns a row of percentiles over the rounds, or of a number that was counted."""
     return Row(*where, values=np.percentile(rounds, (50, 20)))
 
 
 def run_network(network: str, settings: Settings) -> Iterator[Row]:
-    """Yields the compile time of a network, and the times and memory of those that are run.
+    """Yields the compile time of a network, and its times and memory if the network is run.
 
     Only the norm differs, as in a model in which only the import is changed.
     """
@@ -379,7 +379,7 @@ LARGEST = (  # bounds for this layer's time / the other's, on every array
     *((layer, FORWARD, 1.03, EQUINOX, SUMS) for layer in FORWARDS),
     (LAYER_NORM, BOTH, 1.5, TORCH, TWICE),
 )
-# At most Equinox's, in every network.
+# The aim is at most Equinox's number, in every network.
 OF_NETWORKS = ((MS, "time", INFERRED), (COMPILING, "compile time", TREES))
 
 
@@ -406,12 +406,12 @@ def goals(rows: list[Row]) -> list[Goal]:
 
 
 def largest(among: list[Ratio]) -> Ratio:
-    """Returns the largest ratio on which both percentiles agree: the smaller of the two."""
+    """Returns the ratio whose smaller percentile is the largest: both percentiles reach it."""
     return max(among, key=lambda ratio: ratio[0].min())
 
 
 def a_dozen(rows: list[Row]) -> dict[str, list[Row]]:
-    """Returns the times to show: of about a dozen shapes, ordered by size."""
+    """Returns the times of about a dozen shapes, ordered by size, for tables and figures."""
     where = {"layer": BATCH_NORM, "program": BOTH, "dtype": "float32", "unit": MS}
     shown = [row for row in chosen(rows, **where) if row.cache != HOT]
     shapes = sorted({row.shape for row in shown}, key=lambda s: (Case(BATCH_NORM, s).bytes, s))
@@ -428,7 +428,7 @@ def by_peer(title: str, lines: dict[str, list[Row]]) -> str:
 
 
 def forward_table(rows: list[Row]) -> str:
-    """Returns the table of forward passes: means over the shapes, and the least."""
+    """Returns the table of forward passes: mean and smallest ratios over the shapes."""
     lines = []
     for layer, dtype in itertools.product(FORWARDS, TOLERANCE):
         if among := ratios(chosen(rows, layer=layer, dtype=dtype, program=FORWARD), EQUINOX):
@@ -468,7 +468,7 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Draws the others' times / this layer's, by shape."""
+    """Draws the times of other layers / this layer's time, by shape."""
     lines = a_dozen(rows)
     figure = report.figure(7, 1.6 + 0.28 * len(lines))
     axes = figure.subplots()

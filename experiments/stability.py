@@ -5,7 +5,7 @@
     python -m experiments.stability --network large  about 12 minutes
 
 Batch normalisation keeps a running mean and variance for inference. `ema` also normalises
-training batches by them. At momentum 0.99 they stay near those of the first batch while the
+training batches by both. At momentum 0.99 both stay near those of the first batch while the
 parameters change, and the issue reports that gradients spike in the first steps. `batch`
 normalises by the batch alone; the issue proposes `adam` and `smooth_start`. A network is
 trained with each, and with Equinox's two modes, from the same parameters and on the same images
@@ -72,7 +72,7 @@ QUICK = Settings(JUDGED, seeds=(0, 1))
 
 
 def every(network: str) -> tuple[Setting, ...]:
-    """Returns the settings; with four norms, which lag more, they include momentum 0.9."""
+    """Returns the settings, with momentum 0.9 for four norms, whose statistics lag more."""
     few = {FEW} if network == "large" else set[float]()
     ours = itertools.product(APPROACHES, sorted({*few, *MOMENTA}))
     return (NO_NORM, *itertools.product(OF_EQUINOX, sorted({*few, 0.99})), *ours)
@@ -109,7 +109,7 @@ def label(setting: Setting) -> str:
 
 def draw_gradients(runs: Runs, i: int) -> Figure:
     """Draws the gradient norm of each parameter, and the loss, of one seed, the i-th."""
-    drawn = [setting for setting in FIGURE_1 if setting in runs]  # --quick has not all
+    drawn = [setting for setting in FIGURE_1 if setting in runs]  # --quick has fewer
     figure = report.figure(2.6 * len(drawn) + 1.2, 4.6)
     axes = figure.subplots(2, len(drawn), sharex=True, sharey="row", squeeze=False)
     parameters = [name for name in runs[EMA] if name.startswith("gradient.")]
@@ -243,7 +243,7 @@ def main() -> int:
     report.save_figure(options.out, f"{name}_1_gradients", draw_gradients(runs, typical))
     report.save_figure(options.out, f"{name}_2_momenta", draw_momenta(runs))
 
-    # Without the gradient of each parameter.
+    # The file leaves out the gradient of each parameter.
     names = [key for key in runs[EMA] if not key.startswith("gradient.")]
     lines = (
         [*setting, seed, step, *(curves[key][i, step - 1] for key in names)]

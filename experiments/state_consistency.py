@@ -5,12 +5,12 @@
 
 In https://github.com/apache/mxnet/issues/21111 the answer depends on the device, on whether a
 backward pass follows, and on the library that computes the layer; and one value per channel
-gives NaN. This is the thread's script: evaluate, call once in training mode, evaluate again;
+gives NaN. The thread's script runs here: evaluate, call once in training mode, evaluate again;
 then again with another batch. It runs forward only and with a backward pass, op by op, under
 `jax.jit`, `jax.checkpoint` and `lax.scan`; with one value per channel (n = 1); and with a
 number in the second batch that is NaN, infinite, or so large that its square is infinite.
-(Equinox's mode="ema" evaluates with a variance of 0 before its first batch, so its difference
-is large.) tests/layers/test_memory.py has this package's rules in detail.
+(Equinox's mode="ema" evaluates with a variance of 0 before its first batch, so its evaluations
+differ much.) tests/layers/test_memory.py has this package's rules in detail.
 """
 
 import functools
@@ -30,8 +30,8 @@ from tqdm import tqdm
 from .common import peers, report
 
 EPS = 1e-3  # as in the thread's script
-# The share of the running average that an update keeps. Near 0, so that the average is nearly
-# the batch's; a power of two, so that the old average can be subtracted exactly.
+# The share of the running average that an update keeps. It is near 0, so that the average is
+# nearly the batch's, and a power of two, so that the old average can be subtracted exactly.
 MOMENTUM = 1 / 16
 
 OURS = (peers.OURS, peers.OURS_UNBIASED)
@@ -39,11 +39,11 @@ QUICK = (*OURS, peers.EQUINOX_EMA, peers.EQUINOX_BATCH)
 WHOLE = (*QUICK, peers.FLAX, peers.TORCH)
 SHAPE = (1, 2, 3)  # the thread's: batch, channels, space
 ONE_VALUE = ((1, 6), (1, 6, 1))  # per channel
-warnings.filterwarnings("ignore", "In training, x of .* one value")  # which is asked here
+warnings.filterwarnings("ignore", "In training, x of .* one value")  # tested here
 BAD = ("nan", "inf", "-inf", "3e38")
 
-# To train on a batch, which gives output and gradients; to evaluate one; to read the memory:
-# means, variances, and then their weight or another statistic.
+# Functions that train on a batch, and return output and gradients; that evaluate a batch; and
+# that return the memory: means, variances, and then their weight or another statistic.
 Calls = tuple[Callable[[Any], Any], Callable[[Any], NDArray], Callable[[], list[NDArray]]]
 
 
@@ -119,7 +119,7 @@ def in_torch(name: str, channels: int, way: str, backward: bool) -> Calls:
 
 
 class Played(NamedTuple):
-    """Holds what a layer gave."""
+    """Holds the results of a layer."""
 
     memories: list[list[NDArray]]  # at first, and after each training call
     evaluations: list[NDArray]  # of the first batch, at those times
@@ -129,7 +129,7 @@ class Played(NamedTuple):
 
 
 def play(name: str, batches: NDArray, way: str, backward: bool = True) -> Played:
-    """Evaluates the first batch, and again after training on each."""
+    """Evaluates the first batch, before training and after training on each batch."""
     make = in_torch if name == peers.TORCH else in_jax
     train, evaluate, memory = make(name, batches.shape[2], way, backward)
     memories, evaluations, results = [memory()], [evaluate(batches[0])], []
@@ -159,8 +159,8 @@ def same(one: Sequence[NDArray], other: Sequence[NDArray]) -> bool:
 
 
 def update(name: str, memories: list[list[NDArray]], x: NDArray) -> tuple[str, NDArray]:
-    """Returns the number of updates that the second training call made, by `x`, and the errors
-    of a biased and of an unbiased variance if it is one, relative to float64."""
+    """Returns the number of updates by `x` in the second training call, and, for one update,
+    the errors of a biased and of an unbiased variance, relative to float64."""
     # This layer stores debiased averages: the average from 0, divided by its weight.
     weights = [memory[2] if name in OURS else 1 for memory in memories]
     before, after = (np.array(memories[i][:2], float) * weights[i] for i in (1, 2))
@@ -205,7 +205,7 @@ def line_of(name: str) -> dict[str, str]:
 
     updates = [update(name, played.memories, batches[1]) for played in usual]
     counts = [count for count, _ in updates]
-    # The first is forward only, without checkpoint.
+    # The first way is forward only, without checkpoint.
     unusual = (way for way, count in zip(every, counts, strict=True) if count != counts[0])
     changed = any(played.evaluation_changed for played in (*usual, *alone, *bad))
     differences = (np.abs(p.evaluations[1] - p.evaluations[0]).max() for p in usual)
@@ -224,7 +224,7 @@ def line_of(name: str) -> dict[str, str]:
     }
 
 
-# What two cells must be: of this package's layer, and of its unbiased one.
+# Patterns for two cells: for this package's layer, and for the layer with unbiased=True.
 CLAIMS = {
     "1. one training call is one update, however it is run": (UPDATES, "1", "1"),
     "2. evaluation reads the memory, and never changes it": (

@@ -1,16 +1,15 @@
-"""Tests which failures variance clipping prevents: Ginsburg's proposal in Caffe #3963, on
-MNIST.
+"""Tests on MNIST which failures variance clipping prevents, Ginsburg's proposal in Caffe #3963.
 
     python -m experiments.variance_clipping          about a minute on 2 cores
     python -m experiments.variance_clipping --quick  under 30 seconds; fails if a claim fails
 
 One corrupted batch can ruin the running statistics of batch normalisation. The thread proposes
 to clip the variance of each batch to near the running variance, and names two failures that
-this prevents: (A) gradients explode and training accuracy collapses; (B) training looks fine,
-but corrupted running statistics ruin test accuracy. Here a small network is trained with
+clipping prevents: (A) gradients explode and training accuracy collapses; (B) training looks
+fine, but corrupted running statistics ruin test accuracy. Here a small network is trained with
 `batch`, `ema` and `smooth_start`, with and without clipping, and three batches are corrupted in
-one of several ways. The results show the failures with and without clipping, and its cost: a
-batch of huge variance is divided by a small one. https://github.com/BVLC/caffe/issues/3963
+one of several ways. The results show the failures, and the cost of clipping: a batch of huge
+variance is normalised by a small variance. https://github.com/BVLC/caffe/issues/3963
 """
 
 import itertools
@@ -40,13 +39,13 @@ MOMENTUM = 0.99
 # Ginsburg's factor. He starts after 200 batches; here training has settled after 100. (All
 # steps shifted by 100 give the same verdicts.)
 RATIO, START = 4.0, 100
-# Soon after clipping has started. At the end, a hundred steps after the last of them, a third
-# of a corrupted batch is left in the running average of momentum 0.99.
+# These steps come soon after the start of clipping. At the end, 100 steps after the last one, a
+# third of a corrupted batch is left in the running average of momentum 0.99.
 CORRUPTED = (110, 120, 130)
 STEPS = 230
 WINDOW = 20  # steps: "soon after" and "at the end" are means over these
 DRAWN_FROM = 90  # earlier steps are equal in all runs of an approach and seed
-# Right before and after the corrupted batches, and in between.
+# Steps right before and after the corrupted batches, and every tenth step.
 EVALUATED = {*range(DRAWN_FROM, STEPS, 10), *(step - 1 for step in CORRUPTED), STEPS}
 
 CLEAN = "none"
@@ -71,7 +70,7 @@ QUICK = (("batch", "ema"), (CLEAN, SCALED, CONTRAST, ONE_IMAGE, LOUD), (0,))
 
 
 class Perceptron(eqx.Module):
-    """Is linear, norm, ReLU, linear: the norm's input is a linear function of the image.
+    """Applies linear, norm, ReLU, linear: the norm's input is a linear function of the image.
 
     So a batch scaled by 1e3 has 1e6 times the variance in every channel. A training step takes
     a millisecond.
@@ -88,8 +87,8 @@ class Perceptron(eqx.Module):
         self.linear2 = eqx.nn.Linear(64, 10, key=keys[1])
 
     def __call__(self, x: Float[Array, "1 28 28"], state: eqx.nn.State) -> training.Output:
-        # Black is 0 here. As -1, pixels that are black in every image would have gradients of
-        # rounding errors alone, which Adam scales up to whole steps.
+        # Black is 0 here: with -1, weights of pixels that are black in every image would have
+        # gradients of rounding errors alone, which Adam scales up to whole steps.
         ink = (jnp.ravel(x) + 1) / 2
         normed, state = self.norm(self.linear1(ink), state)
         return jax.nn.log_softmax(self.linear2(jax.nn.relu(normed))), normed, state
@@ -98,7 +97,7 @@ class Perceptron(eqx.Module):
 def train(setting: Setting, seed: int) -> Curves:
     """Trains one network; its initial parameters and batches depend only on the seed.
 
-    Its curves include "running_variance", the mean over channels.
+    The curves include "running_variance", the mean over channels.
     """
     approach, clipped, corruption = setting
     strategy: Any = named(approach, MOMENTUM)
@@ -206,7 +205,7 @@ def compare(found: Curves, clean: Curves) -> Cell:
 
 
 def prevented(pairs: Pairs, failure: str, still: str) -> str:
-    """Returns in how many cells with `failure` clipping leaves no failure `still`."""
+    """Returns how many of the cells with `failure` have no failure `still` with clipping."""
     failing = [clipped for plain, clipped in pairs.values() if failure in plain.failures]
     gone = sum(still not in clipped.failures for clipped in failing)
     return f"in {gone} of {len(failing)} cells"
@@ -216,7 +215,7 @@ def judge(pairs: Pairs) -> list[Verdict]:
     corrupted = [cell for (_, corruption), (cell, _) in pairs.items() if corruption != CLEAN]
     a, b = (sum(name in cell.failures for cell in corrupted) for name in ("A", "B"))
     # A clipped variance is at most c (g + mean g), whose mean over channels is 2 c mean g, and
-    # has this share of the running average. The last term is rounding.
+    # has this share of the running average. The last term of `bound` is for rounding.
     share = (1 - MOMENTUM) / (1 - MOMENTUM**START)
     bound = 1 + (2 * RATIO - 1) * share + 1e-5
     growth, clipped_growth = (max(pair[i].growth for pair in pairs.values()) for i in (0, 1))
@@ -234,8 +233,8 @@ def judge(pairs: Pairs) -> list[Verdict]:
             f"at most {clipped_growth:.3f} times in one step, without clipping {growth:.3g}",
             clipped_growth <= bound < growth,
         ),
-        # In this network. The stability experiment's two networks lose 20 and 35 points with
-        # clipping, because the changes of the weights by the image's gradients last longer.
+        # Claim 3 is for this network. The stability experiment's networks lose 20 and 35 points
+        # with clipping, because changes of the weights by the image's gradients last longer.
         (
             "3. clipping prevents B in batch after one corrupted image a batch",
             lost.format(*image),

@@ -14,9 +14,9 @@ class PublicClasses(griffe.Extension):
     """Names the bases of a class in full, and shows the constructor that Equinox makes."""
 
     def on_package_loaded(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Changes what griffe has read of the package."""
+        """Changes the classes that griffe has read from the package."""
         for cls in list(classes(pkg)):
-            if (own := cls.members.get("__init__")) and own.is_attribute:  # that of a base
+            if (own := cls.members.get("__init__")) and own.is_attribute:  # of a base
                 inherited = pkg.modules_collection[own.value.canonical_path]
                 cls.set_member("__init__", copy.copy(inherited))
             parameters = [] if "__init__" in cls.all_members else list(fields(cls))
@@ -25,7 +25,7 @@ class PublicClasses(griffe.Extension):
         for cls in classes(pkg):
             names = [public(base.canonical_path, pkg) for base in cls.bases]
             cls.bases = [griffe.ExprName(name) for name in names if name]
-        # Its value has a lambda; the page lists the names.
+        # The value of NAMED has a lambda; the page lists the names.
         pkg["strategies._named.NAMED"].value = None
 
 

@@ -1,8 +1,8 @@
 """Makes one of the virtual environments below: `python3 scripts/environment.py NAME`.
 
-An environment has eqx-norm (editable) and pinned versions of what that needs. It is kept until
+An environment has eqx-norm (editable) and pinned versions of its dependencies. It is kept until
 pyproject.toml, the pinned versions or this file change, or PYTHON= names another version of
-Python. Any python3 can start this file; if it is too old, a newer one is looked for.
+Python. Any python3 can start this file; if it is too old, the file looks for a newer one.
 """
 
 import glob
@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "scripts" / "constraints"
 
-# Each line: the name, the file of pinned versions, the oldest Python that they support, what
-# pip installs and, after a semicolon, what it installs without dependencies: cuDNN, cuBLAS and
-# NCCL are gigabytes, and only needed to run. For CUDA drivers older than 580 write cuda12.
+# Each line has the name, the file of pinned versions, the oldest Python that these support, the
+# packages and, after a semicolon, packages without their dependencies: cuDNN, cuBLAS and NCCL
+# are gigabytes, and only needed to run. For CUDA drivers older than 580 write cuda12.
 ENVIRONMENTS = """
 .venv              oldest-jax  3.11  --editable .[dev]
 .venv-docs         docs        3.11  --editable .[docs]
@@ -59,11 +59,11 @@ def is_up_to_date(ready):
 
 
 def newer_python(minor):
-    """Returns the oldest Python 3 from `minor` on of those on PATH and pyenv's, or None."""
+    """Returns the oldest Python from 3.`minor` on that is on PATH or in pyenv, or None."""
     for version in range(minor, 20):
         pyenv = Path.home() / ".pyenv" / "versions" / f"3.{version}.*" / "bin" / "python"
         for python in [f"python3.{version}", *glob.glob(str(pyenv))]:
-            # On PATH pyenv has commands that do not start unless selected.
+            # Commands of pyenv on PATH do not start unless their version is selected.
             if shutil.which(python) and not subprocess.call(
                 [python, "-c", ""], stderr=subprocess.DEVNULL
             ):
@@ -73,12 +73,12 @@ def newer_python(minor):
 
 def create(folder, constraints, packages):
     print(f"{folder.name}: a new environment, of Python {sys.version.split()[0]}", flush=True)
-    # In an activated environment, perhaps this one: the Python that it was made with.
+    # `outside` is the Python with which an activated environment, perhaps this one, was made.
     outside = getattr(sys, "_base_executable", sys.executable)
     python = str(folder / "bin" / "python")
     if importlib.util.find_spec("ensurepip"):
         run(outside, "-m", "venv", "--clear", str(folder))
-    else:  # Debian splits it off, but the pip outside can install one
+    else:  # Debian splits ensurepip off, but the pip outside can install pip
         run(outside, "-m", "venv", "--clear", "--without-pip", str(folder))
         run(outside, "-m", "pip", "--python", python, "install", "pip")
     # Modules are compiled when they are imported: compiling all of them here takes 12 s more.

@@ -1,7 +1,7 @@
 """Executes notebooks in place: `python scripts/notebooks.py [FILE ...]`; by default all.
 
-Each runs in a process of its own, from the root of the repository. Times and versions are left
-out, so that a notebook changes only where its cells or their results change.
+Each notebook runs in a process of its own, from the root of the repository. Times and versions
+are left out, so that a notebook changes only where its cells or their results change.
 """
 
 import os

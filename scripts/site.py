@@ -5,7 +5,7 @@ adds the pages and figures from outside docs/, turns links to them into links be
 turns links to other files into links to the repository. Each experiment gets a page of its own.
 Formulas become MathML, which browsers show without a script.
 
-It refuses code that is wider than the page, and pages that make a browser ask another host.
+The hook refuses code wider than the page, and pages that make a browser ask another host.
 """
 
 import html
@@ -23,13 +23,13 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "experiments/README.md"
-# An experiment in it: the name, what was asked, and the rest.
+# An experiment in RESULTS: the name, the question, and the rest.
 SECTION = re.compile(r"^## (\w+)\n\n(.+?\?) (.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 EXPERIMENTS = {
     name: f"# {asked}\n\n{text}\nSettings and versions: [{name}.json](results/{name}.json).\n"
     for name, asked, text in SECTION.findall((ROOT / RESULTS).read_text(encoding="utf-8"))
 }
-# Where a page or figure comes from, by its place in the site.
+# The source of each page or figure, by its place in the site.
 SOURCES = {
     "index.md": "README.md",
     "results/index.md": RESULTS,
@@ -52,7 +52,7 @@ FORMULA = re.compile(
 )
 CODE = re.compile(r"<pre[^>]*>(.*?)</pre>", re.DOTALL)
 COLUMNS = 88  # of code, in a window of 1280 pixels
-# What a browser asks for by itself; the theme's "source" asks for the stars of the repository.
+# Requests of a browser by itself; the theme's "source" asks for the stars of the repository.
 REQUEST = re.compile(
     r'(?:\ssrc=|<link rel="(?:stylesheet|preconnect)" href=)["\'](?:https?:)?//[^"\']*'
     r'|data-md-component="?source'
@@ -99,7 +99,7 @@ def on_page_markdown(markdown: str, /, *, page: Page, config: MkDocsConfig, **_:
         if (ROOT / path).exists():
             kind = "tree" if (ROOT / path).is_dir() else "blob"
             return f"{config.repo_url}/{kind}/main/{path}{anchor}"
-        return link[0]  # a notebook's picture; of any other mkdocs says that it is missing
+        return link[0]  # a notebook's picture; mkdocs reports any other link as missing
 
     return LINK.sub(resolved, markdown)
 

@@ -1,4 +1,4 @@
-"""Provides strategies, which choose the statistics that normalise a batch and are remembered.
+"""Provides strategies, which choose the statistics to normalise a batch by and to remember.
 
 `BatchNorm(approach=...)` takes a strategy object, or the name of one: `"batch"` (`Batch`),
 `"ema"` (`Ema`), `"adam"` (`Adam`), `"smooth_start"` (`SmoothStart`), `"renorm"` (`Renorm`) or

@@ -16,7 +16,7 @@ from ._wrapper import AbstractWrapper
 
 
 class Accumulation(eqx.Module):
-    """Holds the memory of the wrapped strategy, and the micro-batches that it has not seen yet.
+    """Holds the memory of the wrapped strategy, and the moments of pending micro-batches.
 
     **Fields:** `remembered`: the wrapped strategy's memory; `pending`: the merged moments of
     the pending micro-batches; `batches`: their number; `skipped`: the number of micro-batches
@@ -31,7 +31,7 @@ class Accumulation(eqx.Module):
     @classmethod
     def begun(cls, remembered: Any, channels: int, dtype: DTypeLike) -> "Accumulation":
         """Returns `remembered` with no pending micro-batch; `dtype` is that of the mean."""
-        # Two arrays: a program cannot donate one twice.
+        # These are two arrays, because a program cannot donate one array twice.
         batches, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return cls(remembered, Moments.zero(channels, dtype), batches, skipped)
 
@@ -40,9 +40,9 @@ class Accumulated(AbstractWrapper):
     r"""Remembers `every` micro-batches as one batch, by the wrapped strategy.
 
     Use it with gradient accumulation, by `optax.MultiSteps` for example. The wrapped strategy
-    normalises each micro-batch, using its memory from before all of them. `Moments.merge` pools
-    their moments (Chan, Golub and LeVeque, 1979), also of different sizes. After the last one,
-    the wrapped strategy is updated once by the pooled moments $b$. With a momentum $m$ that is
+    normalises each micro-batch, using its memory from before the first one. `Moments.merge`
+    pools their moments (Chan, Golub and LeVeque, 1979), also of different sizes. After the last
+    micro-batch, the pooled moments $b$ update the wrapped strategy once. With a momentum $m$,
 
     $$h \leftarrow m h + (1 - m) b,$$
 
@@ -54,15 +54,15 @@ class Accumulated(AbstractWrapper):
     model, state = eqx_norm.models.reconfigure(model, state, approach=wrap)
     ```
 
-    The next micro-batch takes the place of one that is not finite. The layer
-    counts accepted micro-batches. Pooled moments that overflow are dropped.
+    A micro-batch that is not finite is replaced by the next one. The layer counts accepted
+    micro-batches. Pooled moments that overflow are dropped.
 
     **Arguments:**
 
     - `strategy`: the strategy to wrap.
     - `every`: the number of micro-batches in a batch, 1 or more.
 
-    **Raises:** `ValueError` for another `every`, or a `strategy` that is none, or frozen.
+    **Raises:** `ValueError` for an invalid `every`, and for an invalid or frozen `strategy`.
     """
 
     strategy: AbstractStrategy[Any]

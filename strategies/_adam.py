@@ -9,9 +9,9 @@ class Adam(AbstractRunningStrategy):
 
     $$\frac{h_k}{w_k}, \quad h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \quad w_k = 1 - m^k$$
 
-    with $b_k$ the moments of batch $k$. `Ema` starts from the first batch; here it gets no more
-    than its share. But early averages still lag behind a network that changes quickly, so the
-    gradients of the first steps still spike.
+    with $b_k$ the moments of batch $k$. `Ema` starts from the first batch; here the first batch
+    gets no more than its share. But early averages still lag behind a network that changes
+    quickly, so the gradients of the first steps still spike.
 
     **Arguments:** `momentum`: $m$, between 0 and 1.
 

@@ -55,7 +55,7 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
         """Returns the moments that normalise a training batch, and the memory after it.
 
         **Arguments:** `batch`: the moments of the batch, with `eps` and `step`; `memory`: the
-        memory before the batch. The new memory must have its structure, shapes and dtypes.
+        memory before the batch. The new memory must have the same structure, shapes and dtypes.
         """
 
     @abc.abstractmethod
@@ -77,11 +77,11 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
 
     @property
     def starts_as_batch(self) -> bool:
-        """Returns whether early batches are normalised by their own moments alone, though later
-        ones are not. A layer warns if they have one value per channel."""
+        """Returns whether early batches, but not later ones, are normalised by their own
+        moments alone. A layer warns if such a batch has one value per channel."""
         return False
 
     def without_pending(self, memory: Any) -> tuple[Any, Any]:
         """Returns the memory without pending micro-batches, and the number of accepted
-        micro-batches that were no batch; `Accumulated` overrides it."""
+        micro-batches that did not update the memory; `Accumulated` overrides this method."""
         return memory, 0

@@ -9,8 +9,8 @@ class Batch(AbstractRunningStrategy):
 
     $$\frac{h_k}{w_k}, \quad h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0, \quad w_k = 1 - m^k$$
 
-    PyTorch, Flax and Haiku do the same. Start with it: gradients take the whole normalisation
-    into account, and training does not depend on the momentum.
+    PyTorch, Flax and Haiku do the same. Start with this strategy: gradients take the whole
+    normalisation into account, and training does not depend on the momentum.
 
     **Arguments:** `momentum`: $m$, between 0 and 1.
 

@@ -27,9 +27,9 @@ class Seen(eqx.Module):
 
 
 class Cumulative(AbstractStrategy[Seen]):
-    r"""Normalises training batches by their own moments, and inference by those of all values.
+    r"""Normalises training batches by their own moments, and inference by all values' moments.
 
-    After batches of $n_k$ values with means $\mu_k$ and variances $\sigma_k^2$ these are
+    After batches of $n_k$ values with means $\mu_k$ and variances $\sigma_k^2$, the latter are
 
     $$\mu = \frac{1}{n} \sum_k n_k \mu_k, \qquad
       \sigma^2 = \frac{1}{n} \sum_k n_k \left(\sigma_k^2 + (\mu_k - \mu)^2\right), \qquad

@@ -21,7 +21,7 @@ class Ema(AbstractRunningStrategy):
     """
 
     def update(self, batch: Moments, memory: Running) -> tuple[Moments, Running]:
-        # Many batches have the weight 1, which debiases nothing: neither the first batch nor
+        # MANY batches have the weight 1, so nothing is debiased: neither the first batch nor
         # the memory of another strategy.
         batches = jnp.where(memory.batches > 0, MANY, 0)
         memory = memory._replace(batches=batches).push(batch, self.momentum)

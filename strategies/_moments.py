@@ -24,10 +24,10 @@ class Moments(eqx.Module):
 
     **Fields:**
 
-    - `count`: the number of values, a scalar or `(channels,)`. If it is known while tracing, it
-        is a NumPy number, and the program has no operations for a count of 0.
+    - `count`: the number of values, a scalar or `(channels,)`. A count known while tracing is a
+        NumPy number, and the program then has no operations for a count of 0.
     - `mean_pair`: the mean, `(channels,)`, float or complex, to twice the precision: a `Pair`,
-        or an array, which becomes one. `mean` is its value, an array.
+        or an array, which becomes a `Pair`. `mean` is the pair's value, an array.
     - `m2`: the sum of squared deviations from the mean, `(channels,)`, real.
     - `ddof`: 0 or 1, static; subtracted from `count` in `memory_variance`. 0 gives the biased
         variance (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN).
@@ -48,8 +48,8 @@ class Moments(eqx.Module):
     def of(mean: Array | Pair, variance: Array) -> "Moments":
         """Returns moments with this mean and variance, `(channels,)`, and a nominal count of 1.
 
-        A mean that is an array puts outputs off by its rounding error divided by the standard
-        deviation; a `Pair` does not.
+        If the mean is an array, its rounding error divided by the standard deviation becomes an
+        error of the outputs. A `Pair` avoids this error.
         """
         return Moments(jnp.ones((), variance.dtype), mean, variance)
 
@@ -79,7 +79,7 @@ class Moments(eqx.Module):
 
     @property
     def _count_of_each(self) -> Any:
-        """Returns the count, which broadcasts to m2; that of several sets has fewer axes."""
+        """Returns the count with the axes that it lacks to broadcast to m2."""
         missing = range(self.count.ndim, self.m2.ndim)
         return jnp.expand_dims(self.count, missing) if self.count.ndim else self.count
 
@@ -123,7 +123,7 @@ class Moments(eqx.Module):
             return jnp.where(seen, (self.mean_pair - mean).value, 0)
 
         mean = Pair.of(k)
-        for _ in range(2):  # again for the rounding error of shares and products
+        for _ in range(2):  # the second time for the rounding error of shares and products
             mean += (share * distances()).sum(0, keepdims=True)
         delta = distances()
         m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
@@ -133,7 +133,7 @@ class Moments(eqx.Module):
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, for the mean and for the variance.
 
-        A share of 0 or 1 gives one of them to the bit. The count is nominal, as in `of`.
+        A share of 0 or 1 gives `self` or `other` to the bit. The count is nominal, as in `of`.
         """
         share = jnp.asarray(share, self.m2.dtype)
         a, b = self.variance, other.variance
@@ -148,11 +148,11 @@ class Moments(eqx.Module):
 
     @property
     def finite(self) -> Bool[Array, ""]:
-        """Returns one boolean: whether every channel's mean and m2 are finite."""
+        """Returns whether all channels have a finite mean and m2, as one boolean."""
         return (jnp.isfinite(self.mean) & jnp.isfinite(self.m2)).all()
 
 
-@functools.partial(jax.jit, inline=True)  # op by op, it is one call
+@functools.partial(jax.jit, inline=True)  # run op by op, `select` is one call
 def select(condition: Array, if_true: Any, if_false: Any) -> Any:
     """Returns one of two pytrees of the same structure."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

@@ -1,4 +1,4 @@
-"""Says which arguments are numbers, so that each error can say what its number is for."""
+"""Checks arguments that are numbers; the caller raises an error that explains the number."""
 
 from typing import Any
 

@@ -12,12 +12,12 @@ from jaxtyping import Array, ArrayLike, Inexact
 class Pair(NamedTuple):
     """Holds numbers as pairs `value + rest`, where `rest` is the rounding error of `value`.
 
-    A float32 mean of 1e7 beside a standard deviation of 1 would put every output of a layer off
-    by up to 0.5, and a running average would stop moving once its steps round to 0. Derivatives
-    are those of `value`.
+    A float32 mean of 1e7 with a standard deviation of 1 would cause errors of up to 0.5 in the
+    outputs of a layer, and a float32 running average would stop changing once its steps round
+    to 0. Derivatives are those of `value`.
 
-    Value and rest are in one array, because XLA computes an array in one loop. In two loops it
-    may round a value in two ways, and the rest would belong to the other one.
+    Value and rest are in one array, because XLA computes an array in one loop. In two loops XLA
+    may round a value in two ways, and `rest` would belong to the other value.
 
     **Fields:** `parts`, `(..., 2, n)`: n values, then their rests.
     """
@@ -26,8 +26,8 @@ class Pair(NamedTuple):
 
     @staticmethod
     def of(value: "ArrayLike | Pair", rest: ArrayLike | None = None) -> "Pair":
-        """Returns the pair of a vector or a number, with a `rest` that may be any number small
-        compared to it, by default 0; returns a `Pair` unchanged."""
+        """Returns a vector or a number as a pair, with any `rest` that is small compared to
+        `value`, by default 0; returns a `Pair` unchanged."""
         if isinstance(value, Pair):
             return value
         value = jnp.asarray(value)
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
             lax.index_in_dim(self.parts, 1, self.parts.ndim - 2, keepdims=False)
         )
 
-    # A pair is a named tuple, and adding two adds numbers, not lengths.
+    # For pairs `+` adds numbers; for other named tuples it concatenates.
     def __add__(self, other: "ArrayLike | Pair") -> "Pair":  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the sum with a pair, or with a float per number."""
         other = Pair.of(other)
@@ -67,7 +67,7 @@ class Pair(NamedTuple):
     def towards(self, other: "Pair", share: Array | float) -> "Pair":
         """Returns `(1 - share) * self + share * other`.
 
-        Equal numbers, or the one of weight 1, are returned to the bit.
+        Equal numbers, and an operand of weight 1, are returned to the bit.
         """
         near = jnp.asarray(share > 0.5)
         start = Pair(jnp.where(near, other.parts, self.parts))
@@ -75,10 +75,10 @@ class Pair(NamedTuple):
         return start.moved(end, jnp.where(near, 1 - share, share))
 
     def moved(self, other: "Pair", share: Array | float) -> "Pair":
-        """Returns `self + share * (other - self)`, as `towards` does, for a small share: if it
-        is near 1, the distance must not be rounded, unless `self` is 0."""
+        """Returns `self + share * (other - self)`, as `towards` does, for a small share. With a
+        share near 1, the difference must be exact, unless `self` is 0."""
         share = jnp.asarray(share).astype(self.parts.dtype)
-        # By rows: XLA:CPU would write the parts of a new pair to memory to subtract them.
+        # Value and rest are subtracted one by one: XLA:CPU would materialise a pair's parts.
         step = rounded(share * (other.value - self.value))
         return self._plus(step, share * (other.rest - self.rest))
 
@@ -96,13 +96,13 @@ class Pair(NamedTuple):
 
 
 def rounded(value: Array) -> Array:
-    """Returns `value`, rounded: LLVM cannot make it the product in a fused multiply-add.
+    """Returns `value`, rounded: LLVM cannot use it as the product in a fused multiply-add.
 
-    XLA computes a vector again in each loop that uses it, and in some of these loops LLVM fuses
-    a product and a sum into one operation, which rounds once. Then the result would differ from
-    the number whose rounding error was computed. (A select of NaN would make one where the user
-    has none, and `jax_debug_nans` stop there. XLA removes an `optimization_barrier` before
-    LLVM runs. Once it does not, that is the better way.)
+    XLA recomputes a vector in each loop that uses the vector. In some of these loops LLVM fuses
+    a product and a sum into one operation, which rounds once. The result would then differ from
+    the number whose rounding error was computed. (Selecting a constant NaN would stop programs
+    under `jax_debug_nans` that have no NaN. XLA removes an `optimization_barrier` before LLVM
+    runs; once XLA keeps it, the barrier is the better way.)
     """
     return lax.select(value != value, -value, value)
 
@@ -118,7 +118,7 @@ def _stacked_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _with_zeros(value: Array) -> Array:
-    # Not a stack: JAX cannot map that if only one of its arrays is split over a mesh.
+    # A pad, because JAX cannot map a stack of which only one array is split over a mesh.
     value = jnp.expand_dims(value, -2)
     after = [(0, int(axis == value.ndim - 2), 0) for axis in range(value.ndim)]
     return lax.pad(value, jnp.zeros((), value.dtype), after)

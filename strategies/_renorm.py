@@ -62,9 +62,9 @@ class Renorm(AbstractRunningStrategy):
         \tfrac{1}{r_{\max}}, r_{\max}\big), \qquad
       d = \operatorname{clip}\big(\tfrac{\mu_B - \mu}{\sigma}, -d_{\max}, d_{\max}\big),$$
 
-    where $r$ and $d$ are constants to the gradient. If neither is clipped, $\hat x$ is what
-    inference gives with these running statistics. With $r_{\max} = 1$ and $d_{\max} = 0$, and
-    on the first batch, it is that of `Batch` to the bit. Inference is as in `Batch`.
+    where $r$ and $d$ are constants to the gradient. If neither is clipped, $\hat x$ is the
+    result of inference with these running statistics. With $r_{\max} = 1$ and $d_{\max} = 0$,
+    and on the first batch, $\hat x$ is that of `Batch` to the bit. Inference is as in `Batch`.
 
     **Arguments:**
 
@@ -74,7 +74,7 @@ class Renorm(AbstractRunningStrategy):
         linearly to 3 at 40,000 and to 5 at 25,000. Scale them to the length of your run.
 
     **Raises:** `ValueError` for an `r_max` below 1 or a `d_max` below 0, at step 0 if it is a
-    function; at later steps these count as 1 and 0, no correction.
+    function; at later steps such values count as 1 and 0, which is no correction.
 
     Ioffe, "Batch Renormalization", https://arxiv.org/abs/1702.03275.
     """
@@ -98,7 +98,7 @@ class Renorm(AbstractRunningStrategy):
         for name, least in (("r_max", 1), ("d_max", 0)):
             bound = getattr(self, name)
             ends = (bound.start, bound.end) if isinstance(bound, Ramp) else (bound,)
-            # Not an array, which would start JAX.
+            # The step is a NumPy number, because an array would start JAX.
             ends = [number(end(np.int32(0))) if callable(end) else end for end in ends]
             if not all(isinstance(end, float) and end >= least for end in ends):
                 raise ValueError(
@@ -124,12 +124,12 @@ class Renorm(AbstractRunningStrategy):
         bound = (d_max * sigma).astype(distance.dtype)
         is_far = jnp.abs(distance) > jnp.abs(bound)
         clipped = jnp.where(is_far, jnp.sign(distance) * bound, distance)
-        # The mean moves by d sigma_b / r, which is exactly `distance` if neither is clipped.
+        # The mean is shifted by d sigma_b / r, exactly `distance` if neither is clipped.
         shift = clipped * (sigma_b / sigma / r).astype(distance.dtype)
         r, shift = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, shift)))
-        # To the gradient d and r are constants, but sigma_b is not.
+        # The gradient treats d and r as constants, but not sigma_b.
         moving = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)
-        # Makes the layer, which adds eps, divide x by sigma_b / r.
+        # With this m2 the layer, which adds eps, divides x by sigma_b / r.
         shrunk = 1 / (r * r)
         m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
         mean = batch.mean_pair - shift * moving

@@ -1,4 +1,4 @@
-"""Defines `Running`, the memory of most strategies, and the base classes of these."""
+"""Defines `Running`, the memory of most strategies, and the base classes of such strategies."""
 
 import functools
 import math
@@ -15,8 +15,8 @@ from ._moments import Moments
 from ._numbers import number
 from ._pair import Pair
 
-# Gives the weight 1 for any momentum up to 1 - 1e-10. It is finite, because averages of states,
-# for target networks for example, may multiply it by 0.
+# MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
+# averages of states, for target networks for example, may multiply it by 0.
 MANY = 2.0**40
 
 
@@ -24,23 +24,23 @@ class Running(NamedTuple):
     r"""Holds the debiased exponential moving average of batch means and variances.
 
     With $b_k$ the mean and variance of batch $k$, $m$ the momentum, and $w_k = 1 - m^k$ the
-    total weight of the batches, it is
+    total weight of the batches, the average is
 
     $$r_k = \frac{m w_{k-1}}{w_k} r_{k-1} + \frac{1 - m}{w_k} b_k = \frac{h_k}{w_k}, \qquad
       h_k = m h_{k-1} + (1 - m) b_k, \quad h_0 = 0.$$
 
     The first batch is remembered to the bit, and statistics that do not change stay the same
-    to the bit. Before any batch it holds what inference uses, mean 0 and variance 1. So users
-    can average states leaf by leaf, that of an untrained model too
+    to the bit. Before any batch it holds mean 0 and variance 1, as inference uses them. So
+    users can average states leaf by leaf, also the state of an untrained model
     (https://github.com/huggingface/pytorch-image-models/issues/1182).
 
-    **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`: at a
-    momentum of 0.99 a single float would stop moving with a variance still wrong by 3e-6;
-    `batches`, `()`: $k$, a float; $2^{40}$ for statistics from elsewhere. A weight that is
-    added up would stop short of 1 for $m = 0.9999$; $1 - m^k$ does not.
+    **Fields:** `averages`, `(2, channels)`: $r_k$ of means and of variances, a `Pair`, because
+    at a momentum of 0.99 a single float would stop changing while the variance is still wrong
+    by 3e-6; `batches`, `()`: $k$, a float; $2^{40}$ for loaded statistics. ($k$ is stored,
+    because a sum of weights would stop short of 1 for $m = 0.9999$; $1 - m^k$ does not.)
     """
 
-    # In one array, because XLA compiles the arithmetic of an array once.
+    # Both averages are in one array, because XLA compiles the arithmetic of an array once.
     averages: Pair
     batches: Float[Array, "*members"]
 
@@ -74,7 +74,7 @@ class Running(NamedTuple):
     @property
     def variance(self) -> Float[Array, "*members channels"]:
         """Returns the average of the variances, rounded to one float; 1 before any batch, also
-        where the memory is from a version that held 0 then."""
+        for a memory of an earlier version, which began with 0."""
         variance = self.averages.value[..., 1, :].real
         return jnp.where(jnp.expand_dims(self.batches, -1) > 0, variance, 1)
 
@@ -83,15 +83,15 @@ class Running(NamedTuple):
         return -jnp.expm1(self.batches * math.log(momentum))
 
     def at_momentum(self, old: float, new: float) -> "Running":
-        """Returns the average for another momentum, with the number of batches that keeps the
-        weight $w_k$. So later batches continue $h$ and $w$."""
+        """Returns the average for another momentum, with the number of batches that has the
+        same weight $w_k$. So later batches continue $h$ and $w$."""
         batches = jnp.minimum(self.batches * (math.log(old) / math.log(new)), MANY)
         return self._replace(batches=jnp.where(self.batches < MANY, batches, self.batches))
 
     def push(self, batch: Moments, momentum: float) -> "Running":
         """Returns the average after one more batch; it uses the batch's `memory_variance`."""
-        # Outside of the compiled call, so that a program run op by op divides: inside a larger
-        # program XLA may multiply by a reciprocal instead.
+        # The variance is computed outside of the compiled call, so that a program run op by op
+        # divides: inside of a larger program XLA may multiply by a reciprocal instead.
         return _pushed(self, batch.mean_pair, Pair.of(batch.memory_variance), momentum)
 
     @property
@@ -100,12 +100,12 @@ class Running(NamedTuple):
         return Moments.of(self.mean_pair, self.variance)
 
 
-# Run op by op, it is one call. `inline`, because XLA takes time to inline calls.
+# Run op by op, `_pushed` is one call. `inline` saves the time that XLA takes to inline calls.
 @functools.partial(jax.jit, static_argnums=3, inline=True)
 def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
     old, new = running.averages, batch.averages
-    # Starts from the one with the larger share.
+    # The sum starts from the average with the larger share.
     if momentum < 0.5:
         share = momentum * running.weight(momentum) / batch.weight(momentum)
         return batch._replace(averages=new.moved(old, share))

@@ -16,7 +16,7 @@ class TrainingBatch(Moments):
 
     **Fields:** those of `Moments`, and
 
-    - `eps`: that of the layer, a Python float, static.
+    - `eps`: the layer's `eps`, a Python float, static.
     - `step`: the number of batches remembered before this one, an int32 scalar.
     """
 

@@ -35,8 +35,8 @@ class VarianceClip(AbstractWrapper):
     - `ratio`: the constant $c$, greater than 1.
     - `start`: the number of batches (`TrainingBatch.step`) before clipping starts, 1 or more.
 
-    **Raises:** `ValueError` for another `ratio` or `start`, or a `strategy` that is none, or
-    frozen.
+    **Raises:** `ValueError` for an invalid `ratio` or `start`, or an invalid or frozen
+    `strategy`.
 
     Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """
@@ -61,7 +61,7 @@ class VarianceClip(AbstractWrapper):
         running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
         clips = (batch.step >= self.start) & (running.mean() > batch.eps)
-        # m2 and not the variance, so that a batch within the bounds stays the same to the bit.
+        # m2 is clipped, not the variance: a batch within the bounds stays bitwise equal.
         m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
         clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))
         return self.strategy.update(clipped, memory)

@@ -10,7 +10,7 @@ from ._moments import Moments
 
 
 class AbstractWrapper(AbstractStrategy[Any]):
-    """Passes everything but `update` on to the wrapped strategy, and has its memory.
+    """Passes all calls but `update` on to the wrapped strategy, and has the same memory.
 
     **Fields:** `strategy`: the strategy to wrap, which is not frozen.
     """

@@ -1,7 +1,7 @@
-"""Computes normalisation and its gradients in extended precision, and the errors of others.
+"""Computes normalisation and its gradients in extended precision, and the errors of answers.
 
-`np.longdouble` has a mantissa of 64 bits on x86, and float32 one of 24: its own error is below
-1e-12 in every case of the experiments.
+`np.longdouble` has a mantissa of 64 bits on x86, and float32 one of 24. So the error of these
+references is below 1e-12 in every case of the experiments.
 """
 
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-EPS = 1e-5  # of every layer that is compared
+EPS = 1e-5  # the eps of every compared layer
 
-# dweight = rstd sum(dy (x - mean)), and the variance may have an error of 5e-7. With the
-# roundings of root, division and product, that is 4.3e-7 of dweight, which for few values is as
-# large as the sum of |dy|.
+# dweight = rstd sum(dy (x - mean)), and the variance may have an error of 5e-7. Together with
+# roundings of root, division and product, the error is 4.3e-7 of dweight, which for few values
+# is as large as the sum of |dy|.
 RSTD_UNIT = 4.3
 
 
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Holds the outputs of a layer; `None` if it has none, or if it is not compared."""
+    """Holds the outputs of a layer; an output that is missing or not compared is `None`."""
 
     y: Any
     variance: Any  # [C], or [N] for a layer norm
@@ -42,19 +42,19 @@ class Answer(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Holds the largest error of each output, in its unit: NaN for `None`, infinite for a NaN.
+    """Holds the largest error of each output in its unit: NaN for `None`, infinity for a NaN.
 
-    In half precision, errors of y and dx up to half an ulp, as a correctly rounded answer may
-    have, do not count.
+    In half precision, errors of y and dx up to half an ulp do not count, because a correctly
+    rounded answer has them, too.
     """
 
     y: float  # in units of max(1, |xhat|)
-    variance: float  # of variance + eps
-    dx: float  # of max |dy weight| / std
-    # Of the sum of |dy| plus RSTD_UNIT times |dweight|, or times the sum of the absolute
-    # contributions of each rstd where there are several, as in a layer norm.
+    variance: float  # in units of variance + eps
+    dx: float  # in units of max |dy weight| / std
+    # In units of the sum of |dy| plus RSTD_UNIT times |dweight|; if several rstd contribute, as
+    # in a layer norm, RSTD_UNIT times the sum of the absolute contributions of each rstd.
     dweight: float
-    dbias: float  # of the sum of |dy|
+    dbias: float  # in units of the sum of |dy|
 
 
 class Exact(NamedTuple):
@@ -128,7 +128,7 @@ def _exact(
     centred: bool = True,
 ) -> Exact:
     """Takes mean and variance over the axes `statistics`, and gradients of weight and bias over
-    the axes `parameters`, of the values that are counted. If not `centred`, the mean is 0."""
+    the axes `parameters`, of counted values. If not `centred`, the mean is 0."""
     count = np.maximum(counted.sum(statistics, keepdims=True), 1)
 
     def mean(values: NDArray) -> NDArray:
@@ -144,7 +144,7 @@ def _exact(
         default if values is None else np.expand_dims(values, parameters)
         for values, default in ((batch.weight, 1), (batch.bias, 0))
     )
-    deviation = centre(centre(x))  # once leaves the rounding of the mean
+    deviation = centre(centre(x))  # the second removes the rounding of the first
     variance = mean(deviation**2)
     rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
     xhat, g = deviation * rstd, dy * weight
@@ -170,7 +170,7 @@ def _exact(
 
 
 def errors(batch: Batch, exact: Exact, answer: Answer) -> Errors:
-    """Returns the errors of `answer`; where all of a sum is masked, its unit is 1."""
+    """Returns the errors of `answer`; if a sum is fully masked, its unit is 1."""
 
     def largest(name: str) -> float:
         actual, expected, unit = (getattr(values, name) for values in (answer, *exact))

@@ -1,10 +1,10 @@
 """Compares random uses of the layers with formulas in extended precision, tests/oracle.py.
 
-A case, drawn from a seed, is a layer with its settings, shape, dtype, data, mask, some steps of
-training and inference, a derivative, and JAX's transformations of it all. After each step y,
-the derivative and the memory are held to bounds that follow from arithmetic. A failure is
-printed as the smallest case found that fails likewise, for --case: fields that it does not give
-have the simplest values. The exit status is 1 if a case fails. For example
+A case is drawn from a seed: a layer with its settings, shape, dtype, data and mask, some steps
+of training and inference, a derivative, and transformations of JAX. After each step, y, the
+derivative and the memory must lie within bounds that follow from the arithmetic. For a failing
+case, the smallest case found with the same problem is printed as an argument for --case;
+omitted fields have their simplest values. The exit status is 1 if a case fails. Examples:
 
     make fuzz SEED=0 CASES=200              # cases 0 to 199
     python -m tests.fuzz --seed 17          # case 17 alone
@@ -40,7 +40,7 @@ from tests.helpers import make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS
 from tests.oracle import SMOOTH, Oracle, number, value
 
-STRATEGIES: dict[str, Callable[[float], Any]] = {  # of the momentum
+STRATEGIES: dict[str, Callable[[float], Any]] = {  # functions of the momentum
     "batch": strategies.Batch,
     "ema": strategies.Ema,
     "adam": strategies.Adam,
@@ -52,10 +52,10 @@ STRATEGIES: dict[str, Callable[[float], Any]] = {  # of the momentum
     "accumulated": lambda m: strategies.Accumulated(strategies.Adam(m), every=2),
     "frozen": lambda m: strategies.Frozen(strategies.Batch(m)),
 }
-ROWS = ("LayerNorm", "RMSNorm")  # have a weight, and a mask, for each value
+ROWS = ("LayerNorm", "RMSNorm")  # weight and mask have a number for each value
 ACTIVATIONS = {"": None, "relu": jax.nn.relu, "prelu": eqx.nn.PReLU(0.25), "tanh": jnp.tanh}
 ACTIVATIONS |= {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
-# The sizes of mean and deviation; "outlier" and "nonfinite" have some other values.
+# Sizes of mean and standard deviation; "outlier" and "nonfinite" replace some values.
 DATA = {"normal": (1, 1), "offset": (1e3, 1), "far": (1e6, 1), "constant": (1e3, 0)}
 DATA |= {"tiny": (1e-20, 1e-20), "huge": (1e16, 1e16), "denormal": (1e-41, 1e-41)}
 DATA |= {"outlier": (1, 1), "nonfinite": (1, 1)}
@@ -99,36 +99,36 @@ def one_of(*values: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a use of a layer: a field's first value is the simplest."""
+    """Describes one use of a layer; the first value of each field is the simplest."""
 
-    seed: int = 0  # of the data
+    seed: int = 0  # draws the data
     layer: str = one_of(*["BatchNorm"] * 6, *EXAMPLE_NORMS)
     approach: str = one_of(*STRATEGIES)
     momentum: float = one_of(0.9, 0.99, 0.5, 0.3, 0.01, 0.9999)
     unbiased: bool = one_of(False, False, True)
-    channels: int = one_of(1, 2, 3)  # of GroupNorm, in each group
+    channels: int = one_of(1, 2, 3)  # in each group for GroupNorm
     spatial: tuple[int, ...] = ()
-    # Mapped axes, outermost first. Moments are over "batch"; a batch norm remembers over
-    # "memory", too, and has its own state at each index of "apart".
+    # Mapped axes, outermost first. Moments are reduced over "batch", the memory of a batch norm
+    # also over "memory"; a batch norm has one state for each index of "apart".
     axes: tuple[tuple[str, int], ...] = (("batch", 3),)
-    behind: bool = one_of(False, False, True)  # the mapped axes of x and y, all others
-    devices: str = one_of("", "", "checked", "unchecked")  # (check_vma) along the first axis
+    behind: bool = one_of(False, False, True)  # whether mapped axes of x and y are the last
+    devices: str = one_of("", "", "checked", "unchecked")  # check_vma, along the first axis
     x64: bool = one_of(*[False] * 5, True)
     dtype: str = one_of(*["float32"] * 4, "bfloat16", "float16", "complex64", "float64")
-    narrow: bool = one_of(False, True)  # weights have the dtype of x; else float32 or better
+    narrow: bool = one_of(False, True)  # weights have the dtype of x; else float32 or wider
     eps: float = one_of(1e-5, 1e-5, 1e-3, 1e-12)
     weight_offset: float = one_of(0.0, 0.0, 1.0, -2.5)
     activation: str = one_of("", "", *ACTIVATIONS)
-    weights: str = one_of("", "own", "own", "channel", "value")  # the last two: of the call
+    weights: str = one_of("", "own", "own", "channel", "value")  # "channel", "value": arguments
     mask: str = one_of("", "", "", "example", "row", "position")
     shared: bool = one_of(False, False, True)  # all examples have the same weights and mask
     data: str = one_of("normal", *DATA)
     steps: tuple[str, ...] = ("train",)
-    traced: bool = one_of(False, False, True)  # the flag inference=
+    traced: bool = one_of(False, False, True)  # inference= is traced
     of: str = one_of("", "vjp", "vjp", "jvp", "jvp of vjp", "vjp of vjp")  # the derivative
     inner: tuple[str, ...] = ()  # transformations of one example's function, innermost first
-    outer: tuple[str, ...] = ()  # of that of all examples
-    around: tuple[str, ...] = ("jit",)  # of its derivative
+    outer: tuple[str, ...] = ()  # transformations of the function of all examples
+    around: tuple[str, ...] = ("jit",)  # transformations of the derivative
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,24 +136,24 @@ class Case:
         return self.channels * (GROUPS if self.layer == "GroupNorm" else 1), *self.spatial
 
 
-# A field, when it does not go together with the others, and its value then.
+# A field, the condition under which its value is infeasible, and the value used instead.
 RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     ("approach", lambda c: c.layer != "BatchNorm", "batch"),
-    ("unbiased", lambda c: all(role == "apart" for role, _ in c.axes), False),  # of one value
+    ("unbiased", lambda c: all(role == "apart" for role, _ in c.axes), False),  # n may be 1
     ("devices", lambda c: not c.axes or c.axes[0][1] not in (2, 4, 8), ""),
     ("behind", lambda c: c.devices, False),
-    ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # loads on one device
-    ("spatial", lambda c: 0 in c.spatial and (c.devices or c.layer in ROWS), ()),  # is refused
+    ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # runs on one device
+    ("spatial", lambda c: 0 in c.spatial and (c.devices or c.layer in ROWS), ()),  # an error
     ("x64", lambda c: c.dtype == "float64", True),
-    ("of", lambda c: "16" in c.dtype and " of " in c.of, "vjp"),  # else rounded in between
+    ("of", lambda c: "16" in c.dtype and " of " in c.of, "vjp"),  # rounds intermediates
     ("activation", lambda c: c.dtype == "complex64", ""),
     ("data", lambda c: c.data == "far" and "32" not in c.dtype, "offset"),  # no digits are left
     ("data", lambda c: " of " in c.of and c.data == "huge", "offset"),  # 1 / std^3 is 0
-    # Where XLA's derivative of these functions overflows.
+    # XLA's derivatives of these functions overflow at large values.
     ("activation", lambda c: c.data in LARGE and c.activation in SMOOTH, "relu"),
 ]
 LARGE = ("offset", "far", "outlier", "huge")
-MOST = {"": 2000, "jvp": 2000, "vjp": 120}  # values of x; for second derivatives 60
+MOST = {"": 2000, "jvp": 2000, "vjp": 120}  # values of x; 60 for second derivatives
 
 
 def feasible(case: Case) -> Case:
@@ -189,7 +189,7 @@ def normal(case: Case, random: Any, shape: Any) -> Any:
 
 
 def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns x and weights, and mask and flag, with all mapped axes, of size 1 if shared."""
+    """Returns x and weights, mask and flag, with all mapped axes; shared arrays have size 1."""
     fixed, r = (np.random.default_rng([case.seed, i]) for i in (0, step + 1))
     sizes, ones = [n for _, n in case.axes], [1 for _ in case.spatial]
     wide = "float32" if "16" in case.dtype else case.dtype
@@ -225,7 +225,7 @@ def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def built(case: Case) -> tuple[Any, Any]:
-    """Returns a layer, and its states along the axes "apart", or `None`."""
+    """Returns a layer, and its state stacked along the axes "apart", or `None`."""
     options: dict[str, Any] = {"activation": ACTIVATIONS[case.activation]}
     options |= {"eps": case.eps, "weight_offset": case.weight_offset}
     named: dict[str, list[str]] = {"batch": [], "memory": [], "apart": []}
@@ -242,7 +242,7 @@ def built(case: Case) -> tuple[Any, Any]:
 
 
 def one_example(case: Case, layer: Any, train: bool) -> Any:
-    """Returns a function of x and weights, of mask and flag, and of the state."""
+    """Returns a function of (x and weights, mask and flag, state) of one example."""
 
     def call(z: Any, aux: Any, state: Any) -> Any:
         x, own, options = z["x"], (None, None), {}
@@ -269,7 +269,7 @@ def one_example(case: Case, layer: Any, train: bool) -> Any:
 
 
 def mapped(case: Case, f: Any, i: int = 0) -> Any:
-    """Returns f mapped over the axes from the i-th on; what has size 1 there is shared."""
+    """Maps f over the axes from the i-th on; arrays of size 1 along an axis are shared."""
     if i == len(case.axes):
         return f
     (role, n), g, place = case.axes[i], mapped(case, f, i + 1), -1 if case.behind else 0
@@ -298,7 +298,7 @@ def mapped(case: Case, f: Any, i: int = 0) -> Any:
 
 
 def program(case: Case, layer: Any, train: bool) -> Any:
-    """Returns a function that returns results by name, and the new state."""
+    """Returns a function whose outputs are a dict of results, and the new state."""
     f = wrapped(mapped(case, wrapped(one_example(case, layer, train), case.inner)), case.outer)
 
     def call(z: Any, v: Any, ct: Any, aux: Any, state: Any) -> Any:
@@ -339,7 +339,7 @@ def remembered(case: Case, layer: Any, state: Any) -> dict[str, Any]:
 
 
 def run(case: Case) -> list[str]:
-    """Returns what is wrong with a case, in words."""
+    """Returns the problems of a case, in words."""
     try:
         with warnings.catch_warnings(), jax.enable_x64(case.x64), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -356,7 +356,7 @@ def problems(case: Case) -> Iterator[str]:
         mask = oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool)))
         numbers = {k: number(a) for k, a in exact.items()}
         y, *used, u = map(value, oracle.normalise(numbers, mask, train))
-        # A tangent as large as x varies, and a cotangent.
+        # The tangent of x has the standard deviation of x, the cotangent 1.
         std = np.where(np.isfinite(used[1]) & (used[1] > 0), 1 / used[1], 1)
         std = np.broadcast_to(std, y.shape).reshape(z["x"].shape).astype(float)
         r = np.random.default_rng([case.seed, step, 1])
@@ -366,7 +366,7 @@ def problems(case: Case) -> Iterator[str]:
         along = {k: oracle.layout(a) for k, a in v.items()}, oracle.layout(ct), mask
         bounds, want = oracle.bounds(exact, *along, y, used), {"value of y": y}
         near = (np.abs(u.real) < 2 * bounds["value of y"]) & (u != 0)
-        if case.of and not ("relu" in case.activation and near.any()):  # a kink
+        if case.of and not ("relu" in case.activation and near.any()):  # near a kink
             want |= oracle.derivatives(exact, *along, train)
         key = case.traced or train
         programs[key] = programs.get(key) or program(case, layer, train)
@@ -386,8 +386,8 @@ def problems(case: Case) -> Iterator[str]:
 
 
 def difference(got: Any, want: Any, bound: Any, is_value: bool) -> str:
-    """Returns what differs by more than the bound and half an ulp, in words; derivatives are
-    compared where they are finite, and all within the range of the dtype."""
+    """Describes the largest difference above the bound and half an ulp; returns "" if none is.
+    Derivatives are compared where they are finite, all values within the dtype's range."""
     info = jnp.finfo(jnp.float32 if got.dtype == jnp.int32 else got.dtype)
     least = max(float(info.smallest_normal), 2e-38)
     want = np.broadcast_to(want, np.broadcast_shapes(want.shape, np.shape(bound)))
@@ -414,7 +414,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def shrunk(case: Case, problem: str, end: float) -> tuple[Case, str]:
-    """Returns the smallest case found that fails in the same thing, and what is wrong."""
+    """Returns the smallest case found that fails in the same result, and its problem."""
     for candidate in smaller(case):
         if candidate == feasible(candidate) and candidate.steps and time.time() < end:
             found = run(candidate)
@@ -441,7 +441,7 @@ def main() -> None:
             again = f"python -m tests.fuzz --case '{json.dumps(given)}'"
             tqdm.write(f"seed {seed}: {problem}\n    {again}")
         if seed % 25 == 24:
-            jax.clear_caches()  # which otherwise take gigabytes
+            jax.clear_caches()  # the caches would take gigabytes
     print(f"{options.cases} cases, of which {failed} fail")
     sys.exit(failed > 0)
 

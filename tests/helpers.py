@@ -1,4 +1,4 @@
-"""Holds what several tests share: the approaches under test, and ways to call a layer."""
+"""Holds helpers of several tests: the approaches under test, and functions to call a layer."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from eqx_norm import BatchNorm
 from eqx_norm.strategies import NAMED, AbstractStrategy, Moments, Pair, Running, TrainingBatch
 from tests.compiling import filter_jit
 
-# Every test of a promise that all approaches make is parametrised with these.
+# Every test of a property of all approaches is parametrised with these names.
 APPROACHES = tuple(NAMED)
 each_approach = pytest.mark.parametrize("approach", APPROACHES)
 
@@ -58,7 +58,7 @@ def copy(state: eqx.nn.State) -> eqx.nn.State:
 
 
 def remember(layer: BatchNorm, state: eqx.nn.State, statistics: Any) -> eqx.nn.State:
-    """Returns the state with another memory of the layer's strategy."""
+    """Returns the state with `statistics` as the memory of the layer's strategy."""
     held = state.get(layer.memory_index)
     return state.set(layer.memory_index, held._replace(statistics=statistics))
 
@@ -75,7 +75,7 @@ def exact(pair: Pair) -> np.ndarray:
 
 def remembered(layer: BatchNorm, state: eqx.nn.State) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean and the variance that inference uses."""
-    used = layer.approach.infer(state.get(layer.memory_index).statistics)
+    used = layer.running(state)
     return np.asarray(used.mean), np.asarray(used.variance)
 
 
@@ -128,5 +128,5 @@ def bits(x: Any) -> bytes:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Returns whether all arrays of two pytrees have the same bits."""
+    """Returns whether all arrays of two pytrees are bitwise equal."""
     return list(map(bits, jax.tree.leaves(a))) == list(map(bits, jax.tree.leaves(b)))

@@ -1,9 +1,9 @@
 """Computes the cases of tests/fuzz.py by formulas in extended precision; derivatives are exact.
 
-A *number* is a + b s + c t + d st with s^2 = t^2 = 0, an array (4, directions s, ...): so
+A *number* is a + b s + c t + d st with s^2 = t^2 = 0, an array (4, directions s, ...). Thus
 f(x + v s + w t) has the derivatives of f at x along v, along w, and along both. All arrays have
-the case's mapped axes, then (groups, channels of a group, *spatial), of size 1 where they do
-not differ.
+the case's mapped axes, then (groups, channels of a group, *spatial); axes of size 1 are
+broadcast.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ def squared(a: Any) -> Any:
 
 
 def chained(a: Any, f: Any, slope: Any, bend: Any) -> Any:
-    """Returns f of a, given its value and its first and second derivative there."""
+    """Returns f(a), given the value, the first and the second derivative of f at a."""
     return np.stack([f, slope * a[1], slope * a[2], slope * a[3] + bend * a[1] * a[2]])
 
 
@@ -58,7 +58,7 @@ def gelu(u: Any) -> Any:
     return (u + times(u, tanh(np.sqrt(2 / LD(np.pi)) * cubic))) / 2
 
 
-ACTIVATIONS: dict[str, Any] = {  # of u and the slope of a PReLU
+ACTIVATIONS: dict[str, Any] = {  # functions of u and the slope of a PReLU
     "": lambda u, _: u,
     "relu": lambda u, _: np.where(u[0] <= 0, 0, u),
     "prelu": lambda u, slope: np.where(u[0] < 0, times(slope, u), u),
@@ -70,13 +70,13 @@ SMOOTH = ("silu", "gelu", "tanh")
 
 
 class Moments(NamedTuple):
-    n: Any  # of values; in a running average of batches
-    mean: Any  # a number, as the variance
+    n: Any  # the number of values; of batches in a running average
+    mean: Any  # a *number*, like the variance
     variance: Any
 
     def moved(self, to: "Moments", share: Any, union: bool = False) -> "Moments":
-        """Returns a share of `to` and the rest of these, unless they are of nothing; in a union
-        with the variance between both."""
+        """Returns these moments, moved towards `to` by a share; those of `to` if n is 0. The
+        variance of a union includes that between both means."""
         pairs = zip(self[1:], to[1:], strict=True)
         mean, variance = (np.where(self.n == 0, number(value(b)), a) for a, b in pairs)
         between = union * share * (1 - share) * squared(to.mean - mean)
@@ -88,13 +88,13 @@ class Moments(NamedTuple):
 class Memory(NamedTuple):
     running: Moments
     pending: Moments  # of the micro-batches so far
-    waiting: Any  # their number
+    waiting: Any  # the number of these micro-batches
 
 
 def moments(x: Any, mask: Any, over: tuple[int, ...], centred: bool = True) -> Moments:
     n = np.broadcast_to(mask, x.shape[2:]).sum(over, LD, keepdims=True)
     first = np.where(mask, value(x), np.inf).min(over, keepdims=True, initial=np.inf)
-    first = number(np.where((n > 0) & centred, first, 0))  # from there a constant is exact
+    first = number(np.where((n > 0) & centred, first, 0))  # so constants are exact
     x = x - first
 
     def mean(a: Any) -> Any:
@@ -105,7 +105,7 @@ def moments(x: Any, mask: Any, over: tuple[int, ...], centred: bool = True) -> M
 
 
 def update(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memory]:
-    """Returns the moments that normalise a batch, and the memory after it."""
+    """Returns the moments that normalise a batch, and the memory after the batch."""
     kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
     (running, pending, waiting), k = memory, memory.running.n
     if kind == "clip":
@@ -128,7 +128,7 @@ def update(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memory]:
         return running.moved(batch._replace(variance=batch.variance * ratio), share)
 
     after = used = learn(batch)
-    if kind == "accumulated":  # two batches, by Adam
+    if kind == "accumulated":  # Adam(m), every=2
         share = batch.n / np.maximum(pending.n + batch.n, 1)
         whole, empty = pending.moved(batch, share, union=True), 0 * waiting
         share = (1 - m) / (1 - m ** (k + 1))
@@ -154,7 +154,7 @@ def chosen(condition: Any, one: Any, other: Any) -> Any:
 
 
 class Oracle:
-    """Computes the layer of a case, and remembers what it does."""
+    """Computes the layer of a case, and holds the memory of this layer."""
 
     def __init__(self, case: Any):
         self.case, spatial = case, len(case.spatial)
@@ -171,13 +171,13 @@ class Oracle:
         empty = Moments(zero, number(zero), number(zero))
         self.memory = Memory(empty._replace(variance=number(zero + 1)), empty, zero)
         self.accepted = self.rejected = 0 * self.for_each_state(zero)
-        self.largest = zero  # mean so far, with its deviation
+        self.largest = zero  # |mean| + standard deviation so far
 
     def for_each_state(self, array: Any) -> Any:
         return array.all(self.channels, keepdims=True)
 
     def layout(self, array: Any) -> Any:
-        """Returns a JAX array, (mapped axes, channels, *spatial), as this class takes it."""
+        """Converts a JAX array, (mapped axes, channels, *spatial), to this class's layout."""
         array, place = np.asarray(array), len(self.case.axes)
         dtype = {"c": np.clongdouble, "b": np.bool_}.get(array.dtype.kind, LD)
         channels = array.shape[place]
@@ -187,7 +187,7 @@ class Oracle:
         return array.astype(dtype).reshape(shape)
 
     def normalise(self, z: dict[str, Any], mask: Any, train: bool) -> tuple[Any, ...]:
-        """Returns y, and the mean, 1 / sqrt(variance + eps) and affine map that make it."""
+        """Returns y, the mean, 1 / sqrt(variance + eps), and the input of the activation."""
         case, x = self.case, np.where(mask, z["x"], 0)
         used = moments(x, mask, self.over, centred="RMS" not in case.layer)
         if self.learns and train:
@@ -203,7 +203,7 @@ class Oracle:
         return np.where(mask, y, 0), used.mean, rstd, u
 
     def learn(self, x: Any, mask: Any, train: bool) -> None:
-        """Remembers a batch if it has enough values, and all is finite in all channels."""
+        """Remembers a batch of enough values whose statistics are finite in all channels."""
         if not (train and self.learns):
             return
         most = np.finfo(np.float64 if self.case.x64 else np.float32).max
@@ -222,11 +222,11 @@ class Oracle:
         """Returns the tangent of y along v, or the gradient of Re sum(ct y) and its derivative
         along v, as JAX defines them."""
         case, constants = self.case, set()
-        if case.approach == "frozen":  # whose own weights are
+        if case.approach == "frozen":  # the layer's own weights are
             constants = {"slope", *(["weight", "bias"] if case.weights == "own" else [])}
 
         def y(name: str = "", s: Any = 0) -> Any:
-            """Returns the parts of y along a step of one array, and along v."""
+            """Returns y as a *number*: s along a step of one array, t along v."""
             steps = {k: (s if k == name else 0, 0 if k in constants else v[k]) for k in z}
             return self.normalise({k: number(a, *steps[k]) for k, a in z.items()}, mask, train)[
                 0
@@ -250,19 +250,19 @@ class Oracle:
         return result
 
     def bounds(self, z: Any, v: Any, ct: Any, mask: Any, y: Any, used: Any) -> dict[str, Any]:
-        """Returns the errors that roundings of the terms of each result may cause, by section 6
-        of DESIGN.md; an error of x - mean counts once more for each derivative of it."""
+        """Returns the errors that roundings of the terms of each result may cause. An error of
+        x - mean counts once more for each derivative."""
         case, (mean, rstd) = self.case, used
         ulps = 2.0**-29 if case.dtype == "float64" else 1.0
-        count = np.prod([n for _, n in case.axes])  # of what JAX sums, in a weight's dtype
+        count = np.prod([n for _, n in case.axes])  # of terms that JAX sums in a weight's dtype
         unit, parts = 1e-6 * ulps, max(1e-6, 2.0**-24 * count) * ulps
 
-        def most(values: Any) -> Any:  # of those that share moments
+        def most(values: Any) -> Any:  # of the values with the same moments
             return np.where(mask, values, 0).max(self.over, keepdims=True, initial=0)
 
         x = np.where(mask, z["x"], 0)
         own = value(moments(number(x), mask, self.over).mean)
-        # The mean may be an average of means, in which each has a rounded share.
+        # The mean may be an average of means, each with a rounded share.
         memory = value(self.memory.running.mean) if case.layer == "BatchNorm" else own
         far = [np.abs(m - mean) * rstd for m in (x, own, np.where(self.accepted, memory, own))]
         xhat = np.max(np.broadcast_arrays(1 + 0 * np.real(x), *far), 0)
@@ -270,7 +270,7 @@ class Oracle:
         weight = np.abs(z["weight"] + LD(case.weight_offset)) if "weight" in z else LD(1)
         u = weight * xhat + np.abs(z.get("bias", 0))
         slope, bend = (1.13, 0.8) if case.activation in SMOOTH else (1, 0)
-        # What an error of u changes, and that of 1 - tanh^2 in the derivative of GELU.
+        # The effects of an error of u, and of 1 - tanh^2 in the derivative of GELU.
         bend = bend * u + 0.03 * u**3 * (case.activation == "gelu")
         g = np.abs(ct) * (slope + bend)
         size = {k: np.abs(a) * (rstd if k == "x" else 1) for k, a in v.items()}
@@ -297,7 +297,7 @@ class Oracle:
         return result
 
     def remembered(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what the memory holds by name, and the bounds of its errors."""
+        """Returns the remembered values by name, and the bounds of their errors."""
         mean, variance = map(value, self.memory.running[1:])
         unit = 1e-6 * (2.0**-29 if self.case.dtype == "float64" else 1)
         bounds = unit / 2 * self.largest, unit * (variance + self.case.eps)

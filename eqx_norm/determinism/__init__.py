@@ -1,11 +1,11 @@
 """Makes runs agree to the bit, and finds the first value at which two runs differ.
 
-`deterministic` sets what makes runs agree. `monitor` and `monitor_module` mark values, forward
-and backward; `recorded` and `Ledger` write their fingerprints to a file, step by step;
-`compare`, or `python -m eqx_norm.determinism compare A B`, names the first step and value that
-differ. `fingerprint` describes a whole tree.
+`deterministic` applies the settings with which runs agree. `monitor` and `monitor_module` mark
+values, forward and backward; `recorded` and `Ledger` write fingerprints of these values to a
+file, step by step; `compare`, or `python -m eqx_norm.determinism compare A B`, names the first
+step and value that differ. `fingerprint` identifies the bits of a whole pytree.
 
-After D. Riach, "Determinism in Deep Learning" (GTC 2019, S9911), whose tool was not released.
+D. Riach presented such a tool ("Determinism in Deep Learning", GTC 2019, S9911), unreleased.
 """
 
 from ._compare import Verdict as Verdict

@@ -2,7 +2,7 @@
 
 Each run has written a ledger, as the docstring of eqx_norm.determinism.recorded shows.
 
-exit status: 0 the same; 1 different, or a file is incomplete; 2 they cannot be compared
+exit status: 0 the same; 1 different, or a file is incomplete; 2 no comparison is possible
 """
 
 import argparse

@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
     - `same`: whether both ledgers are complete and all their rows agree to the bit.
     - `agreed`: the number of rows before the first that differs.
     - `text`: the result in words.
-    - `step`, `probe`, `kind`: the first row that differs, or `None` (where one run ends, too).
+    - `step`, `probe`, `kind`: the first row that differs, or `None` (also if one run ends).
     """
 
     same: bool
@@ -40,8 +40,8 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
 
     - `a`, `b`: the paths of the ledgers.
 
-    **Returns:** a `Verdict`, which says by how much the values differ if both ledgers kept
-    them. The rows of an incomplete ledger are compared, but it is never the same as another.
+    **Returns:** a `Verdict`, which says by how much the values differ if both ledgers kept the
+    values. Rows of an incomplete ledger are compared, but the verdict is never `same`.
 
     **Raises:** `LedgerError` for a file that is not a ledger, for ledgers of different programs
     (other probes or steps), and if neither ledger has rows.
@@ -105,14 +105,14 @@ def _notes(first: Contents, second: Contents) -> list[str]:
 
 
 def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
-    """Says how many elements of two arrays of one shape and dtype differ, which is the first,
-    and how large the largest difference is, for floats also in ulps."""
+    """Describes the difference of two arrays of one shape and dtype: the number of elements
+    that differ, the first of them, and the largest difference, for floats also in ulps."""
     raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
     differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
     first = tuple(map(int, np.argwhere(differs)[0]))
     real = np.real(a).dtype
     x, y = (v[differs].view(real) for v in (a, b))  # both parts of complex numbers
-    with np.errstate(all="ignore"):  # it may be infinite, or not a number
+    with np.errstate(all="ignore"):  # the difference may be infinite or NaN
         apart = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
     ulps = f", {_ulps(x, y)} ulp" if jnp.issubdtype(x.dtype, jnp.floating) else ""
     return [
@@ -127,5 +127,5 @@ def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
     magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
     bits = [v.view(f"i{v.itemsize}").astype(np.int64) for v in (x, y)]
     steps = [np.where(b < 0, -(b & magnitude), b) for b in bits]  # from 0
-    # As uint64, which holds the difference of any two.
+    # A uint64 holds the difference of any two numbers of steps.
     return int((np.maximum(*steps) - np.minimum(*steps)).view(np.uint64).max())

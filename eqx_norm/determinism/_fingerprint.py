@@ -1,4 +1,4 @@
-"""Defines `fingerprint`, which sums bits in any order."""
+"""Defines `fingerprint`, a checksum of bits that does not depend on the order of summation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from jax import lax
 from jaxtyping import Array, Shaped, UInt32
 
 # Word j is salted with _FIRST + j * _STEP: a bijection, as the step is odd. The step is 2**32
-# over the golden ratio, so that words near each other get salts far apart.
+# over the golden ratio, so that neighbouring words get salts that differ widely.
 _FIRST, _STEP = np.uint32(0x243F6A88), 0x9E3779B9
-# Keeps the term of the second sum from being 0 where a word is mixed to 0.
+# _SECOND makes the term of the second sum nonzero for a word that is mixed to 0.
 _SECOND = np.uint32(0x7F4A7C15)
-# From the finaliser of MurmurHash3 (Appleby, public domain), which is a bijection.
+# The mixing is the finaliser of MurmurHash3 (Appleby, public domain), which is a bijection.
 _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _WIDE = ("int64", "uint64", "float64", "complex128")
 
 
 def fingerprint(tree: Any) -> UInt32[Array, "2"]:
-    r"""Returns a fingerprint of the bits of an array, or of all arrays of a tree.
+    r"""Returns a fingerprint of the bits of an array, or of all arrays of a pytree.
 
     Let $w_0, w_1, \ldots$ be the array's bits as 32-bit words in row-major order (a narrower
     element is one word, a wider one several), $s_j = c + k j$ with constants $c$ and odd $k$,
@@ -30,12 +30,12 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
 
     Sums of integers are exact, so the fingerprint does not depend on the order of summation or
     on the sharding. A change of a single word always changes it; any other change goes
-    unnoticed with a probability of about $2^{-60}$. Zeros of either sign, and NaNs, are
-    distinguished.
+    unnoticed with a probability of about $2^{-60}$. Zeros of different sign are distinguished,
+    and so are NaNs of different bits.
 
-    The fingerprint of a tree with several arrays is the fingerprint of the array of their
+    The fingerprint of a pytree with several arrays is the fingerprint of the array of their
     fingerprints, in the order of the leaves. It covers all 64 bits of NumPy's arrays, but under
-    `jax.jit` or `jax.vmap` without `jax_enable_x64` JAX passes only 32 of them.
+    `jax.jit` or `jax.vmap` without `jax_enable_x64` JAX passes only 32 bits.
 
     **Arguments:**
 
@@ -66,7 +66,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def _narrowed(x: Any) -> Any:
-    """Returns 64-bit numbers of NumPy as 32-bit words, which JAX does not round without x64."""
+    """Returns NumPy's 64-bit numbers as 32-bit words, because JAX without x64 would round."""
     if isinstance(x, jax.Array | np.ma.MaskedArray) or x.dtype.name not in _WIDE:
         return x  # JAX refuses an array with a mask
     return np.ascontiguousarray(x, x.dtype.name).reshape(*x.shape, 1).view(np.uint32)
@@ -77,10 +77,10 @@ def of_array(
     order: tuple[int, ...] | None = None,
     part: UInt32[Array, ""] | None = None,
 ) -> UInt32[Array, "2"]:
-    """Returns the fingerprint of `x.transpose(order)`, without the time that transposing takes.
+    """Returns the fingerprint of `x.transpose(order)`, but does not transpose `x`.
 
-    With `part`, `x` is that part of an array which is split along its first axis. The sum of
-    the parts' fingerprints is the fingerprint of the array.
+    With `part`, `x` is the part with this number of an array split along its first axis. The
+    sum of the parts' fingerprints is the fingerprint of the array.
     """
     words = _words(x)
     order = tuple(range(x.ndim)) if order is None else order
@@ -95,19 +95,19 @@ def of_array(
         return tuple(map(lax.add, sums, terms))
 
     def on_cpu(words: Array, start: Array) -> Array:
-        # Channels last, XLA:CPU's layout for convolutions: its loops follow the order of the
-        # axes, and against the layout they are 4 times as slow.
+        # The axes have the channels last, XLA:CPU's layout for convolutions: XLA's loops follow
+        # the order of the axes, and loops against the layout take 4 times as long.
         axes = (0, *range(2, words.ndim), 1) if words.ndim > 3 else tuple(range(words.ndim))
         terms = _terms(words.transpose(axes), [strides[axis] for axis in axes], start)
         # Both sums in one pass are 2 to 3 times as fast as two passes. Rows are summed first,
-        # since XLA sums to a single number on one core only.
+        # since XLA reduces to a single number on one core only.
         for summed in (tuple(range(1, words.ndim)), tuple(range(words.ndim))[:1]):
             if summed:
                 terms = lax.reduce(terms, 2 * (np.uint32(0),), add_both, summed)
         return jnp.stack(terms)
 
     def elsewhere(words: Array, start: Array) -> Array:
-        # On a GPU, XLA fuses two sums into one pass; for a sum of pairs it stores the pairs.
+        # On a GPU, XLA fuses two sums into one pass; for a sum of pairs it materialises pairs.
         axes = tuple(range(words.ndim))
         terms = _terms(words, strides, start)
         return jnp.stack([lax.reduce(term, np.uint32(0), lax.add, axes) for term in terms])
@@ -116,7 +116,7 @@ def of_array(
 
 
 def _words(x: Array) -> Array:
-    """Returns the bits of each element, with one more axis where they take several words."""
+    """Returns each element's bits as a uint32, or as several along one more axis."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return _words(jax.random.key_data(x))
     if jnp.iscomplexobj(x):
@@ -131,7 +131,7 @@ def _words(x: Array) -> Array:
 
 def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, Array]:
     """Returns the terms of both sums. The strides are those of the words in row-major order."""
-    # One term an axis: a position in a flattened array would make XLA move a sharded array.
+    # A term for each axis: positions in a flattened array would make XLA reshard the array.
     salt = jnp.broadcast_to(start, words.shape)
     for axis, stride in enumerate(strides):
         step = np.uint32(stride * _STEP % 2**32)

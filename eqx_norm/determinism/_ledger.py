@@ -1,7 +1,7 @@
 """Defines `Ledger`, which writes the rows of a run to a file step by step, and `read`.
 
-Each line of the file is JSON: first a header that says what wrote it, then one `Row` a line.
-Kept values are in a folder beside it, one file for each step: `a.jsonl.values/37.npz`.
+Each line of the file is JSON: first a header with JAX's version and the device, then one `Row`
+a line. Kept values are in a folder beside the file, by step: `a.jsonl.values/37.npz`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _FORMAT = "eqx_norm.determinism ledger, version 4"
 
 
 class Row(NamedTuple):
-    """Holds what one probe saw in one step."""
+    """Describes a value that a probe recorded in one step."""
 
     step: int
     probe: str
@@ -37,14 +37,14 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Returns in words which row it is: no two of a ledger have the same."""
+        """Returns the row's place in words, which no other row of a ledger has."""
         loops = f", iteration {'.'.join(map(str, self.iteration))}" if self.iteration else ""
         again = f", time {self.again}" if self.again > 1 else ""
         return f"step {self.step}: `{self.probe}` {self.kind}{loops}{again}"
 
 
 class LedgerError(ValueError):
-    """Says that a file is not a ledger, or belongs to another program."""
+    """Reports that a file is not a ledger, or that two ledgers cannot be compared."""
 
 
 def _folder(path: Path) -> Path:
@@ -135,7 +135,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
 
 class Contents(NamedTuple):
-    """Holds what `read` returns."""
+    """Holds the contents of a ledger, as `read` returns them."""
 
     path: Path
     header: dict[str, Any]
@@ -143,8 +143,8 @@ class Contents(NamedTuple):
     is_truncated: bool
 
     def values(self, row: Row) -> NDArray[Any] | None:
-        """Returns the kept values of a row (for keys, their data), or `None` if it has none, or
-        if the folder is not beside the ledger."""
+        """Returns the kept values of a row (for keys, their data), or `None` if the row has
+        none or the folder is not beside the ledger."""
         path = _folder(self.path) / f"{row.step}.npz"
         if row.fingerprint is None or not path.exists():
             return None
@@ -155,11 +155,11 @@ class Contents(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """Reads a ledger, without an incomplete last line.
+    """Reads a ledger, except an incomplete last line.
 
     **Arguments:** `path`: the file.
 
-    **Returns:** its `path`; `header`, which names JAX's version and the device; `rows`, in the
+    **Returns:** the `path`; `header`, which names JAX's version and the device; `rows`, in the
     order in which they were appended; `is_truncated`, whether the last line is incomplete; and
     a method `values(row)`.
 

@@ -1,8 +1,8 @@
 """Marks a value in a program by a primitive of JAX that returns its operand.
 
-The derivative of a mark marks the tangent, and the transpose of that marks the cotangent. The
+The JVP of a mark marks the tangent, and the transpose of the tangent's mark the cotangent. The
 primitive depends on `jax.extend.core` and `jax.interpreters`, which may change:
-tests/determinism/test_transformations.py checks it.
+tests/determinism/test_transformations.py checks the primitive.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ PROBE = Primitive("eqx_norm_probe")
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
-    """Marks the tangent, too; the transpose of that mark marks the cotangent."""
+    """Marks value and tangent; the transpose of the tangent's mark marks the cotangent."""
     (x,), (tangent,) = primals, tangents
     if kind == "done":
         raise ValueError(
@@ -44,7 +44,7 @@ def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> An
 
 def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
     """Returns the marks for the first and second pass of `remat`, whether the result is unknown
-    in each, and what is saved, whatever the policy."""
+    in each pass, and the residuals, which do not depend on the policy."""
     if unknown[0]:
         return None, equation, [True], [True], []
     again = equation.replace(params={**equation.params, "kind": "recomputed"})
@@ -58,5 +58,5 @@ ad.primitive_jvps[PROBE] = _jvp
 ad.primitive_transposes[PROBE] = _transpose
 batching.primitive_batchers[PROBE] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[PROBE] = _partial_eval
-# Marks without a row: on a value recomputed for a derivative, and on one that has its row.
+# Kinds of marks without a row: on a recomputed value, and on a value that already has its row.
 WITHOUT_ROW = ("recomputed", "done")

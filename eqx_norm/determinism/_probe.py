@@ -1,6 +1,6 @@
-"""Defines `monitor` and `monitor_module`, which mark values, and `recorded`, which reads them.
+"""Marks values by `monitor` and `monitor_module`, and records marked values by `recorded`.
 
-Without `recorded` the marks vanish in compilation.
+Without `recorded`, the marks vanish in compilation.
 """
 
 import functools
@@ -21,7 +21,7 @@ Tree = TypeVar("Tree")
 def recorded(
     function: Callable[..., Any], *, keep_values: bool = False
 ) -> Callable[..., tuple[Any, Record]]:
-    """Returns a function that calls `function` and also returns what its probes saw.
+    """Returns a function that calls `function` and also returns a record of its probes.
 
     ```python
     step = eqx.filter_jit(recorded(train_step))
@@ -31,15 +31,15 @@ def recorded(
             ledger.append(i, record)
     ```
 
-    Put `recorded` around the whole step, including its gradient, and inside `jit`; otherwise
-    each call compiles again. Compare recorded runs with each other: their bits may differ from
-    those of other runs, because XLA may not merge operations across a probe.
+    Put `recorded` around the whole step, including its gradient, and inside `jit`: outside of
+    `jit` each call compiles again. Compare recorded runs only with each other: their bits may
+    differ from other runs, because XLA may be unable to fuse operations across a probe.
 
     **Arguments:**
 
     - `function`: any function that `jax.jit` can trace; arguments without arrays are static.
     - `keep_values`: whether the record also has the values of all probes, from which `compare`
-        computes by how much they differ. That takes much memory: use it for a few steps.
+        computes the size of differences. Values take much memory: keep them for few steps.
 
     **Returns:** a function with the same arguments that returns the result and a `Record`.
 
@@ -49,11 +49,11 @@ def recorded(
     """
 
     def with_record(*args: Any, **kwargs: Any) -> tuple[Any, Record]:
-        # Wrapped, because Equinox warns of a layer behind `jax.vmap`.
+        # The function is wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
         jaxpr, outputs, rest = traced(*args, **kwargs)
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
-        # Compiled as one program, as the step would be, also if `recorded` is not inside `jit`.
+        # The program is compiled as a whole, as the step would be, also without an outer `jit`.
         run = jax.jit(functools.partial(evaluate, jaxpr, Context(keep_values)))
         leaves, record = run(*arrays)
         output = jax.tree.unflatten(jax.tree.structure(outputs), leaves)
@@ -70,7 +70,7 @@ def monitor(tree: Tree, name: str) -> Tree:
     ```
 
     Each array gets a row in the record: `encoder` for an array, `encoder.0` or `encoder.mean`
-    for arrays of a tree. Its tangent (forward mode) and cotangent (reverse mode) get rows, too.
+    for arrays of a pytree. Tangents (forward mode) and cotangents (reverse mode) also get rows.
     `monitor` works under `jit`, `grad`, `jvp`, custom derivative rules, and
 
     - `vmap`: the batch is one value, with one row;
@@ -79,19 +79,19 @@ def monitor(tree: Tree, name: str) -> Tree:
         taken);
     - `remat`: values that are recomputed for a gradient are recorded once;
     - `shard_map`: the parts on all devices are one value, concatenated along the first axis. If
-        the value is sharded so, its row does not depend on the number of devices. (With
-        `check_vma=False`, values that are equal on all devices also count as parts.)
+        the value is sharded along this axis, its row does not depend on the number of devices.
+        (With `check_vma=False`, values that are equal on all devices also count as parts.)
 
     **Use the returned tree:** JAX drops unused values from derivatives.
 
     **Arguments:**
 
     - `tree`: any pytree. Arrays of every shape and dtype, including keys, are recorded.
-    - `name`: its name in the record. If a step uses the name twice, the second row has
+    - `name`: the tree's name in the record. If a step uses the name twice, the second row has
         `again=2`.
 
     **Returns:** `tree`. NumPy's arrays become JAX's, which without `jax_enable_x64` have at
-    most 32 bits a number; the record is of the values that the program computes with.
+    most 32 bits a number. The record has the values with which the program computes.
 
     **Raises:** `ValueError` without a name.
     """
@@ -109,14 +109,14 @@ def monitor(tree: Tree, name: str) -> Tree:
 
 
 def _below(name: str, path: jax.tree_util.KeyPath) -> str:
-    """Returns a name with a path in the tree, of which either may be empty."""
+    """Joins a name and a path in the tree by a dot; either may be empty."""
     below = jax.tree_util.keystr(path, simple=True, separator=".")
     return ".".join(filter(None, [name, below]))
 
 
 # --- All layers of a model.
 
-# The modules inside these layers are not layers: an activation, or a strategy.
+# The modules inside of these layers are not layers: they are activations or strategies.
 _WHOLE = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 
 
@@ -128,10 +128,10 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
         return jnp.mean(jax.vmap(monitor_module(model))(x) ** 2)
     ```
 
-    gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is any
-    callable `eqx.Module` in the model. A block of layers has a row after its layers, and so has
-    the model if you pass a name; a model that is one layer has the name of its class. Not
-    monitored are an `eqx.nn.State` that a layer returns, functions (except those in an
+    This gives the rows `encoder.conv1`, `blocks.2.norm`, ... and their cotangents. A layer is
+    any callable `eqx.Module` in the model. A block of layers has a row after its layers, and so
+    has the model if you pass a name; a model that is one layer has the name of its class.
+    `monitor_module` ignores an `eqx.nn.State` that a layer returns, functions (except in an
     `eqx.nn.Lambda`), methods other than `__call__`, and the inside of a norm layer.
 
     Each layer becomes an instance of a subclass with the same fields and leaves.
@@ -178,7 +178,7 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
     return layer
 
 
-# Cached, so that equal models give equal trees.
+# `_monitored` is cached, so that equal models give equal pytrees.
 @functools.cache
 def _monitored(layer: type[Any]) -> type[eqx.Module]:
     class Monitored(layer):

@@ -1,7 +1,7 @@
-"""Evaluates a traced program with the fingerprint of each value that `_mark` has marked.
+"""Evaluates a traced program, and returns a fingerprint of each value that `_mark` has marked.
 
-`evaluate` evaluates one equation after the other; an equation that contains a program (`scan`,
-`cond`, ...) is called again by JAX's public function, with `evaluate` inside. The names and
+`evaluate` evaluates one equation after the other. For an equation that contains a program
+(`scan`, `cond`, ...), it calls JAX's public function, with `evaluate` inside. The names and
 parameters of equations may change: tests/determinism/test_transformations.py checks them.
 """
 
@@ -30,13 +30,13 @@ class Probe(NamedTuple):
     shape: tuple[int, ...]  # of the whole value
     dtype: str
     axes: tuple[str, ...]  # the mesh axes over which `shard_map` splits the value
-    iteration: tuple[int, ...] = ()  # of each loop around it
+    iteration: tuple[int, ...] = ()  # of each loop around the probe
 
 
 class Record(eqx.Module):
-    """Holds what the probes of one step saw, for `Ledger.append`.
+    """Holds the rows of the probes of one step, for `Ledger.append`.
 
-    It is a pytree, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
+    A record is a pytree, which `jax.jit`, `jax.vmap` and `jax.lax.scan` may return;
     `jax.tree.map(lambda a: a[i], records)` takes out one member or step.
 
     **Fields:** `fingerprints`: uint32, two for each row; `values`: the kept values of each row,
@@ -54,15 +54,15 @@ def _joined(records: Sequence[Record]) -> Record:
     return Record(jnp.concatenate(rows), sum(values, ()), sum(plans, ()))
 
 
-Evaluated = tuple[list[Any], Record]  # outputs, and what was seen on the way
+Evaluated = tuple[list[Any], Record]  # outputs, and the record of the probes
 
 
 class Context(NamedTuple):
-    """Describes what is around an equation."""
+    """Describes the surroundings of an equation."""
 
     keep_values: bool
     mesh_axes: tuple[str, ...] = ()  # of each `shard_map`
-    check_vma: bool = True  # whether JAX tracks over which of these a value varies
+    check_vma: bool = True  # whether JAX tracks over which mesh axes a value varies
 
 
 def evaluate(jaxpr: Jaxpr | ClosedJaxpr, context: Context, *arguments: Any) -> Evaluated:
@@ -91,7 +91,7 @@ def evaluate(jaxpr: Jaxpr | ClosedJaxpr, context: Context, *arguments: Any) -> E
 
 
 def _names_in(equation: JaxprEqn) -> Iterator[str]:
-    """Yields the names of the marks that have a row, of an equation and inside of it."""
+    """Yields the names of the marks with a row: of an equation, and of the programs inside."""
     if equation.primitive is PROBE and equation.params["kind"] not in WITHOUT_ROW:
         yield equation.params["name"]
     for jaxpr in jaxprs_in_params(equation.params):
@@ -110,20 +110,20 @@ def _refuse(equation: JaxprEqn, context: Context, *operands: Any) -> NoReturn:
 
 def _probe(equation: JaxprEqn, context: Context, operand: Any) -> Evaluated:
     name, kind, order = (equation.params[key] for key in ("name", "kind", "order"))
-    x = jnp.asarray(operand)  # which may be a number
+    x = jnp.asarray(operand)  # the operand may be a number
     varying = jax.typeof(x).manual_axis_type.varying if context.check_vma else context.mesh_axes
     axes = tuple(axis for axis in context.mesh_axes if axis in varying)
     others = tuple(axis for axis in context.mesh_axes if axis not in varying)
     row = of_array(x, order, lax.axis_index(axes).astype(jnp.uint32) if axes else None)
     if others:
-        # Equal on several devices: only one counts, because `shard_map` sums the rows.
+        # Of equal values on several devices only one counts: `shard_map` sums the rows.
         row = jnp.where(lax.axis_index(others) == 0, row, 0)
     value = x.transpose(order)
     shape = value.shape
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if axes:
-        # Parts are concatenated along an axis, so they need one.
+        # Parts are concatenated along an axis, so a scalar gets an axis.
         value, (length, *rest) = jnp.atleast_1d(value), shape or (1,)
         shape = (length * lax.axis_size(axes), *rest)
     y = PROBE.bind(x, name=name, kind="done", order=order)
@@ -150,7 +150,7 @@ def _jit(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluated:
 
 def _checkpoint(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluated:
     if equation.params["differentiated"] and equation.params["prevent_cse"]:
-        # Keeps XLA from reusing the results of the first pass.
+        # The barrier keeps XLA from reusing the results of the first pass.
         operands = lax.optimization_barrier(operands)
     return _call(equation, context, *operands)
 
@@ -159,7 +159,7 @@ def _scan(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluated:
     params, jaxpr = equation.params, equation.params["jaxpr"]
 
     def count(outside: Any, avals: Any) -> int:
-        """Returns how many are scanned: those with one more axis outside than inside."""
+        """Returns the number of scanned values: they have one more axis outside than inside."""
         return sum(x.aval.ndim != a.ndim for x, a in zip(outside, avals, strict=True))
 
     carries = len(equation.outvars) - count(equation.outvars, jaxpr.out_avals)
@@ -185,8 +185,8 @@ def _cond(equation: JaxprEqn, context: Context, index: Any, *operands: Any) -> E
     branches = [
         functools.partial(evaluate, jaxpr, context) for jaxpr in equation.params["branches"]
     ]
-    # Rows of a branch that is not taken have two sums of 0; those of a value have them with a
-    # probability of 2**-64.
+    # A row of a branch that is not taken has two sums of 0; a row of a value has two sums of 0
+    # with a probability of 2**-64.
     shapes = [jax.eval_shape(branch, *operands)[1] for branch in branches]
 
     def take(i: int, *operands: Any) -> Evaluated:
@@ -207,7 +207,7 @@ def _shard_map(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluate
 
         def body(*operands: Any) -> Any:
             outputs, record = evaluate(params["jaxpr"], inside, *operands)
-            # The only communication that the probes need: all rows in one sum.
+            # One sum of all rows is the only communication that the probes need.
             rows = lax.psum(record.fingerprints, axes)
             return outputs, Record(rows, (), record.plan), record.values
 
@@ -230,14 +230,14 @@ def _shard_map(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluate
     return outputs, Record(record.fingerprints, values, record.plan)
 
 
-# By the names of primitives.
+# The rules by the names of primitives.
 _RULES = {
     PROBE.name: _probe,
     "jit": _jit,
     "custom_jvp_call": _call,
     "custom_vjp_call": _call,
     "eval_jaxpr": _call,
-    "closed_call": _call,  # until jax 0.10 goes; in 0.12 it is an `eval_jaxpr`
+    "closed_call": _call,  # for jax 0.10; in 0.12 the primitive is `eval_jaxpr`
     "remat2": _checkpoint,
     "scan": _scan,
     "cond": _cond,

@@ -1,4 +1,4 @@
-"""Defines `deterministic`, with which runs of one program give the same bits."""
+"""Defines `deterministic`, which makes runs of one program give the same bits."""
 
 import os
 import random
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-# XLA says that it "guarantees run-to-run determinism on GPU"; it includes several others. An
-# unknown flag ends the process: tests/determinism/test_recipe.py starts JAX with this one.
+# XLA says that FLAG "guarantees run-to-run determinism on GPU"; FLAG includes other flags.
+# An unknown flag ends the process: tests/determinism/test_recipe.py starts JAX with FLAG.
 FLAG = "--xla_gpu_deterministic_ops"
 THREADS = "PJRT_NPROC"
 SET = "set, for when JAX starts"
@@ -35,7 +35,7 @@ class Recipe(NamedTuple):
 
 
 def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
-    """Sets up this process to give the same bits as others that run the same program.
+    """Sets up this process to give the same bits as other processes with the same program.
 
     ```python
     from eqx_norm.determinism import deterministic
@@ -44,21 +44,21 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     ```
 
     It sets environment variables that JAX reads when it starts, the seeds of Python's and
-    NumPy's global generators, and JAX's configuration, for the rest of the process. It checks
-    `PYTHONHASHSEED`, which only the shell can set. The runs still need the same keys, device,
-    number of devices and versions: see docs/determinism.md.
+    NumPy's global generators, and JAX's configuration, for the rest of the process. It also
+    checks `PYTHONHASHSEED`, which only the shell can set. The runs still need the same keys,
+    device, number of devices and versions: see docs/determinism.md.
 
     **Arguments:**
 
     - `seed`: seeds the global generators of `random` and `numpy.random`.
-    - `cpu_threads`: the number of threads into which XLA divides its work on a CPU, on which
-        bits may depend. `None` means the number of cores.
+    - `cpu_threads`: the number of threads among which XLA divides its work on a CPU. Bits may
+        depend on this number. `None` means the number of cores.
 
     **Returns:** a `Recipe`, which prints as a table.
 
     **Raises:** `RuntimeError` if JAX has started without a setting that matters; `ValueError`
-    if the environment contradicts a setting, or for an invalid seed or number of threads. An
-    error changes nothing.
+    if the environment contradicts a setting, or for an invalid seed or number of threads.
+    Nothing is set in case of an error.
     """
     call = f"deterministic(seed={seed}, cpu_threads={cpu_threads})"
     if not 0 <= seed < 2**32 or (cpu_threads is not None and cpu_threads < 1):
@@ -69,7 +69,7 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     ]
     if cpu_threads is not None:
         early += [(THREADS, str(cpu_threads), "the same pieces of work on any number of cores")]
-    # All are checked before the first is set.
+    # All settings are checked before the first one is set.
     settings = [Setting(n, v, _status(call, n, v), purpose) for n, v, purpose in early]
     for name, value, status, _ in settings:
         if status == SET and name == FLAG:
@@ -117,7 +117,7 @@ def _status(call: str, name: str, value: str) -> str:
 
 def _has_started() -> bool:
     """Returns whether JAX has a backend."""
-    # No public function says so; but JAX then refuses to change the number of CPU devices.
+    # No public function returns this. But with a backend, JAX refuses to change this option.
     devices = jax.config.values["jax_num_cpu_devices"]
     try:
         jax.config.update("jax_num_cpu_devices", devices + 2)

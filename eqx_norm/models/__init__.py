@@ -1,7 +1,7 @@
 """Converts, freezes, folds and recalibrates existing models.
 
-Each function takes a model, and its `eqx.nn.State` where it needs one, and returns new ones; it
-changes nothing in place. docs/models.md has an example of each.
+Each function takes a model, and its `eqx.nn.State` where needed, and returns new ones; nothing
+is changed in place. docs/models.md has an example of each function.
 """
 
 from ._fold import FoldedBatchNorm as FoldedBatchNorm

@@ -1,4 +1,4 @@
-"""Carries what one layer's memory holds over to another's."""
+"""Carries the running statistics of one layer over to another layer."""
 
 import dataclasses
 from typing import Any
@@ -18,11 +18,11 @@ from ._layers import over_members
 
 
 def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
-    """Returns the new layer's memory, with which it infers as the old one does.
+    """Returns the new layer's memory, which gives the old layer's results in inference.
 
-    Strategies that share the meaning of their memory share it; others `load` it. A memory
-    without batches becomes a new one. Pending micro-batches are dropped, and accepted
-    micro-batches that were no update are not counted.
+    If the memories of both strategies have the same meaning and form, the memory is reused;
+    otherwise the new strategy `load`s the moments. A memory without batches becomes a new
+    memory. Pending micro-batches are dropped. Micro-batches without an update do not count.
     """
     fresh = over_members(lambda m: is_new(old, m), memory.accepted)(memory)
     if old.approach == new.approach:
@@ -48,7 +48,7 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
         if is_untrained:  # no `load` is needed
             return start
         moments = old.approach.infer(statistics)
-        # A strategy that keeps counts makes the unbiased variance from its count.
+        # A strategy that stores counts computes the unbiased variance from its count.
         learnt = dataclasses.replace(moments, ddof=int(new.unbiased))
         loaded = _contract.load(new.approach, learnt, start)
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
@@ -58,7 +58,7 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
 
 
 def with_statistics(layer: BatchNorm, memory: Remembered, statistics: Any) -> Remembered:
-    """Returns the layer's memory with other statistics; it counts no micro-batches."""
+    """Returns the layer's memory with other statistics, counting batches, not micro-batches."""
     return Remembered(statistics, jnp.stack([batches_of(layer, memory), memory.rejected], -1))
 
 

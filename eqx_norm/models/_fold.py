@@ -1,4 +1,4 @@
-"""Defines functions that merge batch norms into the layers before them, and find such pairs."""
+"""Merges batch norms into the linear layers before them, and proposes pairs of layers."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -32,20 +32,20 @@ from ._layers import (
 Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
-# These use the layer inside of them in two places, or compute its weight.
+# These wrappers use the layer inside in two places, or compute the layer's weight.
 _WRAPPERS = (eqx.nn.Shared, eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
 
 def fold(linear: Linear, norm: BatchNorm, state: eqx.nn.State) -> Linear:
-    r"""Returns one linear layer that computes in inference what `linear` and `norm` compute.
+    r"""Returns one linear layer that replaces `linear` and `norm` in inference.
 
     For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
-    its weight and bias are, for each output channel,
+    the new weight and bias are, for each output channel,
 
     $$W' = s W, \qquad b' = s (b - \mu) + \beta, \qquad
       s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}.$$
 
-    They are computed in float64 and rounded once, to the dtype of $W$. Convolutions may be
+    Both are computed in float64 and rounded once, to the dtype of $W$. Convolutions may be
     transposed or grouped, with any padding.
 
     ```python
@@ -56,11 +56,11 @@ def fold(linear: Linear, norm: BatchNorm, state: eqx.nn.State) -> Linear:
 
     - `linear`: an `eqx.nn.Linear`, `Conv` or `ConvTranspose` whose output goes to the norm.
     - `norm`: a `BatchNorm`, in inference mode (`eqx.nn.inference_mode`) or frozen.
-    - `state`: the state with the norm's running statistics; it stays valid.
+    - `state`: the state with the norm's running statistics, which stays valid.
 
     **Returns:** a new layer of the type of `linear`, with a bias.
 
-    **Raises:** `ValueError` with the reason if they cannot be folded.
+    **Raises:** `ValueError` with the reason if the two layers cannot be folded.
 
     Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
     `torch.nn.utils.fusion.fuse_conv_bn_eval`.
@@ -87,8 +87,8 @@ def fold_pairs(
     **Arguments:**
 
     - `model`, `state`: a model whose norms are in inference mode or frozen, and its state.
-    - `pairs`: the path of each norm, by the path of the linear layer before it.
-        `propose_pairs(model)` returns such a dictionary to begin with.
+    - `pairs`: a mapping from the path of each linear layer to the path of the norm after it.
+        `propose_pairs(model)` returns a first version of this mapping.
 
     **Returns:** the model with a `FoldedBatchNorm` in place of each folded norm, and the state
     without the statistics of the folded norms.
@@ -121,25 +121,25 @@ def propose_pairs(model: Any) -> dict[str, str]:
     ```
 
     A pair is a linear layer or convolution and the batch norm directly after it in the same
-    module, list or dictionary, with one channel for each output. Fields count in the order of
-    the class, entries of a dictionary by sorted keys.
+    module, list or dictionary, with one channel for each output. Fields are in the order of the
+    class, entries of a dictionary in the order of sorted keys.
 
-    **It cannot see** how the model calls its layers: a function between the two, in `__call__`
-    or in a static field; an output that also goes elsewhere; a norm that is called before its
-    convolution, or gets a sum. Delete such pairs, and compare the outputs once.
+    **`propose_pairs` cannot see** how the model calls its layers: a function between the two,
+    in `__call__` or a static field; an output that also goes elsewhere; a norm that is called
+    before its convolution, or gets a sum. Delete such pairs, and compare the outputs once.
 
-    **It leaves out** layers in different modules; two norms in a row, as where a block declares
-    its convolutions first and then its norms; and layers that `fold_pairs` refuses, which folds
-    all pairs or none. Add those that you know. (Norms of `eqx.nn` are proposed: `swap` them. Of
-    an ensemble, the pairs of each member are proposed.)
+    **No pair is proposed** for layers in different modules; for two norms in a row, as in a
+    block that declares all convolutions first; and for layers that `fold_pairs` refuses, which
+    folds all pairs or none. Add the pairs that you know. (Norms of `eqx.nn` are proposed:
+    `swap` them first. For an ensemble, the pairs apply to each member.)
 
     **Arguments:** `model`: any pytree of layers, in training or inference mode.
 
-    **Returns:** the path of each norm, by the path of the layer before it.
+    **Returns:** a dictionary from the path of each linear layer to the path of its norm.
     """
 
     def is_layer(node: Any) -> bool:
-        # Layers without arrays, such as one that pools, come between others, too.
+        # Layers without arrays, such as a pooling layer, also separate two layers.
         is_empty = node is not None and not jtu.tree_leaves(node)
         return is_empty or isinstance(node, (*_LINEAR, *_WRAPPERS, eqx.nn.BatchNorm))
 
@@ -155,14 +155,14 @@ def propose_pairs(model: Any) -> dict[str, str]:
 
 
 class FoldedBatchNorm(eqx.nn.StatefulLayer):
-    """Takes the place of a folded batch norm, and applies its `activation` if it had one."""
+    """Replaces a folded batch norm, and applies the norm's `activation`, if any."""
 
     activation: Activation | None = None
 
     def __call__(
         self, x: Array, state: Any = None, *, key: Any = None, inference: Any = None
     ) -> Any:
-        """Returns `x`, or its `activation` in the dtype of `x`, and the state if one is given;
+        """Returns `x`, or `activation(x)` in the dtype of `x`, and the state if one is given;
         the arguments are those of `BatchNorm` except `mask`."""
         del key, inference
         y = x if self.activation is None else self.activation(x).astype(x.dtype)
@@ -170,7 +170,7 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
 
 
 def _at(path: str, model: Any, kind: Any) -> Any:
-    """Returns the layer at a path; raises `ValueError` for none, and for one in a wrapper."""
+    """Returns the layer at a path; raises `ValueError` if it is missing or in a wrapper."""
     layers = layers_of(model, kind)
     if path not in layers:
         what = "batch norm" if kind is eqx.nn.BatchNorm else "linear layer or convolution"
@@ -228,5 +228,5 @@ def _mismatch(layer: Any, norm: Any) -> str | None:
 
 
 def _vector(array: Array | None) -> np.ndarray:
-    """Returns an array with one axis, in float64, or 0 if there is none."""
+    """Returns an array as a float64 vector; returns a vector of one 0 for `None`."""
     return np.asarray(0.0 if array is None else array, np.float64).reshape(-1)

@@ -48,7 +48,7 @@ def freeze(model: Model, where: Where | None = None) -> Model:
 def unfreeze(model: Model, where: Where | None = None) -> Model:
     """Returns the model with frozen batch norms that train again, from their statistics.
 
-    The last `eqx.nn.inference_mode` decides whether they are in training or inference mode.
+    The last `eqx.nn.inference_mode` decides whether a norm is in training or inference mode.
 
     **Arguments:** `model` and `where` as for `freeze`; by default all frozen layers.
 
@@ -61,11 +61,11 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
 
 
 def trainable(model: Any) -> Any:
-    """Returns for each leaf of any pytree whether it is trained.
+    """Returns whether each leaf of a pytree is trained.
 
     `eqx.partition(model, trainable(model))` separates trained leaves from the rest.
     `optax.adamw(1e-3, mask=trainable)` and `optax.masked(optimiser, trainable)` leave frozen
-    layers alone. (Pass the function to Optax, which would call a model of bools.)
+    layers alone. (Pass the function itself: Optax would call a model of bools.)
 
     **Returns:** a pytree of bools: `True` for float and complex arrays except frozen ones.
     """

@@ -1,7 +1,7 @@
 """Finds and replaces layers in a model, together with their entries in the state.
 
-Only this file knows how a state names its entries, that an ensemble (`eqx.filter_vmap`) has
-more axes, and that layers may share a state.
+Only this file handles the names of a state's entries, the additional axes of an ensemble
+(`eqx.filter_vmap`), and layers that share a state.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
-    """Returns the layers of a kind by their paths, as `layers[1].norm`, however nested. Raises
-    `ValueError` for a state."""
+    """Returns the layers of a kind, however nested, by their paths, such as `layers[1].norm`.
+    Raises `ValueError` for a state."""
     if isinstance(model, eqx.nn.State):
         raise ValueError(
             "The model given is an eqx.nn.State, which holds only running statistics. Pass the "
@@ -37,8 +37,8 @@ def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
 
 
 def chosen(layers: dict[str, Any], where: Where | None, verb: str, what: str) -> dict[str, Any]:
-    """Returns those of the layers for which `where(path, layer)` is true; raises `ValueError`
-    if there are none: "nothing to `verb`: the model holds no `what`"."""
+    """Returns the layers for which `where(path, layer)` is true. If there is none, raises
+    `ValueError`: "nothing to `verb`: the model holds no `what`"."""
     if where is not None and not callable(where):
         raise ValueError(
             f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
@@ -63,8 +63,8 @@ def with_nodes(model: Model, nodes: Mapping[str, Any]) -> Model:
 
 
 def copied(layer: Any, **changed: Any) -> Any:
-    """Returns the layer with other values in some fields, static ones too. Nothing is checked,
-    so the layer may be a part of one, from `eqx.partition` or an optimiser state."""
+    """Returns the layer with other values in some fields, also static ones. Nothing is checked,
+    so the layer may be incomplete, as from `eqx.partition` or in an optimiser state."""
     new = object.__new__(type(layer))
     for field, value in _fields(layer).items():
         object.__setattr__(new, field, changed.get(field, value))
@@ -72,7 +72,7 @@ def copied(layer: Any, **changed: Any) -> Any:
 
 
 def at_offset(layer: Any, weight_offset: float) -> Any:
-    """Returns a norm with another `weight_offset`, and the weight for which it is the same."""
+    """Returns a norm with another `weight_offset`, and a weight that leaves outputs equal."""
     weight, change = layer.weight, layer.weight_offset - weight_offset
     if weight is not None and change:
         weight = (widened(weight) + change).astype(weight.dtype)
@@ -88,8 +88,8 @@ def replaced(
 ) -> tuple[Model, eqx.nn.State]:
     """Returns the model with `make(layer)` in place of these layers, and a state that fits it.
 
-    `carry(old, new, *entries)` returns the entries of a new layer, given those of the old one,
-    in the order of the layers' fields. Every error names the layer.
+    `carry(old, new, *entries)` returns the entries of the new layer, given the entries of the
+    old layer, in the order of the layers' fields. Every error names the layer.
     """
     before, after, nodes = checked(model, state), dict[Any, Any](), dict[str, Any]()
     dropped = set[Any]()
@@ -113,16 +113,16 @@ def replaced(
 
 
 def over_members(function: Function, number: Any) -> Function:
-    """Returns the function mapped over the members of an ensemble, each of which has one of
-    `number`; there are none if this is a scalar."""
+    """Returns the function mapped over the members of an ensemble: over each axis of `number`,
+    which has one value for each member, or is a scalar for a single layer."""
     for _ in range(jnp.ndim(number)):
         function = jax.vmap(function)
     return function
 
 
 def axes_in_front(layer: Any) -> int:
-    """Returns how many axes more the weight of a norm, linear layer, convolution or embedding
-    has than that of one layer, as in an ensemble."""
+    """Returns the number of additional axes of the weight of a norm, linear layer, convolution
+    or embedding: 0 unless the layer is stacked, as in an ensemble."""
     is_vector = isinstance(layer, eqx.nn.BatchNorm | eqx.nn.GroupNorm)
     shape = getattr(layer, "shape", (None,) if is_vector else (None, None))
     axes = len(shape) + getattr(layer, "num_spatial_dims", 0)
@@ -146,7 +146,7 @@ def check_single(*layers: Any) -> None:
 
 def untraced(*given: Any) -> None:
     """Raises `ValueError` inside of `jax.jit`, and if arrays in these trees are traced."""
-    # Inside of jit new arrays are traced, too, and so is what is computed of any array.
+    # Inside of jit, new arrays and all results computed from arrays are traced, too.
     if any(isinstance(a, Tracer) for a in jax.tree.leaves((given, jnp.zeros(())))):
         raise ValueError(
             "This function reads the values of arrays, which are unknown while jax.jit, vmap "
@@ -155,7 +155,7 @@ def untraced(*given: Any) -> None:
 
 
 def checked_mapping(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
-    """Returns a mapping from paths to names; raises `ValueError`, with the hint, for others."""
+    """Returns a mapping from paths to names; raises `ValueError` with the hint otherwise."""
     if not isinstance(names, Mapping):
         raise ValueError(f"{argument}={names!r} is no mapping of {hint}")
     for pair in names.items():
@@ -170,8 +170,8 @@ def checked(model: Any, state: Any) -> dict[Any, Any]:
     norms, values = layers_of(model, eqx.nn.BatchNorm), entries(state)
     for path, norm in norms.items():
         held = jax.tree.leaves([values.get(i.marker) for i in _indices(norm).values()])
-        # The last is a vector in one layer: two counts, or the variance of Equinox's. Without
-        # weights nothing tells an ensemble from a stacked state.
+        # The last array of one layer is a vector: two counts, or the variance of Equinox's
+        # norm. Without weights, an ensemble cannot be distinguished from a stacked state.
         if held and eqx.is_array(norm.weight) and held[-1].ndim > max(1, norm.weight.ndim):
             with located(path, norm):
                 shape = norm.weight.shape
@@ -181,7 +181,7 @@ def checked(model: Any, state: Any) -> dict[Any, Any]:
 
 def entries(state: eqx.nn.State) -> dict[Any, Any]:
     """Returns the entries of a state by the markers of its indices; the state stays valid.
-    Raises `ValueError` for what is no state."""
+    Raises `ValueError` for another object."""
     values, markers = checked_state(state).tree_flatten()
     return dict(zip(markers, values, strict=True))
 
@@ -189,9 +189,9 @@ def entries(state: eqx.nn.State) -> dict[Any, Any]:
 def state_of(
     model: Any, values: Mapping[Any, Any], dropped: Collection[Any] = ()
 ) -> eqx.nn.State:
-    """Returns a state with these entries, in the order of the model's indices, as in
-    `make_with_state`; checkpoints have this order. Entries without an index come last, except
-    those to be dropped."""
+    """Returns a state with these entries, in the order of the model's indices, which is the
+    order of `make_with_state` and of checkpoints. Entries without an index come last; those in
+    `dropped` are left out."""
     indices = layers_of(model, eqx.nn.StateIndex).values()
     order = [index.marker for index in indices if index.marker in values]
     order = dict.fromkeys([*order, *(marker for marker in values if marker not in dropped)])
@@ -232,9 +232,9 @@ def _indices(layer: Any) -> dict[str, Any]:
 def _renamed(indices: Mapping[str, Any], field: str) -> eqx.nn.StateIndex[Any]:
     """Returns an index for a field of a new layer, given the indices of the old one.
 
-    A marker that is a string ends in the name of its field, `Model.norm.batch_counter`. A new
-    one differs only in that end, so it is the one that `make_with_state` would give. Layers
-    with equal markers share a state, and their new markers are equal, too.
+    A marker that is a string ends with the name of its field, `Model.norm.batch_counter`. Only
+    this end is replaced, so the new marker is the marker that `make_with_state` would give.
+    Layers with equal markers share a state, and their new markers are equal, too.
     """
     first, index = next(iter(indices.items()))
     if isinstance(index.marker, str):

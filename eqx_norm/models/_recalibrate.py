@@ -57,9 +57,9 @@ def recalibrate(
 
     **Arguments:**
 
-    - `model`: in training or inference mode. Its batch norms use batch statistics in either,
-        except frozen ones; other layers follow the mode (inference mode turns dropout off).
-    - `state`: stays valid; only the entries of these batch norms change.
+    - `model`: in training or inference mode. Its batch norms, except frozen ones, use batch
+        statistics in both modes; other layers follow the mode (dropout is off in inference).
+    - `state`: stays valid; only the entries of these batch norms change in the new state.
     - `batches`: any iterable, read once, so `tqdm(batches)` shows progress. It yields arrays
         whose first axis is the batch axis, or tuples `(x, ...)`, of which `x` is used; with
         `forward`, anything that `forward` takes.
@@ -67,7 +67,7 @@ def recalibrate(
         state, alone or last in a tuple. The default is `jax.vmap(model, axis_name=...,
         in_axes=(0, None), out_axes=(0, None))(x, state)`. It is compiled once for each shape.
 
-    **Returns:** the new state, in which the counts of accepted and rejected batches go on.
+    **Returns:** the new state; the counts of accepted and rejected batches are continued.
 
     **Raises:** `ValueError` if there are no batches or no batch norms, if no batch norm got a
     finite batch, if a strategy cannot `load`, or for an ensemble without `forward`. As in
@@ -125,8 +125,8 @@ def recalibrate(
 
 
 def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
-    """Returns an empty memory; before any data is read, raises for a strategy that cannot take
-    over what will be learnt."""
+    """Returns an empty memory. Raises, before any data is read, for a strategy that cannot
+    `load` the new statistics."""
 
     def one(statistics: Any) -> Any:
         sizes = old.input_size, _memory.dtype_of(statistics)
@@ -138,7 +138,7 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
     return (with_statistics(old, memory, statistics),)
 
 
-# Compiled once for all calls with the same forward.
+# `_step` is compiled once for all calls with the same forward.
 @eqx.filter_jit
 def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.nn.State:
     """Returns the state after one batch."""

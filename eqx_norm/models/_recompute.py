@@ -2,13 +2,13 @@
 
 from typing import Any
 
-# These passes of a norm write vectors, which are kept; the norm's outputs are recomputed.
+# These passes of a norm write vectors, which are saved; the norm's outputs are recomputed.
 _VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_sums"
 _KEPT = frozenset(f"conv_general_dilated dot_general ragged_dot_general {_VECTORS}".split())
 
 
 def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
-    """Tells `jax.checkpoint` to keep costly results and to recompute the outputs of norms.
+    """Tells `jax.checkpoint` to save costly results and to recompute the outputs of norms.
 
     ```python
     @functools.partial(jax.checkpoint, policy=eqx_norm.models.recompute_outputs)
@@ -16,11 +16,11 @@ def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
         ...
     ```
 
-    For the backward pass of `conv -> norm -> relu -> conv`, JAX by itself keeps two arrays: the
-    inputs of the norm and of the second convolution. The second is an elementwise function of
-    the first, so this policy recomputes it: JAX keeps only the results of convolutions and
-    matrix products, and vectors of the norms. The ReLU may be the norm's `activation=` or
-    follow it, and a residual connection may follow.
+    For the backward pass of `conv -> norm -> relu -> conv`, JAX by default saves two arrays:
+    the inputs of the norm and of the second convolution. The second array is an elementwise
+    function of the first, so this policy recomputes the second array. JAX then saves only the
+    results of convolutions and matrix products, and vectors of the norms. The ReLU may be the
+    norm's `activation=` or follow the norm, and a residual connection may follow.
 
     **Arguments:** JAX passes each `primitive` with its `arrays` and `parameters`, which this
     policy ignores.

@@ -39,16 +39,16 @@ def reconfigure(
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
         `weight_offset`, `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The
         other layers have `eps`, `activation`, `implementation` and `weight_offset`, and ignore
-        the rest. A new `weight_offset` changes the weight, and outputs stay. An approach given
+        the rest. A new `weight_offset` changes the weight, not the outputs. An approach given
         by name keeps the layer's momentum. `approach` may also be a function of the layer's
         strategy: `approach=lambda strategy: Accumulated(strategy, every=4)`. A frozen layer
         stays frozen: its approach changes inside of `Frozen`; `unfreeze` makes it train.
 
     **Returns:** a new model and a new state, with the tree structure of a model made with these
-    settings. The running statistics are carried over, so inference is as before; a layer that
-    has seen no batch is as new. Between named approaches the memory (the strategy's running
-    statistics) stays the same to the bit; other strategies convert it by `load`. A new
-    `unbiased=` applies to later batches only.
+    settings. The running statistics are carried over, so inference gives the same results; a
+    layer that has seen no batch becomes a new layer. Between named approaches the memory (the
+    strategy's running statistics) stays bitwise equal; other strategies `load` the statistics.
+    A new `unbiased=` applies to later batches only.
 
     **Raises:** `ValueError` if no layer is chosen, for a setting that no chosen layer has, for
     an invalid value, for a strategy without `load`, and for a state of another model.

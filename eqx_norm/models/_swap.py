@@ -25,7 +25,7 @@ from ._layers import (
 )
 from ._reconfigure import reconfigure
 
-# The norms of one example.
+# Maps Equinox's norms of one example to this package's.
 TO_OURS: dict[Any, Any] = {
     eqx.nn.LayerNorm: LayerNorm,
     eqx.nn.GroupNorm: GroupNorm,
@@ -49,7 +49,7 @@ def swap(
     Each `eqx.nn.BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm`, however nested, becomes the
     layer of that name in `eqx_norm`, with its weights, settings and statistics. The rest of the
     model and the state does not change. To use a checkpoint of a model with Equinox's layers,
-    read it with these layers and swap them:
+    read the checkpoint into that model, and then swap the layers:
 
     ```python
     model, state = eqx.nn.make_with_state(build)(key)
@@ -65,8 +65,8 @@ def swap(
       r_t = \frac{h_t - m^t}{1 - m^t}, \qquad w_t = 1 - m^t,$$
 
     where $r_t$ is the average of the batches' variances and $w_t$ its weight in later averages.
-    $r_t$ is accurate to about 1e-7 / (1 - m) of the larger of 1 and the variance, because $h_t$
-    is float32. Equinox's running mean starts at 0 and needs only the division by $w_t$.
+    The error of $r_t$ is about 1e-7 / (1 - m) times the larger of 1 and the variance, because
+    $h_t$ is float32. Equinox's running mean starts at 0 and needs only the division by $w_t$.
 
     **Arguments:**
 
@@ -108,7 +108,7 @@ def refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
 
 
 def converted(layer: Any, kind: Any) -> Any:
-    """Returns a norm of one example as a layer of another class, with the fields of both."""
+    """Converts a norm of one example to another class, with the fields that both share."""
     has_groups = kind in (GroupNorm, eqx.nn.GroupNorm)
     new = kind(1, 1, layer.eps) if has_groups else kind(1, layer.eps)
     names = {field.name for field in dataclasses.fields(new)}
@@ -127,7 +127,7 @@ def _ours(layer: Any) -> Any:
 
 
 def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Remembered]:
-    """Returns the memory, given the count, or whether the layer is new, and the statistics."""
+    """Returns the memory, given the count (`ema`: whether the layer is new) and statistics."""
     if len(entries) != 2:
         raise ValueError(
             "eqx.nn.Shared shares an index of this layer, which swap cannot follow. Share the "
@@ -139,7 +139,7 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Rememb
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
         fresh = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
-        if old.mode == "ema":  # it does not count
+        if old.mode == "ema":  # has no count of batches
             fresh, count = fresh & count, jnp.zeros((), jnp.int32)
         learnt = Running.loaded(*_debiased(old.momentum, count, mean, variance))
         batches = jnp.where(count == 0, learnt.batches, count.astype(learnt.batches.dtype))
@@ -153,11 +153,11 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Rememb
 def _debiased(
     momentum: float, count: Array, mean: Array, variance: Array
 ) -> tuple[Array, Array]:
-    """Returns mean and variance of the statistics that `mode="batch"` has kept."""
+    """Returns the debiased mean and variance for the statistics that `mode="batch"` stores."""
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)
     weight = jnp.where(count == 0, 1, -jnp.expm1(steps * math.log(momentum)))
-    # The rest of the initial 1, which decays by the momentum in the dtype of the statistics.
+    # The initial 1 decays by the momentum, rounded to the dtype of the statistics.
     decay = max(float(np.asarray(momentum, variance.real.dtype)), math.ulp(0))
     with jax.numpy_dtype_promotion("standard"):
         started = jnp.where(count == 0, 0, jnp.exp(steps * math.log(decay)))

@@ -1,4 +1,4 @@
-"""Defines `from_torch` and `to_torch`, which convert weights and statistics of PyTorch."""
+"""Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -39,24 +39,24 @@ def from_torch(
     copied as they are stored: make the layers of a model that multiplies by `1 + weight`, such
     as Gemma, with `weight_offset=1.0`.
 
-    **Layers are matched** by equal names, such as `layers[1].norm` and `layers.1.norm`, where
-    `names` does not say otherwise. It is one of:
+    **Layers are matched** by equal names, such as `layers[1].norm` and `layers.1.norm`, unless
+    `names` says otherwise. `names` is one of:
 
     - a mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
-        (`layer1.0.bn1`), or a function from the one to the other. For a `DataParallel` pass
+        (`layer1.0.bn1`), or a function from a path to a prefix. For a `DataParallel` pass
         `{"": "module"}`; `{"head": None}` leaves the head unchanged;
-    - `"order"`: layers without an equal name are matched by order, among those whose arrays
-        have the same names and shapes. Where PyTorch declares such layers in another order they
+    - `"order"`: layers without an equal name are matched by order, among layers whose arrays
+        have the same names and shapes. If PyTorch declares such layers in another order, they
         are exchanged: read `report.matched`, edit it, and pass it as `names`.
 
-    **It loads** the norms of this package; Equinox's `LayerNorm`, `GroupNorm`, `RMSNorm`,
-    `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has another layout) and
-    `PReLU`; and arrays outside of these layers, by name. Arrays keep the dtype of the model;
-    statistics are float32 or better.
+    **Layers that can be loaded** are the norms of this package; Equinox's `LayerNorm`,
+    `GroupNorm`, `RMSNorm`, `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has
+    another layout) and `PReLU`. Arrays outside of these layers are loaded by name. Arrays keep
+    the dtype of the model; statistics are float32 or better.
 
-    **Statistics** are loaded without debiasing: as in PyTorch, the mean of 0 and variance of 1
-    of an untrained layer count like others in further training. The count of accepted batches
-    becomes `num_batches_tracked`, or 0 if there is none.
+    **Statistics** are loaded without debiasing: as in PyTorch, further training averages the
+    mean of 0 and variance of 1 of an untrained layer like other statistics. The count of
+    accepted batches becomes `num_batches_tracked`, or 0 if there is none.
 
     **Arguments:**
 
@@ -114,7 +114,7 @@ def to_torch(
 
     The running mean and variance are those that inference uses, whatever the approach; before
     any batch they are 0 and 1. `num_batches_tracked` is the number of accepted batches. Arrays
-    that `from_torch` loaded come back to the bit. Weights are copied without `weight_offset`:
+    from `from_torch` are returned bitwise equal. Weights are copied without `weight_offset`:
     PyTorch's own layers need `reconfigure(model, state, weight_offset=0.0)` first.
 
     **Arguments:**
@@ -137,7 +137,7 @@ def to_torch(
                 f"{slot.path!r} and another array would both be {key!r}. Give their layers "
                 "different names by names=."
             )
-        # Writeable and contiguous, as `torch.from_numpy` requires.
+        # `torch.from_numpy` requires writeable and contiguous arrays.
         array = slot.to_torch(np.asarray(slot.array))
         dtype = np.float32 if array.dtype.kind == "V" else None
         state_dict[key] = np.array(array, dtype, order="C")
@@ -168,7 +168,7 @@ def _arrays(state_dict: Any) -> tuple[dict[str, np.ndarray], list[str]]:
 
 
 def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
-    """Returns PyTorch's array as the model holds it; raises `ValueError` if it does not fit."""
+    """Converts PyTorch's array for the model; raises `ValueError` if the array does not fit."""
     if array.shape != slot.shape:
         raise ValueError(f"{key} has the shape {array.shape}, not {slot.shape} as here")
     if key.endswith(COUNT) and not (
@@ -180,7 +180,7 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
         )
     dtype = slot.array.dtype
     with np.errstate(over="ignore"):
-        # A copy, because PyTorch updates its arrays in place.
+        # The array is copied, because PyTorch updates its arrays in place.
         new = jnp.asarray(slot.from_torch(array).astype(dtype, order="C"))
     may_be_infinite = not (key.endswith((MEAN, VARIANCE)) or np.isfinite(array).all())
     if not (may_be_infinite or jnp.isfinite(new).all()):

@@ -1,4 +1,4 @@
-"""Lists the arrays of a model as PyTorch has them, and matches them with a `state_dict`."""
+"""Lists a model's arrays by PyTorch's names, and matches the arrays with a `state_dict`."""
 
 import re
 from collections import defaultdict
@@ -25,7 +25,7 @@ MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
 
 
 class TorchReport(NamedTuple):
-    """Reports what `from_torch` loaded from where; prints as a table.
+    """Reports which layers `from_torch` loaded from which prefixes; prints as a table.
 
     **Fields:**
 
@@ -56,11 +56,11 @@ class TorchReport(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Holds an array, and converts its layout from PyTorch's and to it.
+    """Holds an array, and converts its layout from and to PyTorch's.
 
-    **Fields:** `path`: of the array in the model, or of a statistic as if it were there;
-    `is_flat`: whether PyTorch's array has one axis; `groups`: those of a transposed
-    convolution, for its weight.
+    **Fields:** `path`: the array's path in the model, or the norm's path and a statistic's
+    name; `is_flat`: whether PyTorch's array has one axis; `groups`: for the weight of a
+    transposed convolution, the number of groups.
     """
 
     path: str
@@ -80,8 +80,8 @@ class Slot(NamedTuple):
         return array.reshape(-1) if self.is_flat else self._turned(array)
 
     def _turned(self, weight: np.ndarray) -> np.ndarray:
-        """Converts the weight of a transposed convolution, either way: Equinox stores that of
-        the convolution it computes, PyTorch of the one whose transpose it computes."""
+        """Converts the weight of a transposed convolution, in either direction: Equinox stores
+        the weight of the computed convolution, PyTorch of the convolution to transpose."""
         if self.groups is None:
             return weight
         first, second, *kernel = weight.shape
@@ -90,12 +90,12 @@ class Slot(NamedTuple):
         return weight.swapaxes(1, 2).reshape(second * self.groups, -1, *kernel)
 
 
-# By the path of a layer, then by PyTorch's name; an array outside of layers has the name "".
+# The keys are a layer's path, then PyTorch's name, which is "" for an array outside of layers.
 Slots = dict[str, dict[str, Slot]]
 
 
 def _nodes_of(model: Any, above: jtu.KeyPath = ()) -> dict[str, Any]:
-    """Returns the layers that PyTorch may have, and the arrays outside of them, by path."""
+    """Returns the layers that PyTorch may have, and the arrays outside of layers, by path."""
     nodes, owner = dict[str, Any](), path_of(above)
 
     def is_inner(node: Any) -> bool:
@@ -154,8 +154,8 @@ def match(
     names: Names,
     by_order: bool,
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
-    """Returns which layers and which entries of a `state_dict` belong together, and the arrays
-    of all layers that `names` does not leave out, by their keys."""
+    """Matches layers with the entries of a `state_dict`. Returns the report, and the keys and
+    arrays of all layers that `names` does not leave out."""
     if state is not None:
         checked(model, state)
     nodes = _nodes_of(model)
@@ -182,8 +182,8 @@ def match(
 
 
 def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], list[str]]:
-    """Returns PyTorch's prefix for each path, and the paths that `names` leaves out, whose
-    prefix is the one that all of what is left out with them would have otherwise."""
+    """Returns PyTorch's prefix for each path, and the paths that `names` leaves out. A path
+    that is left out gets the prefix of the whole part of the model that is left out."""
     hint = (
         "paths to PyTorch's prefixes, such as the report.matched of from_torch, and no "
         'function that returns prefixes. (names="order" is for from_torch.)'
@@ -196,9 +196,9 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
             f"names has {unused}, but no layer's path begins so. The paths are "
             f"{listed(map(repr, dotted))}."
         )
-    # Of a path written in two ways the last one decides: `report.matched | {...}` adds it.
+    # If a path is written in two ways, the last entry decides, as in `report.matched | {...}`.
     rules = {_dotted(part): prefix for part, prefix in pairs.items()}
-    rules = sorted(rules.items(), key=lambda rule: len(rule[0]), reverse=True)  # the longest
+    rules = sorted(rules.items(), key=lambda rule: len(rule[0]), reverse=True)  # longest first
     prefixes, skipped = dict[str, str](), list[str]()
     for path, name in dotted.items():
         applicable = [rule for rule in rules if _begins(name, rule[0])]
@@ -216,8 +216,8 @@ def _key(prefix: str, name: str) -> str:
 def _by_order(
     slots: Slots, arrays: Mapping[str, np.ndarray], taken: Container[str]
 ) -> dict[str, str]:
-    """Returns prefixes of layers by order, in each group whose arrays have the same names and
-    shapes, if it is equally large in the model and the `state_dict`."""
+    """Returns prefixes of layers, matched by order within each group of equal names and shapes,
+    if the model and the `state_dict` have equally many such layers."""
     ours = {
         path: {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
         for path, layer in slots.items()

@@ -28,8 +28,8 @@ def unswap(
 
     **Statistics** are set such that inference in Equinox uses the same mean and variance.
     Equinox's `mode="batch"` divides them by $1 - m^t$, which is wrong for few batches (see
-    `swap`). So `unswap` raises its count $t$ of batches until $1 - m^t$ rounds to 1, where it
-    is below about 18 / (1 - m). Later batches then weigh less than they would have.
+    `swap`). If the count $t$ of batches is below about 18 / (1 - m), `unswap` therefore raises
+    it until $1 - m^t$ rounds to 1. Later batches then weigh less than with the original count.
 
     **Arguments:**
 
@@ -39,7 +39,7 @@ def unswap(
     - `where`: as for `swap`; by default all layers of this package.
 
     **Returns:** a new model and a new state, with the tree structure of a model made with
-    Equinox's layers. A layer that has seen no batch is as new. A `weight_offset` is added to
+    Equinox's layers. A layer without batches becomes a new layer. A `weight_offset` is added to
     the weight. Equinox's layers have no `unbiased`, `implementation`, `memory_axis_name` and
     counts of batches, so these are lost, and Equinox's known errors apply again.
 
@@ -93,9 +93,9 @@ def _mode(layer: BatchNorm) -> str:
 def _carry_back(
     old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the count, or whether the layer is new, and the statistics."""
+    """Returns the count (`ema`: whether the layer is new) and the statistics."""
     bits = jnp.finfo(float).nmant + 3
-    # After so many batches 1 - m^t rounds to 1.
+    # After this number of batches, 1 - m^t rounds to 1.
     many = min(math.ceil(-bits * math.log(2) / math.log(new.momentum)), 2**31 - 1)
 
     def one(memory: Remembered, accepted: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -1,7 +1,7 @@
 """Makes the layers to compare: this package's, Equinox's, Flax's and PyTorch's.
 
-Each is used as its users would use it. Layers in JAX all become a `Layer`, functions of plain
-arrays, so that each call has the same Python overhead. PyTorch runs eagerly, by separate
+Each layer is used as its users would use it. Layers in JAX all become a `Layer`, functions of
+plain arrays, so that each call has the same Python overhead. PyTorch runs eagerly, by separate
 functions.
 
     made = peers.batch_norm("Flax", channels=64, momentum=0.9, eps=1e-5)
@@ -60,7 +60,7 @@ INSTANCE_NORM = "InstanceNorm"  # in Equinox, a group norm with a group for each
 GROUPS = 8  # of a group norm
 AXIS = "batch"  # the mapped axis of layers that take one example
 Affine = tuple[Any, Any]  # weight and bias, or `None`
-# From (weight and bias, memory, x), and a mask if the layer takes one, to y and the new memory.
+# Maps (weight and bias, memory, x), and a mask if the layer takes one, to y and the new memory.
 Apply = Callable[..., tuple[Array, Any]]
 
 
@@ -73,7 +73,7 @@ class Layer(NamedTuple):
     memory: tuple[Array, ...]  # before the first batch
     train: Apply
     evaluate: Apply
-    # From the memory to running mean, running variance, and other statistics.
+    # Maps the memory to running mean, running variance, and other statistics.
     statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
 
 
@@ -104,8 +104,8 @@ def batch_norm(
 
     `momentum` is the share of the running statistics that a batch keeps. With
     `channel_axis=-1`, for Flax only, `x` is `[N, *spatial, channels]`. The activation is part
-    of this package's layer; it follows `OURS_SEPARATE` and the others, and its output has the
-    dtype of x.
+    of this package's layer, and follows the layer for `OURS_SEPARATE` and other libraries. The
+    activation's output has the dtype of x.
     """
     options: Any = {"momentum": momentum, "eps": eps}
     if package(name) == "eqx_norm":
@@ -166,7 +166,7 @@ def example_norm(
         if kind == GROUP_NORM:
             options = {"num_groups": GROUPS}
         options["use_scale"] = affine[0] is not None
-        if kind != RMS_NORM:  # which has none
+        if kind != RMS_NORM:  # which has no bias
             options["use_bias"] = affine[1] is not None
         y, _ = _apply_flax(kind, name, x, affine, {}, epsilon=eps, **options)
         return y, memory
@@ -249,7 +249,7 @@ def forward_and_backward(
 ) -> Callable[..., Any]:
     """Returns a function from (weight and bias, memory, x, dy) to y, memory and gradients.
 
-    It is a new function each time, so `jax.jit` compiles it. With `apart`, dy is available only
+    The function is new each time, so `jax.jit` compiles it. With `apart`, dy is available only
     after y, as in a network. If `frozen`, weight and bias have no gradients.
     """
 
@@ -270,7 +270,7 @@ def forward_and_backward(
 
 @functools.cache
 def torch() -> Any:
-    """Returns the package, set to use as many threads as XLA."""
+    """Returns the package torch, set to use as many threads as XLA."""
     package = importlib.import_module("torch")
     package.set_num_threads(report.cores())
     return package
@@ -278,7 +278,7 @@ def torch() -> Any:
 
 def tensor(values: NDArray[Any]) -> Any:
     """Returns a tensor of these values and their dtype, bfloat16 included."""
-    # Through float64, which keeps the values, because torch cannot read NumPy's bfloat16.
+    # The values go through float64, exactly, because torch cannot read NumPy's bfloat16.
     copied = torch().from_numpy(np.array(values, np.float64, order="C"))
     return copied.to(getattr(torch(), values.dtype.name))
 
@@ -294,8 +294,8 @@ def function(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns a layer as a function, and its arguments, which include the given arrays.
 
-    It is a layer of that kind, or a batch norm and ReLU for `None`. In training it returns y,
-    memory and ((dweight, dbias), dx), in inference y.
+    The layer is of that kind, or a batch norm and ReLU for `None`. In training the function
+    returns y, memory and ((dweight, dbias), dx), in inference y.
     """
     x, dy, *affine = given
     # Channels are the last axis in Flax, by default.
@@ -329,7 +329,7 @@ def _norm_in_torch(kind: str | None, x: Any, weight: Any, bias: Any, **batch_nor
 
 
 def program_of_torch(batch: Batch, kind: str | None, train: bool, device: str) -> Program:
-    """Returns the same in eager PyTorch."""
+    """Returns a program that runs a layer, as `function` does, in eager PyTorch."""
     arrays: Any = (None if v is None else tensor(v).to(device) for v in batch)
     x, dy, weight, bias = arrays
     options: dict[str, Any] = {}
@@ -357,8 +357,8 @@ def program_of_torch(batch: Batch, kind: str | None, train: bool, device: str) -
 
 
 def answer(kind: str | None, name: str, batch: Batch) -> Answer:
-    """Returns, in float64, a layer's answer in a training step: of this kind, without the
-    variance, or of a batch norm for `None`."""
+    """Returns a layer's answer in a training step, in float64. The layer is of this kind, which
+    has no variance, or a batch norm for `None`."""
     if package(name) == "torch":
         return _in_torch(kind, batch)
     # Flax's batch norm has the channels last by default.
@@ -373,7 +373,7 @@ def answer(kind: str | None, name: str, batch: Batch) -> Answer:
     return _answer(y, variance, dx, *affine)
 
 
-# Cached, so that a step is compiled once for all batches of a shape.
+# `_step` is cached, so that a step is compiled once for all batches of a shape.
 @functools.cache
 def _step(
     double: bool, kind: str | None, name: str, shape: tuple[int, ...]
@@ -385,7 +385,7 @@ def _step(
     if kind is not None:
         layer = example_norm(kind, name, shape, eps=EPS)
     else:
-        # This package rejects a momentum of 0, and stores the first batch unchanged at any.
+        # This package rejects a momentum of 0. It always stores the first batch unchanged.
         momentum = 0.5 if package(name) == "eqx_norm" else 0.0
         axis = -1 if package(name) == "flax" else 1
         layer = batch_norm(name, shape[0], momentum=momentum, eps=EPS, channel_axis=axis)

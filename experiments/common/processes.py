@@ -1,4 +1,4 @@
-"""Starts an experiment's script again, in processes of their own, which compare bits."""
+"""Starts an experiment's script again in separate processes, and fingerprints arrays."""
 
 import json
 import os
@@ -22,12 +22,12 @@ def start(
 ) -> tuple[int, Any]:
     """Runs `python -m experiments.NAME --run JSON` with a number of CPU devices.
 
-    Returns the exit status, which must not be 0 if it `fails`, and what the last line says.
+    Returns the exit status, which must not be 0 if `fails`, and the value in the last line.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={devices}"
     variables: Any = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
     described = json.dumps(run._asdict())
     ended = python("-m", f"experiments.{name}", "--run", described, fails=fails, **variables)
-    # The last line: Gloo prints some before.
+    # The value is in the last line, because Gloo prints lines before.
     return ended.returncode, json.loads(ended.stdout.splitlines()[-1])

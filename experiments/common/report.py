@@ -122,7 +122,7 @@ def publish(
 
 
 def environment(*plugins: str) -> dict[str, Any]:
-    """Returns what the digits of results depend on; nothing in it identifies the machine.
+    """Returns properties on which digits of results depend; none identifies the machine.
 
     `plugins` are further packages to name, which are not imported.
     """

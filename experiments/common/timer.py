@@ -1,6 +1,6 @@
 """Times programs in turns: each once in every round, in a new random order.
 
-Other load of the machine then affects all of them equally, so the ratio of two medians is more
+Other load of the machine then affects all programs equally, so the ratio of two medians is more
 reliable than either median. Compilation is timed in turns, too. A program may be in a process
 of its own.
 """
@@ -112,7 +112,7 @@ def _until_idle() -> None:
 
 
 def _end_with_parent() -> None:
-    """Lets a process end when its parent is killed; else the pool ends it."""
+    """Ends this process if its parent is killed; otherwise the pool ends this process."""
     gc.disable()
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -135,7 +135,7 @@ class Remote:
         return self.pool.submit(function, *arguments).result()
 
     def make(self, factory: Callable[..., Program], *arguments: Any) -> Self:
-        """Makes its program, by a function that the process can import."""
+        """Makes the program, by a function that the process can import."""
         self._run(_make, factory, *arguments)
         return self
 
@@ -152,13 +152,13 @@ def interleave(
 ) -> dict[Key, NDArray[np.float64]]:
     """Returns the milliseconds of each program in each round, and shows a progress bar.
 
-    On a CPU it waits for each call, which would otherwise overlap with the next. A GPU runs
-    calls one by one while the host issues the next, so it waits only for the last.
+    On a CPU the timer waits for each call, which would otherwise overlap with the next. A GPU
+    runs calls one by one while the host issues the next, so the timer waits for the last only.
 
     Each timing starts after as many untimed calls, because the program before left its data in
     the caches, and threads that have slept are not on all cores at once. A `cold` timing is of
-    one call, after an array of twice the size of the caches has filled them (with half of it,
-    parts of x stay there; with double, times do not change).
+    one call, after an array of twice the size of the caches has filled the caches (with half of
+    this size, parts of x stay in the caches; with double, times do not change).
     """
     each = jax.default_backend() == "cpu"
     shuffle = random.Random(0).shuffle
@@ -195,8 +195,8 @@ def compile_in_turns(
 ) -> dict[Key, Compiled]:
     """Compiles functions for their arguments.
 
-    JAX's caches are cleared before each, so that the order does not matter, and garbage is
-    collected before, not meanwhile.
+    Before each compilation JAX's caches are cleared, so that the order does not matter, and
+    garbage is collected; during a compilation it is not.
     """
     seconds: dict[Key, list[float]] = {key: [] for key in functions}
     compiled = {}

@@ -1,13 +1,13 @@
-"""Counts what a compiled program moves to and from a device's memory, from its optimised HLO.
+"""Counts the memory traffic of a compiled program from its optimised HLO.
 
     sum(traffic.moved(program.as_text()).values())  # in bytes
 
-Every operation of the entry computation that is not a mere view reads each operand from memory
-once (or slices of it), and writes its result there. What is fused into it moves nothing, nor
-does an array whose layout says S(1): it is in the fast memory of a TPU's core. The count
-ignores caches, padding, and access patterns that waste bandwidth. JAX's `cost_analysis()`
-(0.12.0.1) needs a GPU; on a CPU it counts this package's kernel as nothing, and an operand that
-an operation reads in two places twice.
+Every operation of the entry computation that is not a mere view reads each operand (or slices
+of an operand) from memory once, and writes its result to memory. Fused operations have no
+traffic, nor has an array whose layout says S(1): it is in the fast memory of a TPU's core. The
+count ignores caches, padding, and access patterns that waste bandwidth. JAX's `cost_analysis()`
+(0.12.0.1) needs a GPU; on a CPU it counts nothing for this package's kernel, and twice an
+operand that an operation reads in two places.
 """
 
 import math
@@ -15,7 +15,7 @@ import re
 from typing import NamedTuple
 
 _VIEWS = {"constant", "get-tuple-element", "opt-barrier", "parameter", "tuple"}
-_SAME = {"bitcast", "copy-start", "slice-start"}  # their operand's memory; copy-done copies
+_SAME = {"bitcast", "copy-start", "slice-start"}  # in the operand's memory; copy-done copies
 _SLICES = {"dynamic-slice", "gather", "slice", "slice-done"}
 _ONE_TO_ONE = {"bitcast", "convert", "copy", "reshape", "transpose"}
 _UNCOUNTED = re.compile("call|while|conditional|(?!copy|slice).*-(start|done|update)")
@@ -31,7 +31,7 @@ class Op(NamedTuple):
     operands: list[str]
     attributes: str  # of a parameter: its position
     bytes: int  # of the result, as far as it is in the device's memory
-    elements: int  # of the largest array in it
+    elements: int  # of the largest array in the result
 
 
 def parse(text: str) -> dict[str, dict[str, Op]]:
@@ -54,7 +54,7 @@ def parse(text: str) -> dict[str, dict[str, Op]]:
 
 
 def moved(text: str) -> dict[str, int]:
-    """Returns the bytes that each operation of a program moves; most are kernels on a GPU."""
+    """Returns the memory traffic of each operation of a program; on a GPU most are kernels."""
     computations, found = parse(text), {}
     for name, op in computations["ENTRY"].items():
         if _UNCOUNTED.fullmatch(op.opcode):  # its traffic is not in the text
@@ -85,7 +85,7 @@ def _demanded(computations: dict[str, dict[str, Op]], op: Op, position: int, who
 
 
 def _used(computations: dict[str, dict[str, Op]], body: dict[str, Op], value: str) -> int:
-    """Returns how many elements of a value its users in a fusion read."""
+    """Returns how many elements of a value are read by its users in a fusion."""
     asked, whole = [], body[value].elements
     for name, op in body.items():
         for position in (at for at, operand in enumerate(op.operands) if operand == value):

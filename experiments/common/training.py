@@ -1,4 +1,4 @@
-"""Defines networks for MNIST and larger ones, and the step that trains and is recorded."""
+"""Defines networks for MNIST and larger networks, and a training step that returns a record."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ OPTIMISER = optax.adam(3e-3)  # the small network reaches 92% in 100 steps
 
 # Makes a normalisation layer for a number of channels.
 MakeNorm = Callable[[int], Any]
-Curves = dict[str, np.ndarray]  # what was recorded, by name: [steps], or [seeds, steps]
+Curves = dict[str, np.ndarray]  # recorded values, by name: [steps], or [seeds, steps]
 Setting = TypeVar("Setting", bound=tuple[Any, ...])
 # Log-probabilities of the ten digits, the output of the last norm layer, and the state.
 Output = tuple[Float[Array, "10"], Float[Array, "..."], eqx.nn.State]
@@ -34,7 +34,7 @@ class NoNorm(eqx.Module):
 
 
 class Small(eqx.Module):
-    """Is Equinox's tutorial CNN with a norm after the first linear layer, as in issue #659."""
+    """Runs Equinox's tutorial CNN with a norm after the first linear layer: see issue #659."""
 
     conv: eqx.nn.Conv2d
     pool: eqx.nn.MaxPool2d
@@ -60,7 +60,7 @@ class Small(eqx.Module):
 
 
 class Large(eqx.Module):
-    """Has four convolutions, each normalised, so instability can grow with the depth."""
+    """Applies four convolutions, each with a norm, so instability can grow with the depth."""
 
     convs: list[eqx.nn.Conv2d]
     norms: list[Any]
@@ -108,14 +108,14 @@ def loss_of(model: Any, state: eqx.nn.State, images: Array, labels: Int[Array, "
     return -of_labels.mean(), (log_probabilities, normed, state)
 
 
-# One compiled step, called from Python: inside a lax.scan XLA:CPU computes convolutions on one
-# core, 12 times as slow in the large network. Seeds run one by one: as an ensemble under an
-# outer vmap a step takes 1.6 (small) and 4 (large) times as long per seed.
+# One compiled step is called from Python: inside a lax.scan XLA:CPU computes convolutions on
+# one core, which takes 12 times as long in the large network. Seeds run one by one: as an
+# ensemble under an outer vmap a step takes 1.6 (small) and 4 (large) times as long per seed.
 @eqx.filter_jit
 def train_step(
     model: Any, state: eqx.nn.State, memory: Any, images: Array, labels: Array
 ) -> tuple[Any, eqx.nn.State, Any, dict[str, Array]]:
-    """Returns model, state and optimiser state after a step, and a record of it.
+    """Returns model, state and optimiser state after a step, and a record of the step.
 
     The record includes the norm of each parameter's gradient, as "gradient.conv.weight".
     """
@@ -193,7 +193,7 @@ RELU = eqx.nn.Lambda(jax.nn.relu)
 
 
 class Block(eqx.nn.StatefulLayer):
-    """Is a residual block, whose shortcut may have a convolution."""
+    """Applies a residual block, whose shortcut may have a convolution."""
 
     main: eqx.nn.Sequential
     shortcut: eqx.nn.Sequential
@@ -261,7 +261,7 @@ def mobilenet_v2(make_norm: MakeNorm) -> eqx.nn.Sequential:
 
 
 class Encoder(eqx.nn.StatefulLayer):
-    """Is a block of a transformer, with a norm before attention and one before two layers."""
+    """Applies a transformer block: norm and attention, then norm and two linear layers."""
 
     norms: list[Any]
     attention: eqx.nn.MultiheadAttention
@@ -343,8 +343,8 @@ def gradient_step(
 
 
 def uses(network: Callable[..., Any], make_norm: MakeNorm, shape: tuple[int, ...]) -> Any:
-    """Returns what users call in training and inference, by name, each without arguments; it is
-    compiled by `eqx.filter_jit` and takes model and state."""
+    """Returns calls as users make them, in training and inference, by name: functions without
+    arguments, which call a function of model and state compiled by `eqx.filter_jit`."""
     model, state = eqx.nn.make_with_state(network)(make_norm)
     memory = OPTIMISER.init(eqx.filter(model, eqx.is_inexact_array))
     x = jax.random.normal(jax.random.key(0), shape)

@@ -1,4 +1,4 @@
-"""Tests that a fingerprint agrees with its formula, and depends on each bit and its place."""
+"""Tests that a fingerprint equals its formula, and depends on each bit and its position."""
 
 import jax
 import jax.numpy as jnp
@@ -27,30 +27,30 @@ def by_the_formula(words):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64", "complex128"])
-def test_it_is_that_of_the_formula_and_changes_with_every_bit(dtype, monkeypatch):
+def test_fingerprint_equals_the_formula_and_changes_with_every_bit(dtype, monkeypatch):
     width = np.dtype(jnp.dtype(dtype)).itemsize
     raw = np.random.RandomState(0).randint(0, 256, (24, width)).astype(np.uint8)
-    raw[:2] = [[0], [255]]  # a zero, whose sign is flipped, and a NaN, whose payload is
+    raw[:2] = [[0], [255]]  # flips change the sign of a 0, and the payload of a NaN
     expected = by_the_formula(raw.view(f"uint{8 * min(width, 4)}").flat)
     array = raw.view(jnp.dtype(dtype)).reshape(2, 3, 2, 2)
-    assert digits(array) == expected  # of NumPy, without x64
+    assert digits(array) == expected  # a NumPy array, without x64
     flips = np.packbits(np.eye(8 * raw.size, dtype=bool), axis=1)
     copies = (raw.reshape(-1) ^ flips).view(jnp.dtype(dtype)).reshape(-1, *array.shape)
     with jax.enable_x64(width > 4):
         assert digits(jnp.asarray(array)) == expected
         prints = np.asarray(jax.jit(jax.vmap(fingerprint))(jnp.asarray(copies)))
     assert expected not in map(hexadecimal, prints)
-    # The sum for other devices than a CPU.
+    # The form of the sum for devices other than a CPU.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
     assert digits(array) == expected
 
 
-def test_of_keys_few_bits_and_trees():
+def test_fingerprint_of_keys_small_dtypes_and_pytrees():
     keys = jax.random.split(jax.random.key(0), 4)
     assert digits(keys) == by_the_formula(np.asarray(jax.random.key_data(keys)).flat)
     assert digits(jnp.arange(-8, 8).astype("int4")) == by_the_formula(np.arange(-8, 8) % 16)
     assert digits(jnp.array([True, False, True])) == by_the_formula([1, 0, 1])
-    a, b = normal(0, (3,)), np.arange(12.0).reshape(3, 4).T[::2]  # of 64 bits, and strided
+    a, b = normal(0, (3,)), np.arange(12.0).reshape(3, 4).T[::2]  # b: 64 bits, strided
     assert digits([b]) == by_the_formula(np.ascontiguousarray(b).view(np.uint32).flat)
     tree = {"a": a, "b": [b, None], "c": jnp.sin}
     assert digits(tree) == digits(jnp.stack([fingerprint(a), fingerprint(b)]))

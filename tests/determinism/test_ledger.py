@@ -1,6 +1,6 @@
 """Tests that ledgers are written step by step, survive killed runs, and show differences.
 
-In a training step `compare` finds each kind of fault.
+`compare` must find each kind of fault in a training step.
 """
 
 import re
@@ -21,7 +21,7 @@ from tests.helpers import bits, f32, normal, over_batch
 from tests.processes import python
 
 X = normal(0, (2, 3))
-WEIGHT, CHANGED = f32([1, 2, 3]), f32([1, 2, 3 + 3 * 2**-22])  # by 3 ulp
+WEIGHT, CHANGED = f32([1, 2, 3]), f32([1, 2, 3 + 3 * 2**-22])  # 3 ulp more
 
 
 def loss(x, weight):
@@ -46,7 +46,7 @@ def run(path, *weights, step=step, start=0):
     return written(path, *(step(X, weight)[1] for weight in weights), start=start)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_ledger_reads_back_the_written_rows_and_values(tmp_path):
     arrays = {"empty": X[:0], "half": X.astype(jnp.bfloat16), "key": jax.random.key(3), "x": X}
 
     def step(x):
@@ -67,7 +67,7 @@ def test_what_is_written_is_read(tmp_path):
         assert (value.dtype, bits(value)) == (data.dtype, bits(data))
 
 
-def test_a_step_is_written_once_and_at_once_and_nothing_is_written_over(tmp_path):
+def test_ledger_writes_a_step_once_and_at_once_and_overwrites_no_file(tmp_path):
     record = step(X, WEIGHT)[1]
     with Ledger(tmp_path / "a") as ledger:
         for number in (np.int64(2), 0):
@@ -83,7 +83,7 @@ def test_a_step_is_written_once_and_at_once_and_nothing_is_written_over(tmp_path
             Ledger(tmp_path / name)
 
 
-def test_a_ledger_that_is_cut_anywhere_is_never_the_same(tmp_path):
+def test_truncated_ledger_never_compares_as_the_same(tmp_path):
     ledger, other = run(tmp_path / "a", WEIGHT), tmp_path / "b"
     content, rows = ledger.read_bytes(), read(ledger).rows
     lines = [end.start() + 1 for end in re.finditer(rb"\n", content)]
@@ -96,7 +96,7 @@ def test_a_ledger_that_is_cut_anywhere_is_never_the_same(tmp_path):
         assert not cut.rows or compare(other, other).same != cut.is_truncated
 
 
-def test_the_first_difference_is_named_and_by_how_much(tmp_path, capsys):
+def test_compare_names_the_first_difference_and_its_size(tmp_path, capsys):
     a, a_too = (run(tmp_path / name, WEIGHT, WEIGHT) for name in ("a", "a_too"))
     text = "the same: 16 rows of 2 steps agree, to the bit"
     assert compare(a, a_too) == (True, 16, text, None, None, None)
@@ -114,7 +114,7 @@ def test_the_first_difference_is_named_and_by_how_much(tmp_path, capsys):
     assert "2 of 6 elements differ\n  the first is [0, 2]: " in str(compare(a, b))
 
 
-def test_another_branch_an_end_or_another_version(tmp_path):
+def test_compare_names_another_branch_an_early_end_and_another_version(tmp_path):
     a, b = run(tmp_path / "a", WEIGHT, WEIGHT), run(tmp_path / "b", WEIGHT, -WEIGHT)
     short = run(tmp_path / "short", WEIGHT)
     assert compare(a, b).probe == "no"
@@ -126,7 +126,7 @@ def test_another_branch_an_end_or_another_version(tmp_path):
     assert str(compare(a, b)).endswith(f"different jax: {jax.__version__} and 0.1")
 
 
-def test_what_cannot_be_compared_ends_with_2_and_one_line(tmp_path, capsys):
+def test_compare_exits_with_2_and_one_line_for_incomparable_ledgers(tmp_path, capsys):
     a, b = run(tmp_path / "a", WEIGHT), run(tmp_path / "b", WEIGHT, start=1)
     cases = [
         (a, b, "step 0: `h` forward, the other has step 1: `h`"),
@@ -145,7 +145,7 @@ def test_what_cannot_be_compared_ends_with_2_and_one_line(tmp_path, capsys):
     assert "exit status: 0 the same" in python("-m", "eqx_norm.determinism", "--help").stdout
 
 
-def test_differences():
+def test_difference_reports_elements_and_ulps():
     for a, b, expected in (
         (f32([0.0, 2]), f32([-0.0, 2.5]), "2 of 2 .* max difference 0.5, 2097152 ulp"),
         (np.array([True]), np.array([False]), "True and False; max difference 1$"),
@@ -158,7 +158,7 @@ def test_differences():
 
 
 def in_order(order, x):
-    """Sums one term after the other."""
+    """Adds one term after the other, in the given order."""
     return jax.lax.scan(lambda total, i: (total + x[i], None), jnp.zeros(()), order)[0]
 
 
@@ -182,7 +182,7 @@ def training_step(model, state, x, y, key):
 KEY, XS, YS = jax.random.key(0), normal(0, (4, 8)), normal(1, (4,))
 MODEL, STATE = eqx.nn.make_with_state(network)(KEY)
 FLIPPED = (MODEL[3].weight.view(jnp.int32) ^ jnp.eye(8, dtype=int)[3]).view(float)
-# The arguments that it changes in the second of two steps, and what is found.
+# The arguments that a fault changes in the second of two steps, and the verdict of `compare`.
 FAULTS: dict[str, Any] = {
     "none": ({}, "the same: "),
     "a flipped bit": (
@@ -200,7 +200,7 @@ FAULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_where_it_is(tmp_path, fault):
+def test_compare_finds_each_fault_at_its_origin(tmp_path, fault):
     changed, verdict = FAULTS[fault]
     given = {"model": MODEL, "state": STATE, "x": XS, "y": YS, "key": KEY}
     good, bad = (training_step(*(given | new).values())[1] for new in ({}, changed))

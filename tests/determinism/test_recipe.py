@@ -13,7 +13,7 @@ from tests.processes import ROOT, python
 
 FLAG = "--xla_gpu_deterministic_ops"
 
-# In a new process JAX has not started. It ends the process at an unknown flag.
+# A new process, in which JAX has not started. JAX ends the process at an unknown flag.
 FRESH = """
 import json, os, random
 import jax, numpy as np
@@ -29,13 +29,13 @@ print(json.dumps([first, second, numbers, os.environ["XLA_FLAGS"]]))
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    """Starts JAX, and empties the environment."""
+    """Starts JAX, and removes the variables that `deterministic` sets or reports."""
     jax.devices()
     for name in ("XLA_FLAGS", "PJRT_NPROC", "NCCL_NVLS_ENABLE", "PYTHONHASHSEED"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_before_jax_starts_all_is_set_and_afterwards_it_may_be_said_again():
+def test_deterministic_sets_all_before_jax_starts_and_may_be_called_again():
     flags = "--xla_force_host_platform_device_count=2"
     printed = python("-c", FRESH, XLA_FLAGS=flags, JAX_PLATFORMS="cpu").stdout
     (first,), (settings,), numbers, set_flags = json.loads(printed)
@@ -47,7 +47,7 @@ def test_before_jax_starts_all_is_set_and_afterwards_it_may_be_said_again():
     assert [status for _, _, status, _ in settings[:3]] == 3 * ["was set"]
 
 
-def test_too_late_it_says_what_is_not_set_and_not_needed_here():
+def test_deterministic_reports_settings_that_come_too_late():
     before = dict(jax.config.values)
     flag, _, *_, hashes = deterministic(0).settings
     assert (flag.status, hashes.status[:9]) == ("not set: no GPU here", "NOT FIXED")
@@ -63,7 +63,7 @@ def test_too_late_it_says_what_is_not_set_and_not_needed_here():
         ("", 0, 0, ValueError, "cpu_threads=0.: .*threads from 1"),
     ],
 )
-def test_an_error_changes_nothing(monkeypatch, flags, seed, threads, error, says):
+def test_errors_of_deterministic_change_nothing(monkeypatch, flags, seed, threads, error, says):
     monkeypatch.setenv("XLA_FLAGS", flags)
     before = dict(os.environ), str(np.random.get_state())
     with pytest.raises(error, match=says):

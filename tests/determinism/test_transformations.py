@@ -63,7 +63,7 @@ def with_own_rules(m, w, x):
 
 
 def in_everything(m, w, x):
-    """Has a layer of this package, and a scan of a remat of a jit, under vmap."""
+    """Calls a layer of this package, and a scan of a remat of a jit, under vmap."""
     layer, state = eqx.nn.make_with_state(BatchNorm)(3, "batch", approach="batch")
 
     def one(x):
@@ -75,7 +75,7 @@ def in_everything(m, w, x):
 
 
 def in_shard_map(m, w, x):
-    """Has a cond in a scan in a remat."""
+    """Runs a cond in a scan in a remat in `shard_map`."""
 
     def step(h, _):
         yes, no = (lambda h: m(jnp.tanh(h @ w), "y")), (lambda h: m(h, "n"))
@@ -134,7 +134,7 @@ def rows(record):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_changes_and_the_rows_are_those_due(name):
+def test_monitor_changes_no_output_and_records_the_expected_rows(name):
     function, expected = PROGRAMS[name]
     bare, probed = partial(function, lambda x, name: x), partial(function, monitor)
     outputs = jax.jit(bare)(W, X)
@@ -144,16 +144,16 @@ def test_nothing_changes_and_the_rows_are_those_due(name):
     assert [value.shape for value in record.values] == [probe.shape for probe in record.plan]
     for row, value in zip(record.fingerprints, record.values, strict=True):
         assert same(row, fingerprint(value)) or not row.any()
-    # Without recording, nothing is left of a probe.
+    # Without recording, probes leave nothing in the program.
     if name in ("grad", "vmap", "scan", "remat"):
         functions = bare, probed, recorded(probed)
         expected, unrecorded, text = (jax.jit(f).lower(W, X).as_text() for f in functions)
         assert unrecorded == expected
-        # XLA recomputes for `remat` what the program recomputes, also if it is recorded.
+        # With recording, the program still prevents XLA from undoing the recomputation.
         assert text.count("optimization_barrier") == expected.count("optimization_barrier")
 
 
-def test_every_dtype_is_recorded_and_a_batch_is_one_value_wherever_its_axis_is():
+def test_monitor_records_every_dtype_and_a_batch_as_one_value():
     tree = {dtype: X.astype(dtype) for dtype in ("bfloat16", "complex64", "bool")}
     tree["key"] = jax.random.split(jax.random.key(0), (4, 3))
 
@@ -171,14 +171,14 @@ def test_every_dtype_is_recorded_and_a_batch_is_one_value_wherever_its_axis_is()
         assert same(row, fingerprint(value))
 
 
-def test_of_any_tree_the_arrays_are_recorded_as_jax_has_them():
+def test_monitor_records_the_arrays_of_a_pytree_as_jax_arrays():
     x, y = np.arange(3), np.float64(0.1)
     tree, record = recorded(lambda: monitor({"x": [x, jnp.sin], "y": y}, "in"))()
     assert (tree["x"][1], rows(record)) == (jnp.sin, "in.x.0+ in.y+")
     assert same([*record.fingerprints], [fingerprint(jnp.asarray(a)) for a in (x, y)])
 
 
-def test_nothing_leaves_the_device_but_eight_bytes_a_row():
+def test_recording_outputs_eight_bytes_per_row():
     function = recorded(partial(gradient(in_everything), monitor))
     program = jax.jit(function).lower(W, X).compile()
     assert "callback" not in str(program.as_text())
@@ -186,7 +186,7 @@ def test_nothing_leaves_the_device_but_eight_bytes_a_row():
     assert outputs == [4, W.nbytes, 8 * 10]
 
 
-def test_where_it_cannot_be_recorded_is_an_error():
+def test_monitor_where_recording_is_impossible_is_an_error():
     def loop(x):
         return lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: monitor(c + 1, "c"), x)
 
@@ -203,7 +203,7 @@ NORM = BatchNorm(3, "batch", approach="batch", activation=eqx.nn.PReLU())
 MODEL = eqx.nn.Sequential([LINEAR, NORM, eqx.nn.Sequential([LayerNorm(3), LINEAR])])
 
 
-def test_every_layer_is_recorded_by_its_path_and_nothing_changes():
+def test_monitor_module_records_layers_by_path_and_changes_no_output():
     def loss(model, wrap):
         y, state = over_batch(wrap(model))(X, eqx.nn.State(MODEL))
         return jnp.sum(y**2), state
@@ -216,10 +216,10 @@ def test_every_layer_is_recorded_by_its_path_and_nothing_changes():
     assert rows(record) == " ".join(expected)
 
 
-def test_a_monitored_model_stays_what_it_was(tmp_path):
+def test_monitored_model_keeps_weights_structure_and_serialisation(tmp_path):
     monitored = monitor_module(MODEL)
     assert same(*(eqx.filter(m, eqx.is_array) for m in (MODEL, monitored)))
-    # Another call, or one on a monitored model, gives the same structure, compiled once.
+    # A second call, also on a monitored model, gives the same structure, compiled once.
     for again in (monitor_module(MODEL), monitor_module(monitored)):
         assert jax.tree.structure(again) == jax.tree.structure(monitored)
     zeros = eqx.tree_at(lambda m: m.layers[0].weight, monitored, jnp.zeros((3, 3)))
@@ -229,7 +229,7 @@ def test_a_monitored_model_stays_what_it_was(tmp_path):
     assert not loaded.layers[0].weight.any()
 
 
-def test_one_layer_goes_by_the_name_of_its_class_and_none_is_an_error():
+def test_monitor_module_names_a_single_layer_by_its_class():
     for model in (LINEAR, eqx.nn.Lambda(jnp.tanh), LayerNorm(3, activation=eqx.nn.PReLU())):
         _, record = eqx.filter_jit(recorded(jax.vmap(monitor_module(model))))(X)
         assert rows(record) == f"{type(model).__name__}+"

@@ -5,7 +5,6 @@ Run by test_devices.py, in a process with eight devices.
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm import LayerNorm, RMSNorm
 from tests.helpers import make
 from tests.layers.norms import each_example_norm, made, over_examples, with_parameters
+from tests.processes import ROOT
 
 from .ways import (
     CASES,
@@ -41,7 +41,6 @@ from .ways import (
     take_step,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "devices.md"
 CASE = Case("batch", jax.nn.relu, jnp.float32, masked=False)
 MASKED = "batch, silu, bf16, mask"
 # Each case over a mesh and by `jit`, and the other ways once with a mask and once without.
@@ -95,16 +94,23 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     assert all(elements <= most + 1 for _, elements in sent), sent
 
 
-def test_the_example_in_the_documents():
-    code, of_parts = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    exec(of_parts, {})
+def test_examples_in_the_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    over_mesh_code, *others = programs_in("devices.md")
+    for code in [*others, "\n".join(programs_in("checkpoints.md"))]:
+        exec(code, {})
     x, *_ = arguments(CASE)
     model, state = make(C, ("batch", "devices"), approach=CASE.approach)
     names: dict[str, Any] = {"model": model, "state": state, "x": x}
-    exec(code, names)
+    exec(over_mesh_code, names)
     one, _ = make(C, "batch", approach=CASE.approach)
     expected = jax.jit(forward)(one, state, x)
     assert error((names["y"], names["state"]), expected) < 1e-6
+
+
+def programs_in(document):
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.mark.parametrize(

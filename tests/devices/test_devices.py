@@ -11,6 +11,7 @@ from tests.processes import on_devices
     [
         ("uses", 8),
         ("many", 16),
+        pytest.param("probes", 8, marks=pytest.mark.long),
         *(pytest.param("many", n, marks=pytest.mark.long) for n in (2, 4, 8, 64)),
     ],
 )

@@ -1,1 +1,1 @@
-"""Tests of the experiments."""
+"""Tests the experiments."""

@@ -1,4 +1,4 @@
-"""Tests how bytes are counted in a compiled program, and the verdicts on them."""
+"""Tests the count of bytes in a compiled program, and the verdicts on these counts."""
 
 import math
 
@@ -30,7 +30,7 @@ ENTRY %main (x: f32[4,256]) -> f32[1,256] {
 """
 
 
-# So does the TPU backend. Arrays in S(1) cost nothing, a copy what its other end does.
+# A program of the TPU backend. Arrays in S(1) cost nothing, copies the bytes of the other end.
 TPU_PROGRAM = """\
 %inner (param_0.1: bf16[4,256]) -> f32[1,256] {
   %param_0.1 = bf16[4,256]{1,0:T(8,128)(2,1)} parameter(0)
@@ -55,7 +55,7 @@ ENTRY %main (x.1: bf16[4,256], w.1: f32[256]) -> f32[1,256] {
 """
 
 
-# Of two products one is rounded before it is added to what another lane has sent.
+# One of the two products is added to the value of another lane without rounding.
 PTX = """\
 	shfl.sync.bfly.b32	%r13, %r12, 8, 31, -1;
 	add.rn.f32 	%r14, %r12, %r13;
@@ -68,8 +68,8 @@ def test_products_contracted_into_a_sum_over_lanes():
     assert compiled.contracted(PTX) == 1
 
 
-def test_what_a_program_moves():
-    # x and its view are the same memory; of `low`, one row is read, and written as f32.
+def test_moved_bytes_of_a_program():
+    # x and its view are the same memory. One row of `low` is read, and written as f32.
     assert traffic.moved(PROGRAM) == {"sums": 4096 + 1024 + 2048, "first": 512 + 1024}
     read = {"copy-done": 1024, "slice-done": 1024, "fusion": 512 + 1024}
     assert traffic.moved(TPU_PROGRAM) == read
@@ -82,7 +82,7 @@ def test_what_a_program_moves():
     ("target", "claim"),
     [(target, claim) for target in compiled.MOST for claim in compiled.MOST[target]],
 )
-def test_units(target, claim):
+def test_verdicts_on_units_of_memory_traffic(target, claim):
     *case, most = compiled.MOST[target][claim]
     row = dict(zip(compiled.CASE, (next(iter(values), ()) for values in case), strict=False))
     for units, holds in ((most, True), (most + 0.01, False), (math.inf, False)):
@@ -95,7 +95,7 @@ PAIR = [{**ROW, "layer": layer, "units": 8, "temporary": 1} for layer in compile
 
 
 @pytest.mark.parametrize("field", ["units", "temporary"])
-def test_no_more_than_equinox(field):
+def test_verdicts_and_goals_compare_with_equinox(field):
     for more, held in ((0.069, True), (0.071, False), (math.inf, False)):
         ours = {**PAIR[0], field: PAIR[0][field] + more}
         verdicts, goals = compiled.is_no_worse([ours, PAIR[1]])
@@ -111,7 +111,7 @@ def test_no_more_than_equinox(field):
         assert [goal[2] for goal in goals] == [reason] * (not held)
 
 
-def test_a_cell_of_the_table():
+def test_table_cell_has_units_of_both_layers():
     rows = [PAIR[0], {**PAIR[1], "units": 9, "temporary": 0}]
     assert "8.00 (1.00) / 9.00" in compiled.beside("H200", rows)[1]
 
@@ -120,7 +120,7 @@ BAD = {"kept": 41}, {"atomics": 1}
 
 
 @pytest.mark.parametrize("bad", [{}, *BAD])
-def test_the_other_verdicts(bad):
+def test_verdicts_on_atomics_and_recomputation(bad):
     usual = {"recomputes": False, "kept": 100, "temporaries": 100, "moved": 100}
     other = {"recomputes": True, "kept": 40, "temporaries": 75, "moved": 115, **bad}
     rows = [{"layer": compiled.OURS, **row} for row in (usual, other)]

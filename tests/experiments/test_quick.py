@@ -12,7 +12,7 @@ NAMES = sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_teaches(name, monkeypatch, capsys):
+def test_help_has_usage_and_quick_example(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     monkeypatch.setattr("signal.signal", lambda *_: None)  # SIGTERM ends pytest as before
     with pytest.raises(SystemExit):
@@ -24,8 +24,8 @@ def test_help_teaches(name, monkeypatch, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "compiled"])
-def test_quick_holds_every_claim(name, tmp_path):
-    """All but `compiled`, which needs a plugin of jax: make gpu-compile-check."""
+def test_quick_run_holds_every_claim(name, tmp_path):
+    """Runs all but `compiled`, which needs a plugin of jax: make gpu-compile-check."""
     module = f"experiments.{name}"
     printed = python("-W", "error", "-m", module, "--quick", "--out", tmp_path).stdout
     verdicts = json.loads((tmp_path / "results" / f"{name}.json").read_text())["verdicts"]

@@ -1,4 +1,4 @@
-"""Tests what is printed and written, the exit status, and that documents are current."""
+"""Tests the printed and written results, the exit status, and that documents are current."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("name", ["matplotlib", "optax", "tqdm"])
-def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
+def test_missing_package_prints_one_line(name, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit) as ended:
         importlib.reload(experiments)
@@ -26,7 +26,7 @@ def test_a_missing_package_is_one_line(name, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("holds", "status"), [(True, 0), (False, 1)])
-def test_what_is_published(holds, status, tmp_path, capsys):
+def test_publish_prints_and_writes_results(holds, status, tmp_path, capsys):
     verdicts = [("1. small", "3", True), ("2. large", "4", holds)]
     goals = [("5 times as fast", "4", "the way there")]
     texts = {"asked": "How?", "answer": "so", "tables": [report.table(("a", "b"), [(1, 22)])]}
@@ -39,7 +39,7 @@ def test_what_is_published(holds, status, tmp_path, capsys):
     assert {"processor", "cores", "python", "jax"} <= set(written["environment"])
 
 
-# Runs what an experiment does before its results are written.
+# Runs like an experiment that has not yet written its results.
 UNFINISHED = """
 import tempfile, time
 from experiments.common import report
@@ -51,7 +51,7 @@ with tempfile.TemporaryDirectory():
 """
 
 
-def test_sigterm_leaves_nothing_behind(tmp_path):
+def test_sigterm_leaves_no_temporary_files(tmp_path):
     command, variables = [sys.executable, "-c", UNFINISHED], {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE
@@ -63,7 +63,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_csv_cells(tmp_path):
+def test_save_csv_cells(tmp_path):
     line = ["x", (2, 3), 1 / 3, float("nan"), None, True, 4]
     report.save_csv(tmp_path, "made", list("abcdefg"), [line], digits=3)
     written = (tmp_path / "results" / "made.csv").read_text()
@@ -75,6 +75,6 @@ def test_every_committed_claim_holds():
         assert all(holds for _, _, holds in result["verdicts"]), name
 
 
-def test_the_document_has_the_newest_tables():
-    """To renew them: python -m experiments."""
+def test_experiments_readme_has_the_newest_tables():
+    """Fails until `python -m experiments` renews the document."""
     assert (every.FOLDER / "README.md").read_text(encoding="utf-8") == every.document()

@@ -19,7 +19,7 @@ def program(value):
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_programs_in_two_processes_take_turns(cold):
+def test_interleave_runs_programs_of_two_processes_in_turns(cold):
     remote = Remote()
     taken = interleave({"here": program(4), "there": remote.make(program, 9)}, 3, cold=cold)
     assert all(len(ms) == 3 and min(ms) > 0 for ms in taken.values())
@@ -41,8 +41,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_process_ends_when_its_parent_is_killed():
-    """The pipe is closed when no process holds it."""
+def test_remote_process_ends_when_its_parent_is_killed():
+    """Reads the pipe, which is closed when no process holds it."""
     command = [sys.executable, "-c", KILLED]
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
     assert ended.stdout == b"answered\n"

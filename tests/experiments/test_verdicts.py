@@ -1,6 +1,6 @@
-"""Tests that a claim fails where its rows do not hold it.
+"""Tests that a claim fails if its rows contradict it.
 
-That claims hold is tested in test_quick.py, but for those of `speed` on times.
+test_quick.py tests that all claims hold, except those of `speed` on times.
 """
 
 import numpy as np
@@ -45,14 +45,14 @@ def measured(unit, values, peer=peers.OURS_SEPARATE):
         speed.judge([measured(speed.DEVIATION, [1e-3] * 2)], speed.QUICK),
     ],
 )
-def test_a_claim_that_does_not_hold(verdicts):
+def test_claims_fail_on_rows_that_contradict_them(verdicts):
     assert verdicts
     assert not any(holds for _, _, holds in verdicts)
 
 
 @pytest.mark.parametrize("ours", [(2.9, 2.9), (3.1, 3.1), (2.9, 3.1), (3.1, 2.9)])
-def test_times(ours):
-    """Claims hold, and goals are missed, at both percentiles only."""
+def test_speed_claims_and_goals_on_times(ours):
+    """Checks that claims hold, and goals are missed, at both percentiles only."""
     rows = [measured(speed.DEVIATION, [1e-6] * 2)]
     for unit in (speed.MS, speed.TEMPORARIES):
         rows += [measured(unit, ours, name) for name in (peers.OURS, peers.OURS_SEPARATE)]

@@ -1,4 +1,4 @@
-"""A user's strategy and model, for the type checkers of test_wheel.py: never imported."""
+"""Defines a user's strategy and model for the type checkers of test_wheel.py, not to import."""
 
 from typing import assert_type
 
@@ -49,7 +49,7 @@ class Network(eqx.Module):
 
 
 def types(model: Network, state: eqx.nn.State, x: Array) -> None:
-    """Checks that a type checker sees types, and not Any."""
+    """Checks that a type checker infers types, and not Any."""
     BatchNorm(8, ("batch", "devices"), mode="ema", approach=Batch(0.5), unbiased=True)
     BatchNorm(8, "batch", momentum="0.9")  # type: ignore[arg-type]
     assert_type(model.norm(x, state, mask=x[0] > 0), tuple[Array, eqx.nn.State])

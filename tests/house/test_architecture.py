@@ -1,4 +1,4 @@
-"""Tests that imports go one way, as CONTRIBUTING.md says, and load no more than is used."""
+"""Tests that imports go one way, as CONTRIBUTING.md says, and load no unused modules."""
 
 import ast
 import re
@@ -22,25 +22,25 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-# A folder, what in it is exempt, and a regular expression of what the rest may not import.
+# A folder, exempt files in it, and a regular expression of names that others may not import.
 ARROWS = {
-    "strategies know only their siblings": ("strategies", (), r"eqx_norm\b"),
-    "the operation knows of the package only moments": (
+    "strategies import only strategies": ("strategies", (), r"eqx_norm\b"),
+    "the operation imports only moments from the package": (
         "eqx_norm/_normalise",
         (),
         r"eqx_norm\.(?!_normalise\b|strategies\.(Moments|Pair|_pair)\b)",
     ),
-    "probes know nothing of the layers": (
+    "determinism does not import the layers": (
         "eqx_norm/determinism",
         (),
         r"eqx_norm\.(?!determinism\b)",
     ),
-    "layers know neither models nor probes": (
+    "layers import neither models nor determinism": (
         "eqx_norm",
         ("__init__.py", "determinism", "models"),
         r"eqx_norm\.(determinism|models)\b",
     ),
-    "models know the layers, not how they calculate": (
+    "models import the layers, not the operation": (
         "eqx_norm/models",
         ("_recompute.py",),  # the policy, which knows the names of operations
         r"eqx_norm\.(determinism\b|_normalise\.(?!(Activation|widened)$))",
@@ -51,7 +51,7 @@ ARROWS = {
         r"jax\.(_src|core\.(?!(ShapedArray|Tracer)$)|experimental\.(?!pallas\b|mosaic\.gpu\b))",
     ),
     "experiments use the public interface": ("experiments", (), r"eqx_norm\b.*\._"),
-    "an experiment knows no other": ("experiments", (), r"experiments\.(?!common\b)"),
+    "no experiment imports another": ("experiments", (), r"experiments\.(?!common\b)"),
 }
 
 
@@ -69,7 +69,7 @@ def test_imports_go_one_way(arrow):
     }
 
 
-# Prints what is loaded that Equinox has not: after the import, and after a gradient.
+# Prints the modules that Equinox does not load: after the import, and after a gradient.
 PROGRAM = """
 import sys
 import equinox as eqx, jax, jax.numpy as jnp
@@ -84,7 +84,7 @@ print(*set(sys.modules) - before)
 """
 
 
-def test_layers_load_neither_kernels_nor_models_nor_probes():
+def test_layers_load_neither_kernels_nor_models_nor_determinism():
     imported, trained = (s.split() for s in python("-c", PROGRAM).stdout.splitlines())
     assert {name.split(".")[0] for name in imported} == {"eqx_norm"}
     unused = re.compile("pallas|mosaic|eqx_norm.models|eqx_norm.determinism")

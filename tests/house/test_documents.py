@@ -1,6 +1,6 @@
-"""Tests that code in documents and notebooks runs, and that what they name and measure exists.
+"""Tests that code in documents and notebooks runs, and that named files and numbers exist.
 
-`make docs` checks links and anchors, when it builds the site.
+`make docs` checks links and anchors when it builds the site.
 """
 
 import importlib
@@ -25,15 +25,15 @@ def text_of(name):
 
 
 def programs():
-    """Yields a name and the code of each section; in the API, also of each public name, and in
-    the FAQ of each question."""
+    """Yields a name and the code of each section of the documents, each public name of the API,
+    and each question of the FAQ."""
     for path in sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")]):
         document = str(path.relative_to(ROOT))
         headings = r"^### " if path.stem == "faq" else r"^(?:## |::: )"
         for section in re.split(headings, text_of(document), flags=re.MULTILINE)[1:]:
             heading, _, text = section.partition("\n")
             code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-            # That one comes before JAX starts: tests/determinism/test_recipe.py.
+            # `deterministic` comes before JAX starts: tests/determinism/test_recipe.py.
             if code and "deterministic(" not in code:
                 yield f"{document}, {heading}", code
 
@@ -48,12 +48,12 @@ PROGRAMS = dict(programs())
         for name in PROGRAMS
     ],
 )
-def test_code_runs(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some write files
+def test_code_of_documents_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some programs write files
     exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "document"})
 
 
-def test_the_example_of_batch_norm_trains_then_infers():
+def test_batch_norm_docstring_example_trains_then_infers():
     names = {"BatchNorm": BatchNorm, "eqx": eqx, "jax": jax, "x": normal(0, (2, 3, 2, 2))}
     names = example(BatchNorm, **names)
     index = names["model"].memory_index
@@ -67,7 +67,7 @@ def test_the_example_of_batch_norm_trains_then_infers():
 def test_notebook_runs(path, tmp_path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    # It says so if it needs the repository, not only the package.
+    # A notebook says so if it needs the repository, not only the package.
     needs_checkout = any("from experiments" in cell for cell in code)
     assert needs_checkout == ("in a checkout" in "".join(cells[0]["source"]))
     program = tmp_path / "notebook.py"
@@ -76,11 +76,11 @@ def test_notebook_runs(path, tmp_path):
     assert not python("-W", "error", program, MPLBACKEND="agg").stderr
 
 
-# The CHANGELOG also names what is gone.
+# The CHANGELOG also names removed files.
 @pytest.mark.parametrize(
     "document", [d for d in DOCUMENTS if d.stem != "CHANGELOG"], ids=lambda path: path.stem
 )
-def test_files_and_commands_that_are_named_exist(document):
+def test_files_and_commands_named_in_documents_exist(document):
     text = document.read_text(encoding="utf-8")
     makefile = text_of("Makefile")
     for command in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
@@ -99,7 +99,7 @@ def sections(document):
     return dict(found)
 
 
-def test_the_numbers_of_the_readme_are_those_of_the_results():
+def test_readme_numbers_are_in_the_results():
     pages = sections("experiments/README.md").items()
     results = {heading.lower().replace(" ", "-"): page for heading, page in pages}
     table = sections("README.md")["What was measured"]
@@ -112,7 +112,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
 
 
 @pytest.mark.parametrize("page", ["layers", "strategies", "models", "determinism"])
-def test_the_api_has_every_public_name_with_an_example(page):
+def test_api_pages_have_every_public_name_with_an_example(page):
     module = "eqx_norm" if page == "layers" else f"eqx_norm.{page}"
     names = set(re.findall(r"^::: (\S+)$", text_of(f"docs/api/{page}.md"), re.MULTILINE))
     public = {

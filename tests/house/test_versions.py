@@ -1,4 +1,4 @@
-"""Tests which versions of jax may be installed, and where what a release may change is used."""
+"""Tests the allowed versions of jax, and where unstable interfaces of jax are used."""
 
 import re
 import tomllib
@@ -12,8 +12,8 @@ from tests.processes import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 (RANGE,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "jax")
 NORMALISE, DETERMINISM = "eqx_norm/_normalise/", "eqx_norm/determinism/"
-# What a release of jax may change without a deprecation, and the only files that use it: where
-# to look first if a test fails with a new one.
+# Interfaces that a release of jax may change without a deprecation, and the only files that use
+# them: the first place to look if a test fails with a new release.
 UNSTABLE = {
     "contexts of lowering, and types of arrays": (
         r"(module|axis)_context|avals_(in|out)|manual_axis_type|ShapedArray|update_axis_types"
@@ -46,7 +46,7 @@ UNSTABLE = {
         r"jax\.experimental",
         [f"{NORMALISE}kernels/tile.py", f"{NORMALISE}kernels/tpu_rows.py"],
     ),
-    "others": (
+    "private and core modules": (
         r"jax\.(_src|config\.values|core)\b|jax import core",
         [f"{NORMALISE}lowering.py", f"{DETERMINISM}_recipe.py", "eqx_norm/models/_layers.py"],
     ),
@@ -54,7 +54,7 @@ UNSTABLE = {
 
 
 @pytest.mark.parametrize("kind", UNSTABLE)
-def test_what_a_release_of_jax_may_change_is_in_these_files_alone(kind):
+def test_unstable_jax_interfaces_are_used_in_the_listed_files_only(kind):
     pattern, files = UNSTABLE[kind]
     sources = {*(ROOT / "eqx_norm").rglob("*.py"), *(ROOT / "strategies").rglob("*.py")}
     found = [
@@ -65,9 +65,9 @@ def test_what_a_release_of_jax_may_change_is_in_these_files_alone(kind):
     assert sorted(found) == sorted(files)
 
 
-def test_the_oldest_jax_is_what_the_constraints_pin_and_none_is_too_new():
-    """A ceiling would make each release of jax uninstallable beside this package. The tests run
-    with the newest one each night."""
+def test_jax_requirement_is_the_pinned_minimum_without_a_maximum():
+    """Fails for a maximum, which would exclude new releases of jax. The tests run with the
+    newest release each night."""
     text = (ROOT / "scripts" / "constraints" / "oldest-jax.txt").read_text(encoding="utf-8")
     (oldest,) = map(Version, re.findall(r"^jax==(.+)$", text, re.MULTILINE))
     assert str(RANGE.specifier) == f">={oldest.major}.{oldest.minor}"

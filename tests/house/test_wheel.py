@@ -1,4 +1,4 @@
-"""Tests what a wheel holds, and that a user's code with it passes strict type checkers."""
+"""Tests the files of a wheel, and that a user's code with it passes strict type checkers."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def wheel(tmp_path_factory):
     return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
 
 
-def test_it_has_the_package_alone(wheel):
+def test_wheel_has_the_package_alone(wheel):
     package, strategies = ROOT / "eqx_norm", ROOT / "strategies"
     files = {f"eqx_norm/{path.relative_to(package)}" for path in package.rglob("*.py")}
     files |= {f"eqx_norm/{path.relative_to(ROOT)}" for path in strategies.rglob("*.py")}
@@ -35,7 +35,7 @@ def test_it_has_the_package_alone(wheel):
     assert any(name.endswith("/LICENSE") for name in info)
 
 
-def test_it_is_the_same_from_an_sdist_of_a_checkout_without_links(wheel, tmp_path):
+def test_wheel_from_an_sdist_without_links_is_bitwise_equal(wheel, tmp_path):
     checkout = tmp_path / "without links"
     for folder in ("eqx_norm", "strategies"):
         shutil.copytree(ROOT / folder, checkout / folder, symlinks=True)
@@ -54,7 +54,7 @@ def test_it_is_the_same_from_an_sdist_of_a_checkout_without_links(wheel, tmp_pat
 
 
 def test_every_link_of_the_description_is_absolute(wheel):
-    """A package index shows the README without the files that it links to."""
+    """Tests the README as a package index shows it, without the files of the repository."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         description = archive.read(name).decode("utf-8")
@@ -77,12 +77,12 @@ def test_every_link_of_the_description_is_absolute(wheel):
     ],
     ids=lambda checker: checker[0],
 )
-def test_a_user_s_code_is_typed(checker, wheel, tmp_path):
+def test_user_code_passes_strict_type_checkers(checker, wheel, tmp_path):
     pytest.importorskip(checker[0], reason="make lint installs it")
     python("-m", "venv", "--without-pip", tmp_path / "env")
     (site,) = tmp_path.glob("env/lib/python*/site-packages")
     zipfile.ZipFile(wheel).extractall(site)
-    # What eqx-norm depends on. The editable eqx-norm is not found there: it is a .pth, too.
+    # The dependencies of eqx-norm. An editable eqx-norm is a .pth, too, and so not found there.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     shutil.copy(ROOT / "tests" / "house" / "stranger.py", tmp_path)
     settings = {"include": ["stranger.py"], "typeCheckingMode": "strict"}

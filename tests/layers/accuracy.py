@@ -1,7 +1,7 @@
 """Checks one training step of a norm against extended precision, within bounds from arithmetic.
 
-The bounds are a few roundings of the dtype that is calculated in, whatever the mean and the
-number of values: of float32, one is 6e-8. `tests.exact` has their units.
+The bounds are a few roundings of the dtype of the computation (6e-8 each in float32), for any
+mean and number of values. `tests.exact` defines their units.
 """
 
 import functools
@@ -24,10 +24,10 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def train(batch, mask=None, norm="BatchNorm", platform="cpu", frozen=False):
-    """Returns what a norm gives in one training step, and the mean that it remembers.
+    """Returns the results of one training step of a norm, and the remembered mean.
 
-    The step is lowered for the platform, and runs on this one. If `frozen`, weight and bias
-    have no gradients.
+    The step is lowered for `platform`, and runs on the platform of this machine. If `frozen`,
+    weight and bias have no gradients.
     """
     return _compiled(norm, platform, frozen)(batch, mask)
 
@@ -57,13 +57,13 @@ def _step(batch, mask, *, norm, frozen):
 
 @functools.partial(jax.jit, static_argnums=1)
 def forward(batch, norm):
-    """Returns y of a norm, which nobody differentiates."""
+    """Returns y of a norm, without differentiation."""
     layer, call = made(norm, batch.x.shape[1:], eps=EPS)
     return call(with_parameters(layer, batch.weight, batch.bias), batch.x)[0]
 
 
 def make_batch(random, x, *, norm="BatchNorm", affine=True):
-    """Returns `x` with the gradient of y drawn; and weight and bias, or ones and zeros."""
+    """Returns `x`, random dy, and random weight and bias, or ones and zeros."""
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     shape = made(norm, x.shape[1:])[0].weight.shape
     weight = random.uniform(0.5, 1.5, shape) if affine else np.ones(shape)
@@ -73,8 +73,8 @@ def make_batch(random, x, *, norm="BatchNorm", affine=True):
 
 
 def check(batch, mask, norm, *options, scale=1.0):
-    """Holds a norm to the bounds; `scale` is the ulp's, relative to float32; `options`: as for
-    `train`."""
+    """Checks a norm against the bounds. `scale` is the ulp relative to that of float32;
+    `options` are those of `train`."""
     answer, mean = jax.tree.map(np.asarray, train(batch, mask, norm, *options))
     assert answer.y.dtype == answer.dx.dtype == batch.x.dtype
     if mask is not None:
@@ -99,14 +99,14 @@ def check_mean(batch, mask, mean, variance):
     is_valid = np.broadcast_to(True if mask is None else mask[:, None], batch.x.shape)
     x = batch.x.astype(np.longdouble)
     expected = x.mean(axes, where=is_valid)
-    # A mean near 0 is what is left of sums of numbers as large as the standard deviation.
+    # The rounding of a mean near 0 is on the scale of the standard deviation.
     largest = np.maximum(np.abs(expected), np.sqrt(variance))
     ulps = np.abs(mean - expected) / np.spacing(largest.astype(mean.dtype))
     assert np.max(ulps) <= MEAN_ULPS
 
 
 def far_from_zero(random, shape, dtype: Any = np.float32):
-    """Draws each column with another mean and standard deviation; mean/std from 1 to 1e7."""
+    """Draws columns of different means and standard deviations; mean/std from 1 to 1e7."""
     columns = shape[1]
     std = 10 ** random.uniform(-1.5, 1.5, columns)
     ratio = 10 ** random.uniform(0, 7, columns) * random.choice([-1, 1], columns)
@@ -115,7 +115,7 @@ def far_from_zero(random, shape, dtype: Any = np.float32):
 
 
 def with_outlier(random, shape, place, dtype: Any = np.float32):
-    """Draws columns in each of which the value at `place` is 1e6."""
+    """Draws columns whose value at `place` is 1e6."""
     x = random.standard_normal(shape)
     x[place] = 1e6
     return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""Lists all norms: how each is made and called for a batch, and its exact reference."""
+"""Lists all norms, each with a constructor, a call for a batch, and an exact reference."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Norm(NamedTuple):
 
     make: Callable[..., Any]
     exact: Callable[..., exact.Exact]
-    call: Any = None  # of a batch; `None`: mapped over it
+    call: Any = None  # for a batch; `None` maps the layer over examples
 
 
 def group_norm(shape, **options):
@@ -65,7 +65,7 @@ each_example_norm = pytest.mark.parametrize("name", EXAMPLE_NORMS)
 
 def made(name, shape, **options):
     """Returns a layer, and `call(layer, x, mask=None)`, which maps it over a batch and returns
-    y and the new state; that of a norm of one example is `None`."""
+    y and the new state, which is `None` for a norm of one example."""
     layer, mapped = NORMS[name].make(shape, **options), NORMS[name].call or over_examples
     if name != "BatchNorm":
         return layer, lambda layer, x, mask=None: (mapped(layer, x, mask), None)
@@ -85,15 +85,15 @@ def over_examples(layer, x, mask=None):
 
 
 def mask_shape(name, shape):
-    """Returns the shape of a mask of a batch with this shape. A norm along the channels that is
-    split takes the mask of each part from its first channel."""
+    """Returns the shape of a mask of a batch of this shape. A split norm along the channels
+    takes the mask of each part from the first channel of the part."""
     kind, *how = name.split(", ")
     of_values = kind in ("LayerNorm", "RMSNorm") and how != ["axis=0"]
     return shape if of_values else shape[:1] + shape[2:]
 
 
 def moved(layer):
-    """Returns the layer with another weight and bias."""
+    """Returns the layer with randomly changed weight and bias."""
     random = np.random.RandomState(3)
 
     def move(leaf):
@@ -106,14 +106,14 @@ def with_parameters(layer, weight, bias):
     return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
 
 
-# --- Norms of parts of an example, one along a mapped axis: blocks of its first axis, and of
-# norms with channels of its second.
+# --- Norms of examples in parts along a mapped axis. Parts are blocks of the first axis of an
+# example, or of the second axis for norms with channels.
 
 PARTS = 2
 
 
 def split(name):
-    """Returns the norm; its layer has the weights of all parts."""
+    """Returns the norm of examples in parts, whose layer has the weights of all parts."""
     has_channels = name in ("GroupNorm", "InstanceNorm")
     axis = 1 + has_channels  # of a batch
     axes: Any = None if has_channels else 0, axis, 1  # of a layer, a batch and its mask
@@ -127,7 +127,7 @@ def split(name):
         return with_parameters(part, whole.weight, whole.bias)
 
     def one_part(layer, x, mask):
-        # Of each part its own positions.
+        # Each part has a mask of its own positions.
         if mask is not None and "axis=0" in name:
             mask = mask[:, 0]
         return over_examples(layer, x, mask)
@@ -142,7 +142,7 @@ def split(name):
 
 
 def in_parts(tree, axis):
-    """Returns arrays, cut into parts along an axis, which are stacked; `None`: not cut."""
+    """Splits arrays into parts along an axis, and stacks the parts; `None`: no split."""
     if axis is None:
         return tree
     arrays, static = eqx.partition(tree, eqx.is_array)

@@ -1,7 +1,7 @@
-"""Tests that all norms are as exact as their arithmetic allows, where that is hard.
+"""Tests that all norms are as exact as their arithmetic allows, on difficult inputs.
 
 The cases are those of `experiments.accuracy`, with fresh seeds, small and prime numbers of
-values, masks, and float64. A CPU also runs what is lowered for a GPU or a TPU.
+values, masks, and float64. Programs lowered for a GPU or a TPU also run, on the CPU.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.x32  # has its own dtypes
 
 
 class Case(NamedTuple):
-    """Names a norm, the shape of a batch, and where and how its program runs."""
+    """Holds a norm, the shape of a batch, the platform, and whether weights are frozen."""
 
     norm: str
     shape: tuple[int, ...]
@@ -59,8 +59,8 @@ class Case(NamedTuple):
         return make_batch(random, x, norm=self.norm, affine=affine)
 
     def mask(self):
-        """Returns a mask without the first position, or value, the fourth and so on, and
-        without the second example."""
+        """Returns a mask that excludes every third position (or value) from the first on, and
+        the second example."""
         shape = mask_shape(self.norm, self.shape)
         mask = np.arange(np.prod(shape)).reshape(shape) % 3 != 0
         mask[1] = False
@@ -79,7 +79,7 @@ def cases(norm, *shapes, **options):
     return [Case(norm, shape, **options) for shape in shapes]
 
 
-# Each is compiled once, whatever the seed. Few values and many, powers of two and primes.
+# Each case is compiled once for all seeds. Few and many values, powers of two, primes.
 VECTORS = cases("BatchNorm", *((n, 8) for n in (1, 2, 7, 9, 10, 64, 121, 1000)))
 SPATIAL = cases("BatchNorm", (10, 8, 10), (16, 4, 7, 7), (8, 3, 16, 16), (16, 8, 8, 8))
 ROWS = cases("LayerNorm", *((8, n) for n in (1, 2, 7, 121, 768, 1009)))
@@ -103,10 +103,10 @@ ONE_KERNEL = [
     ]
     for shape in shapes
 ]
-# Trained, in short rows.
+# One kernel in training, for short rows.
 ONE_KERNEL += cases("GroupNorm", (8, 24), (4, 6, 2, 3), platform="cuda")
 ONE_KERNEL += cases("RMSNorm", (8, 32), platform="cuda")
-# Parts of examples on each device, or along a mapped axis.
+# Examples that are split along a mapped axis.
 SPLIT = [
     Case(f"{norm}, split", shape)
     for norm, shape in [
@@ -119,7 +119,7 @@ SPLIT = [
         ("InstanceNorm", (4, 6, 8, 7)),
     ]
 ]
-# Few channels side by side, prime numbers, and a million values a channel.
+# Few channels, prime numbers of values, and a million values per channel.
 LARGE = cases("BatchNorm", (4001, 3), (509, 2, 31), (1000, 2, 1000))
 
 few_examples = hypothesis.settings(max_examples=8)
@@ -130,15 +130,15 @@ def each_case(*cases):
 
 
 def hard(case, random, dtype: Any = np.float32):
-    """Yields batches with means far from zero, and with an outlier first, and elsewhere."""
+    """Yields batches with means far from zero, and batches with an outlier."""
     batch = case.batch(random, far_from_zero, dtype, affine=True)
     yield batch
-    # The sum of y does not depend on x: its gradient is rounding, and held as any dx.
+    # The sum of y does not depend on x: dx is rounding, and within the bound of any dx.
     if case.norm != "BatchNorm":
         ones = {"weight": np.ones_like(batch.weight), "bias": np.zeros_like(batch.bias)}
         batch = batch._replace(**ones)
     yield batch._replace(dy=np.ones_like(batch.x))
-    # First is where a shift by the first value is worst.
+    # The first place is the worst one for a shift by the first value.
     for place in (0, random.integers(batch.x.size // case.shape[case.axis])):
         yield case.batch(random, with_outlier, place, dtype)
 
@@ -158,7 +158,7 @@ def test_hard_values(case, seed):
 @hypothesis.example(787545)  # dbias of a layer norm of eight examples: 2.04e-7
 @few_examples
 def test_hard_values_in_double_precision(case, seed):
-    """float64 has 29 bits more, and the bounds are as much smaller."""
+    """Scales the bounds by 2^-29, because float64 has 29 bits more."""
     with jax.enable_x64(True):
         for batch in hard(case, np.random.default_rng(seed), np.float64):
             case.check(batch, scale=2.0**-29)
@@ -167,8 +167,8 @@ def test_hard_values_in_double_precision(case, seed):
 @each_case(*VECTORS[2::3], *SPATIAL, ROWS[3], *IMAGES, *ELSEWHERE[1:3], *ELSEWHERE[4:], *SPLIT)
 @hypothesis.given(seeds)
 @few_examples
-def test_hard_values_and_a_third_masked(case, seed):
-    """A NaN stands wherever a position, or a value, does not count."""
+def test_hard_values_with_a_third_masked(case, seed):
+    """Puts a NaN at every masked position or value."""
     random, mask = np.random.default_rng(seed), case.mask()
     for drawn in ((far_from_zero,), (with_outlier, 1)):
         batch = case.batch(random, *drawn, affine=drawn[0] is far_from_zero)
@@ -197,11 +197,11 @@ def test_many_values(case, seed):
 @hypothesis.given(seeds)
 @few_examples
 def test_half_precision(case, dtype, mean, std, seed):
-    """The result may be off by half an ulp of its dtype more. In float16 squares overflow."""
+    """Allows an additional half ulp of the dtype. In float16, squares overflow."""
     case.check(case.batch(np.random.default_rng(seed), normal, mean, std, dtype))
 
 
-# In one loop, in two, and by XLA's library; the last of half precision by parts in float32.
+# One loop, two loops, and XLA's library, for half precision with partial sums in float32.
 ALONE = [
     *cases("LayerNorm", (8, 7), (8, 121), (8, 768), (400, 391)),
     *cases("RMSNorm", (8, 7), (8, 768), (32, 512)),
@@ -213,8 +213,8 @@ ALONE = [
 @each_case(*ALONE)
 @hypothesis.given(seeds)
 @few_examples
-def test_y_that_nobody_differentiates(case, dtype, seed):
-    """A CPU has a form of its own for it."""
+def test_y_without_differentiation(case, dtype, seed):
+    """Tests the form of y that a CPU uses without differentiation."""
     random = np.random.default_rng(seed)
     constant = np.full(case.shape, random.uniform(1e-3, 65504), dtype)
     constant = make_batch(random, constant, norm=case.norm, affine=False)
@@ -228,7 +228,7 @@ def test_y_that_nobody_differentiates(case, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_pair_of_oneflow_6149(dtype):
-    """Both values come out right, and dx is 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
+    """Checks that y is right, and dx 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
     x = np.array([-1.83965693, -1.82964566], dtype)
     with jax.enable_x64(dtype == np.float64):
         y, pull_back = jax.vjp(LayerNorm(2, use_weight=False, use_bias=False), x)
@@ -241,7 +241,7 @@ def test_the_pair_of_oneflow_6149(dtype):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @each_case(VECTORS[2], VECTORS[-1], SPATIAL[1], ROWS[2])
-def test_what_is_not_finite_stays_in_its_channel_or_example(case, bad):
+def test_non_finite_values_stay_in_their_channel_or_example(case, bad):
     random = np.random.default_rng(0)
     batch = case.batch(random, far_from_zero, affine=True)
     place = tuple(random.integers(case.shape))
@@ -258,7 +258,7 @@ def test_what_is_not_finite_stays_in_its_channel_or_example(case, bad):
     assert not np.isfinite(np.compress(~others, affected.y, case.axis)).any()
 
 
-# Every 32-bit number in the range may come, also those that no decimal writes shortly.
+# All float32 numbers in the range may be drawn, also those without a short decimal form.
 constants = st.lists(
     st.floats(float(np.float32(1e-3)), 65504, width=32), min_size=8, max_size=8
 )
@@ -283,27 +283,27 @@ CONSTANT = [
 @hypothesis.given(constants)
 @hypothesis.example([1e-3, 0.1, 1 / 3, 300.0, 65504.0, 1.0, 1e4, 7.0])
 def test_a_constant_gives_the_bias_to_the_bit(case, dtype: Any, constants):
-    """1/n, rounded, would give another mean: https://github.com/BVLC/caffe/issues/3963."""
+    """Fails for a product with a rounded 1/n: https://github.com/BVLC/caffe/issues/3963."""
 
     def constant(_, shape):
         return np.broadcast_to(constants, shape).astype(dtype)
 
     batch = case.batch(np.random.default_rng(0), constant, affine=True)
     answer = case.answer(batch)
-    is_image = len(case.shape) > 2  # whose bias has one value for each channel
+    is_image = len(case.shape) > 2  # the bias has one value per channel
     bias = batch.bias.reshape(-1, *[1] * (len(case.shape) - 2)) if is_image else batch.bias
     assert bits(answer.y) == bits(np.broadcast_to(bias.astype(dtype), case.shape))
     if case.norm == "BatchNorm":
         assert not np.asarray(answer.variance).any()
 
 
-# A running mean in float32 alone is off by up to a third of the standard deviation at 1e7. With
-# x64 it is a float64, of which x takes the nearest float32 and the rest.
+# At 1e7, a running mean in float32 alone is wrong by up to a third of the standard deviation.
+# With x64, the mean is a float64: the nearest float32 and the rest are subtracted from x.
 @pytest.mark.parametrize(("dtype", "ratio"), [("float32", 1e7), ("bfloat16", 100)])
 @pytest.mark.parametrize("x64", [False, True], ids=["float32 memory", "float64 memory"])
 @pytest.mark.parametrize("shape", [(64, 8), (16, 8, 7, 7)], ids=["vectors", "images"])
 def test_inference_far_from_zero(dtype, ratio, x64, shape):
-    """After one batch, inference returns what training did, to the bounds of training."""
+    """Compares inference after one batch with the output of training, within its bounds."""
     random = np.random.default_rng(0)
     batch = make_batch(random, (ratio + random.standard_normal(shape)).astype(jnp.dtype(dtype)))
     with jax.enable_x64(x64):

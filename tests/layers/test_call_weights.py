@@ -1,6 +1,6 @@
 """Tests scale and shift of one call, `layer(x, weight=w, bias=b)`, and `weight_offset`.
 
-Their values and gradients: tests/fuzz.py.
+tests/fuzz.py tests their values and gradients.
 """
 
 import functools
@@ -20,9 +20,9 @@ from tests.helpers import bits, copy, normal
 from tests.layers.norms import NORMS, each_norm, made, mask_shape, with_parameters
 
 N, SHAPE = 4, (6, 5, 7)
-# What each example brings: a number for each channel (or the layer's own shape), one for each
-# value, and one of each.
-KINDS = {"own": (False, False), "values": (True, True), "both": (False, True)}
+# Whether weight and bias of each example have a number for each value of x; otherwise they have
+# the shape of the layer's own.
+KINDS = {"own": (False, False), "values": (True, True), "mixed": (False, True)}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
@@ -61,8 +61,8 @@ def like_x(v):
 
 @each_kind
 @each_norm
-def test_half_precision_is_rounded_once(name, kind):
-    """Scale and shift by hand, in bfloat16, round three times."""
+def test_call_weights_in_half_precision_round_once(name, kind):
+    """Fails for a separate scale and shift in bfloat16, which round three times."""
     arrays = [np.asarray(v, jnp.bfloat16) for v in drawn(name, kind)]
     x, _, weight, bias = arrays
     layer, state = layer_of(name, weight_offset=1.0)
@@ -77,8 +77,8 @@ def test_half_precision_is_rounded_once(name, kind):
 
 
 @each_norm
-def test_they_replace_the_layer_s_own(name):
-    """One of them, or both; the layer's own have no gradient then, and need not exist."""
+def test_call_weights_replace_the_layer_s_own(name):
+    """Tests weight, bias and both; the layer's own have no gradient, and need not exist."""
     x, dy, weight, bias = drawn(name, KINDS["own"])
     layer, state = layer_of(name, activation=jax.nn.silu)
     own = layer.weight + 1, layer.bias + 2
@@ -96,8 +96,8 @@ def test_they_replace_the_layer_s_own(name):
 
 
 @each_norm
-def test_a_layer_without_them_pays_nothing(name):
-    """The traced program is that of a layer that is given its own."""
+def test_call_weights_trace_the_program_of_the_layer_s_own(name):
+    """Compares with the program of a call that is given the layer's own weight and bias."""
     layer, state = layer_of(name)
     arrays, static = eqx.partition(layer, eqx.is_inexact_array)
 
@@ -113,9 +113,9 @@ def test_a_layer_without_them_pays_nothing(name):
 
 
 @each_norm
-def test_x_is_kept_and_one_pass_sums_for_all(name):
-    """As with the layer's own weights: x is all of its size that is kept, and their gradients
-    take no pass of their own, though there is one for each example."""
+def test_residuals_and_passes_with_call_weights(name):
+    """Tests that x is the only residual of its size, and that gradients of one weight for each
+    example need no more passes than gradients of a shared weight."""
     layer, state = layer_of(name)
     x, dy, weight, bias = map(jnp.asarray, drawn(name, KINDS["own"]))
 
@@ -131,14 +131,14 @@ def test_x_is_kept_and_one_pass_sums_for_all(name):
 
     kept = [leaf for leaf in gradients(0, x, weight, bias)[1] if leaf.size >= x.size]
     assert sum(leaf is x for leaf in kept) == 1
-    assert len(kept) == 1 + 2 * (weight.size == x.size)  # and what has a number per value
+    assert len(kept) == 1 + 2 * (weight.size == x.size)  # and weights of all values
     assert passes(0, x, weight, bias) == passes(None, x, weight[0], bias[0])
 
 
 @each_kind
 @each_norm
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_lowered_for_every_platform(name, kind, dtype):
+def test_call_weights_are_lowered_for_every_platform(name, kind, dtype):
     x, dy, weight, bias = drawn(name, kind, dtype)
     for mask in (None, np.ones(mask_shape(name, x.shape), bool)):
 
@@ -150,7 +150,7 @@ def test_lowered_for_every_platform(name, kind, dtype):
         traced.lower(lowering_platforms=("cuda", "tpu"))
 
 
-def test_what_does_not_fit_is_an_error():
+def test_call_weights_of_wrong_shape_or_dtype_are_errors():
     layer, x = LayerNorm(6), jnp.ones(6)
     group, image = GroupNorm(2, 6), jnp.ones(SHAPE)
     errors = [
@@ -173,13 +173,13 @@ def test_what_does_not_fit_is_an_error():
             call()
 
 
-# --- Weights around one.
+# --- Weights around one, with `weight_offset`.
 
 
 @each_norm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_new_layer_multiplies_by_one(name, dtype):
-    """The weight starts at 0, not at 1, which would multiply by 2:
+def test_new_layer_with_weight_offset_multiplies_by_one(name, dtype):
+    """Fails if the weight starts at 1, which would multiply by 2:
     https://github.com/huggingface/transformers/issues/40796."""
     make_layer = functools.partial(layer_of, name, dtype=dtype)
     layer, state = make_layer(weight_offset=1.0)
@@ -190,8 +190,8 @@ def test_a_new_layer_multiplies_by_one(name, dtype):
     assert bits(y) == bits(expected)
 
 
-def test_it_is_added_in_float32():
-    """In bfloat16, 1 + 0.002 is 1:
+def test_weight_offset_is_added_in_float32():
+    """Fails for a sum in bfloat16, in which 1 + 0.002 is 1:
     https://github.com/NVIDIA/TransformerEngine/pull/1690."""
     layer = RMSNorm(8, use_bias=False, dtype=jnp.bfloat16, weight_offset=1.0)
     weight = jnp.full(8, 0.002, jnp.bfloat16)

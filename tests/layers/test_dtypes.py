@@ -30,9 +30,9 @@ def float_dtypes(tree):
         *((name, F16, F32, False, False) for name in EXAMPLE_NORMS),
     ],
 )
-def test_each_dtype_stays_what_it_is(name, dtype, weights, x64, masked):
-    """Outputs have the dtype of x, gradients that of the weights, which may be cast, the memory
-    the default one; and no dtype is promoted without being asked for."""
+def test_dtypes_of_outputs_gradients_and_memory(name, dtype, weights, x64, masked):
+    """Checks that outputs have the dtype of x, gradients the dtype of the weights, which may be
+    cast, and the memory the default dtype, without implicit promotion."""
     of_batch = {"approach": name} if name in APPROACHES else {}
     with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         layer, call = made("BatchNorm" if of_batch else name, (6, 2), **of_batch)

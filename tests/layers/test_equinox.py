@@ -1,6 +1,6 @@
-"""Tests against Equinox's layer: the same numbers where it is right, and the faults it has.
+"""Compares with Equinox's layer: equal results where Equinox is right, and Equinox's faults.
 
-A test of a fault fails when Equinox mends its layer; then the README's list loses a line.
+A test of a fault fails once Equinox has fixed the fault; then remove it from the README's list.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def pair(mode: Literal["batch", "ema"] = "batch", channels=5, **kwargs):
     ("shape", "affine"), [*((shape, True) for shape in SHAPES), (SHAPES[0], False)], ids=str
 )
 @pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_training(mode, shape, affine):
+def test_training_equals_equinox(mode, shape, affine):
     (ours, our_state), (theirs, their_state) = pair(
         mode, momentum=0.7, channelwise_affine=affine
     )
@@ -57,7 +57,7 @@ def test_training(mode, shape, affine):
             close(call(inference[0], our_state, x)[0], call(inference[1], their_state, x)[0])
 
 
-def test_complex():
+def test_complex_training_equals_equinox():
     (ours, our_state), (theirs, their_state) = pair("ema", dtype=jnp.complex64)
     for step in range(2):
         x = jax.lax.complex(normal(step, (8, 5, 4), 1), normal(9 + step, (8, 5, 4), 2, 3))
@@ -69,12 +69,12 @@ def test_complex():
     assert (memory.mean.dtype, memory.variance.dtype) == (jnp.complex64, jnp.float32)
 
 
-def test_the_first_eight_arguments_are_equinox_s():
+def test_first_eight_arguments_equal_equinox():
     ours, theirs = (
         [(p.name, p.default) for p in inspect.signature(layer.__init__).parameters.values()]
         for layer in (BatchNorm, eqx.nn.BatchNorm)
     )
-    momentum = 5  # 0.99 without a strategy, which has its own
+    momentum = 5  # a strategy has its own momentum, so ours is None
     assert (ours[momentum], theirs[momentum]) == (("momentum", None), ("momentum", 0.99))
     del ours[momentum], theirs[momentum]
     assert ours[:7] == theirs[:7]
@@ -82,18 +82,18 @@ def test_the_first_eight_arguments_are_equinox_s():
     assert [name for name, _ in ours[7:]] == added.split()
 
 
-def test_it_is_equinox_s_without_its_memory():
+def test_batch_norm_subclasses_equinox_s_without_its_memory():
     layer, state = make(3, "batch", approach="batch")
-    assert isinstance(layer, eqx.nn.BatchNorm)  # which models ask
+    assert isinstance(layer, eqx.nn.BatchNorm)  # models check this
     dropped = {field.name for field in dataclasses.fields(eqx.nn.BatchNorm)} - set(vars(layer))
     indices = {"ema_first_time_index", "ema_state_index", "batch_counter", "batch_state_index"}
     assert dropped == {"mode", "momentum", *indices}
     assert not any(hasattr(layer, name) for name in dropped - {"momentum"})
-    # Means and variances, their number, and two counts of batches.
+    # The averages, their number of batches, and the counts of accepted and rejected batches.
     assert len(jax.tree.leaves(state)) == 3
 
 
-# --- The faults of Equinox's layer, which the README says that the swap puts right.
+# --- The faults of Equinox's layer, which the README lists and the swap corrects.
 
 X = normal(0, (64, 3), 2, 1)
 
@@ -111,26 +111,26 @@ def both(x, *others, inference=False, **kwargs):
     return results
 
 
-def test_inference_variance_after_one_step():
+def test_equinox_fault_inference_variance_after_one_step():
     (ours, _), (theirs, _) = both(X, inference=True)
     np.testing.assert_allclose(theirs.std(), 0.1, rtol=0.1)  # variance 100 instead of 1
     np.testing.assert_allclose(ours.std(), 1, rtol=0.1)
 
 
-def test_constant_channel():
+def test_equinox_fault_constant_channel():
     (ours, _), (theirs, _) = both(jnp.full_like(X[:7], 0.1))
     assert abs(theirs).max() > 1e-7
     assert abs(ours).max() == 0
 
 
-def test_nan_in_one_batch():
+def test_equinox_fault_nan_in_one_batch():
     (ours, _), (theirs, _) = both(X, X.at[0, 0].set(jnp.nan), X, inference=True)
     assert np.isfinite(ours).all()
     assert not np.isfinite(theirs).all()
 
 
 @pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
-def test_half_precision(half):
+def test_equinox_fault_half_precision(half):
     x = X.astype(half)
     ours, theirs = pair("ema", channels=3)
     with pytest.raises(TypeError, match="select"):  # between float32 and half precision
@@ -144,8 +144,8 @@ def test_half_precision(half):
     assert memories == [{jnp.dtype(jnp.float32)}, {jnp.dtype(half)}]
 
 
-def test_plain_jit():
-    """Equinox's layer has its axis name as a leaf (issue 1074)."""
+def test_equinox_fault_plain_jit():
+    """Tests issue 1074: Equinox's layer has its axis name as a leaf."""
     ours, theirs = pair(channels=3)
     run = jax.jit(lambda layer, state, x: over_batch(layer)(x, state)[0])
     with pytest.raises(TypeError, match="non-array argument|not a valid JAX type"):
@@ -154,8 +154,8 @@ def test_plain_jit():
 
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, functools.partial(jax.nn.elu, alpha=0.5)])
-def test_a_function_as_activation_is_a_leaf_as_in_an_mlp(activation, tmp_path):
-    """Orbax takes a node without leaves for a leaf, which a `Partial` of a function would be:
+def test_activation_function_is_a_leaf_that_orbax_restores(activation, tmp_path):
+    """Fails for a `Partial` of the function: Orbax takes nodes without leaves for leaves,
     https://github.com/patrick-kidger/equinox/issues/606."""
     norm, state = make(3, "batch", approach="batch", activation=activation)
     model = norm, LayerNorm(3, activation=activation)

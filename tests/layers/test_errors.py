@@ -1,4 +1,4 @@
-"""Tests that errors quote what was written, what it breaks and the fix, and keep the state."""
+"""Tests that errors quote the argument, the broken rule and the fix, and keep the state."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ from tests.processes import ROOT, python
 X = normal(0, (6, 3, 2))
 
 
-# --- Of the constructors, and of functions.
+# --- Errors of constructors and functions.
 
 
 def batch_norm(input_size=3, axis_name="batch", **options):
@@ -76,13 +76,13 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arguments(function, arguments, message, unchecked):
+def test_constructors_refuse_wrong_arguments(function, arguments, message, unchecked):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         function(**arguments)
 
 
-def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
-    """Equinox's `mode` is the approach of that name, by position and by keyword."""
+def test_approach_name_makes_the_strategy_with_the_layer_s_momentum():
+    """Also tests Equinox's `mode`, by position and by keyword, as the approach of its name."""
     for name, make_strategy in NAMED.items():
         by_name = BatchNorm(3, "batch", momentum=0.8, approach=name)
         as_object = BatchNorm(3, "batch", approach=make_strategy(0.8))
@@ -98,7 +98,7 @@ def test_an_approach_by_name_is_that_strategy_with_the_layer_s_momentum():
         assert BatchNorm(3, "batch", momentum=0.8, mode=mode, approach=mode).momentum == 0.8
 
 
-# In a process of its own: where annotations are checked, there are frames in between.
+# A process of its own: the check of annotations would add stack frames.
 WARNED = """
 import warnings
 import equinox as eqx
@@ -127,9 +127,9 @@ for warning in caught:
 """
 
 
-@pytest.mark.x32  # a process, which has no dtypes to look at
+@pytest.mark.x32  # runs a process of its own
 def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
-    """Warns without an approach, which is then batch, and of one value per channel or group:
+    """Tests the warnings of a missing approach, and of one value per channel or group:
     https://github.com/ml-explore/mlx/issues/3653,
     https://github.com/pytorch/pytorch/issues/19250."""
     path = tmp_path / "model.py"
@@ -146,7 +146,7 @@ def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
         assert all(part in message for part in expected)
 
 
-# --- Of calls. The state was not touched, so that the right call after it succeeds.
+# --- Errors of calls. The state stays valid: a right call after the error succeeds.
 
 
 single = functools.partial(make, axis_name="batch", approach="batch")
@@ -163,7 +163,7 @@ AVERAGED = jax.tree.map(lambda a: a.astype(float), single(3)[1])
 OTHER_X64 = not jax.config.read("jax_enable_x64")
 with jax.enable_x64(OTHER_X64):
     OTHER_STATE = single(3)[1]
-# What is given beside, or instead of, x of shape (3, 2) and its state; the error, and words.
+# Arguments that replace or complete x of shape (3, 2) and its state; the error, and its words.
 CALLS = [
     (
         {"x": jnp.ones((4, 2))},
@@ -190,7 +190,7 @@ CALLS = [
     ({"mask": np.ones(2, np.float32)}, TypeError("dtype float32.*give booleans.*mask > 0")),
     ({"state": None}, ValueError("state=None is no eqx.nn.State.*make_with_state")),
     ({"state": in_a_model()[1]}, ValueError("made for another model.*make_with_state")),
-    # `make_with_state` gives both states the same key, so their form has to be looked at.
+    # `make_with_state` gives both states the same key; only the shapes of leaves differ.
     ({"state": single(4)[1]}, ValueError("belongs to another layer.*input_size=3")),
     ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
@@ -225,13 +225,13 @@ IN_TRAINING = [
     [*((*row, False) for row in CALLS + IN_TRAINING), *((*row, True) for row in CALLS)],
     ids=lambda value: str(value) if isinstance(value, Exception | bool) else "",
 )
-def test_calls(arguments, error, inference, unchecked):
+def test_batch_norm_calls_refuse_wrong_arguments(arguments, error, inference, unchecked):
     layer, state = single(3, inference=inference)
 
     def fail_then_succeed(x, state):
         wrong = {"layer": layer, "x": x, "state": state} | arguments
         wrong_layer = eqx.nn.inference_mode(wrong.pop("layer"), inference)
-        # Caught inside the vmap, so that vmap has made no copy of the state.
+        # The error is caught inside the vmap, before vmap makes a copy of the state.
         with pytest.raises(type(error), match=f"(?s){error}"):
             wrong_layer(**wrong)
         return layer(x, state)
@@ -241,7 +241,7 @@ def test_calls(arguments, error, inference, unchecked):
     assert after.get(layer.memory_index).accepted == int(not inference)
 
 
-def test_unbiased_variance_of_one_value():
+def test_unbiased_variance_of_one_value_is_an_error():
     layer, state = single(3, unbiased=True)
     message = r"x of shape \(3,.*one value per channel.*n = 1.*unbiased=False"
     with pytest.raises(ValueError, match=message):
@@ -255,8 +255,8 @@ ONE = X[:1, :, :1]
 @pytest.mark.parametrize(
     "approach", ["batch", "renorm", "variance_clip", Cumulative()], ids=str
 )
-def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(approach):
-    """Where warnings are errors, a call without one is silent."""
+def test_one_value_per_channel_warns_only_if_y_stays_the_bias(approach):
+    """Also tests calls that must not warn: pytest turns warnings into errors."""
     layer, state = single(3, approach=approach)
     with pytest.warns(UserWarning, match="hold one value per channel") as caught:
         y, _ = over_batch(layer)(ONE, copy(state))
@@ -279,8 +279,8 @@ def test_one_value_per_channel_is_warned_of_only_if_y_is_the_bias_for_ever(appro
         (InstanceNorm(8, 0.1), (8, 1, 1)),
     ],
 )
-def test_one_value_per_group_is_warned_of(layer, shape):
-    """Where warnings are errors, a call without one is silent."""
+def test_one_value_per_group_warns(layer, shape):
+    """Also tests calls that must not warn: pytest turns warnings into errors."""
     x = normal(0, shape)
     with pytest.warns(UserWarning, match="hold one value per group") as caught:
         y, pull_back = jax.vjp(layer, x)
@@ -387,6 +387,6 @@ linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
     ],
     ids=lambda value: str(value) if isinstance(value, Exception) else "",
 )
-def test_calls_of_norms_of_one_example(layer, x, error, unchecked):
+def test_example_norm_calls_refuse_wrong_arguments(layer, x, error, unchecked):
     with pytest.raises(type(error), match=f"(?s){error}"):
         jax.eval_shape(layer, x)

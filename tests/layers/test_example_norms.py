@@ -1,9 +1,7 @@
-"""Tests that the norms of one example are drop-ins for Equinox's, in values and gradients.
+"""Tests that the norms of one example replace Equinox's, in values and gradients.
 
-Second derivatives: tests/fuzz.py.
-
-Accuracy, platforms, export, dtypes and errors: in the files of those names, with BatchNorm.
-What is kept for the backward pass: tests/operation/test_residuals.py.
+tests/fuzz.py tests second derivatives, tests/operation/test_residuals.py residuals. The files
+named after accuracy, platforms, export, dtypes and errors test all norms with BatchNorm.
 """
 
 import chex
@@ -50,8 +48,8 @@ TOLERANCES = {jnp.bfloat16: 2e-2, jnp.complex64: 1e-4}
         (RMSNorm, ((6,), 1e-3, False, False, jnp.bfloat16), (6,)),
     ],
 )
-def test_as_equinox(kind, arguments, shape):
-    """By position, the arguments are Equinox's; so are the type, and the leaves of files."""
+def test_example_norms_equal_equinox(kind, arguments, shape):
+    """Also checks that positional arguments, the type and the leaves are those of Equinox."""
     with jax.enable_x64(True):
         ours = moved(kind(*arguments))
         if kind is InstanceNorm:
@@ -72,7 +70,7 @@ def test_as_equinox(kind, arguments, shape):
 
 
 def test_rms_norm_of_complex_numbers():
-    """Equinox's divides by the root of a complex number."""
+    """Compares with the formula: Equinox's layer divides by the root of a complex number."""
     x = jax.lax.complex(normal(0, (5, 6), 1.0), normal(1, (5, 6), -2.0, 3.0))
     scale = np.sqrt((np.abs(np.asarray(x)) ** 2).mean(1, keepdims=True) + 1e-5)
     y = jax.vmap(RMSNorm(6, dtype=jnp.complex64))(x)
@@ -86,7 +84,7 @@ def test_instance_norm_has_the_defaults_of_pytorch():
 
 @each_example_norm
 @pytest.mark.x32  # Equinox's layer promotes
-def test_where_a_batch_norm_stood(name):
+def test_example_norms_take_and_return_the_state_of_a_batch_norm(name):
     layer = moved(made(name, SHAPE)[0])
     model, state = eqx.nn.make_with_state(
         lambda: eqx.nn.Sequential([layer, BatchNorm(6, "batch", approach="batch")])
@@ -106,7 +104,7 @@ def test_where_a_batch_norm_stood(name):
         (GroupNorm(2, 6), (4, 6, 0)),
     ],
 )
-def test_nothing_to_normalise(layer, shape):
+def test_example_norms_of_empty_arrays(layer, shape):
     y, pull_back = jax.vjp(over_examples, layer, jnp.ones(shape))
     gradient, dx = pull_back(y)
     assert y.shape == dx.shape == shape

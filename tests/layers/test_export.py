@@ -15,8 +15,8 @@ from tests.layers.norms import made, mask_shape
 
 N, C = 3, 6
 PLATFORMS = "cpu", "cuda", "tpu"
-# Symbolic shapes, and two that fit each. (JAX cannot name an axis of symbolic size,
-# `lax.axis_size` of it fails, and so does Equinox's BatchNorm: `b` only without a named axis.)
+# Symbolic shapes, and two that fit each. (The batch is symbolic only without a named axis:
+# `lax.axis_size` fails for a symbolic size, and so does Equinox's BatchNorm.)
 IMAGES, TOKENS = ((N, C, 5, 2), (N, C, 4, 7)), ((3, C, 5), (6, C, 5))
 LAYERS = {
     "BatchNorm": (f"{N}, {C}, h, w", IMAGES),
@@ -33,7 +33,7 @@ LAYERS = {
     "masked",
     [pytest.param(False, id="all"), pytest.param(True, id="masked", marks=pytest.mark.long)],
 )
-def test_symbolic_sizes(name, masked):
+def test_export_with_symbolic_sizes(name, masked):
     symbols, shapes = LAYERS[name]
     name, _, mode = name.partition(", ")
     options = {"inference": True} if mode else {}
@@ -63,7 +63,7 @@ def test_symbolic_sizes(name, masked):
             np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-5)
 
 
-# --- Inference is made of primitives that exporters and `jet` know.
+# --- Inference consists of primitives that exporters and `jet` know.
 
 FIXED = (6, 4, 3, 5)
 X = 3 + 2 * normal(0, FIXED)
@@ -85,14 +85,14 @@ def inference(activation, mask=None):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("mask", [None, jnp.arange(FIXED[-1]) < 4], ids=["all", "masked"])
-def test_it_is_made_of_jax_s_own_primitives(activation, mask):
+def test_inference_consists_of_jax_primitives(activation, mask):
     closed = jax.make_jaxpr(inference(activation, mask))(X)
     names = {equation.primitive.name for equation in jaxprs.equations(closed.jaxpr)}
     assert not any(name.startswith("eqx_norm") for name in names)
 
 
-def test_taylor_series():
-    """`jet` takes no `custom_jvp` such as ReLU."""
+def test_inference_taylor_series():
+    """Tests tanh, because `jet` supports no `custom_jvp` such as ReLU."""
     call, dx = inference(jnp.tanh), normal(1, FIXED)
 
     def first(x):

@@ -1,6 +1,6 @@
-"""Tests what a masked position must leave as it is, whatever it holds, to the bit.
+"""Tests that no value at a masked position changes any result, to the bit.
 
-That outputs, derivatives and memory are those of a batch without padding: tests/fuzz.py.
+tests/fuzz.py compares outputs, derivatives and memory with those of a batch without padding.
 """
 
 import chex
@@ -26,12 +26,12 @@ ONE[2, 3] = True
 def spoil(x, mask):
     """Returns `x` with NaN, infinities and 1e30 at the masked positions."""
     garbage = np.resize(np.asarray(GARBAGE, x.dtype), x.shape)
-    # Not by an operation of JAX, which `jax_debug_nans` would stop.
+    # NumPy computes this, because `jax_debug_nans` would stop an operation of JAX.
     return jax.device_put(np.where(mask[:, None], x, garbage).astype(x.dtype))
 
 
 def activation(u):
-    """Returns what is neither 0 nor flat where u is 0, as it is at a masked position."""
+    """Computes a function that is neither 0 nor flat at u = 0, the u of masked positions."""
     return jax.nn.softplus(u + 0.5)
 
 
@@ -67,10 +67,10 @@ def test_gradients_of_masked_values_are_0_whatever_x_and_dy_hold(name, function)
         y, pull_back = jax.vjp(forward, layer.weight, layer.bias, x)
         return y, *pull_back(dy)
 
-    # The gradients of masked outputs are not looked at.
+    # The cotangents of masked outputs have no effect.
     chex.assert_trees_all_equal(derive(X, spoil(DY, LENGTHS)), derive(X, DY))
     for value in (np.nan, np.inf):
-        y, dweight, _, dx = derive(X.at[1, 0, 0].set(value), DY)  # which counts
+        y, dweight, _, dx = derive(X.at[1, 0, 0].set(value), DY)  # not masked
         assert not np.isfinite(dweight).all()
         for array in (y, dx):
             np.testing.assert_array_equal(array[~of_values], 0)
@@ -81,8 +81,8 @@ def test_gradients_of_masked_values_are_0_whatever_x_and_dy_hold(name, function)
     ("approach", "mask"),
     [*((name, NOTHING) for name in APPROACHES), ("batch", ONE), ("ema", ONE)],
 )
-def test_a_batch_that_says_nothing_is_as_if_it_had_not_been(approach, mask, trained):
-    """All of it is masked out, or but one value, which has no unbiased variance."""
+def test_masked_out_batch_changes_no_memory(approach, mask, trained):
+    """Masks out all values, or all but one, which has no unbiased variance."""
     approaches = {
         "variance_clip": VarianceClip(Batch(0.7), ratio=1.5, start=1),
         "renorm": Renorm(0.7, r_max=1.5, d_max=0.5),
@@ -96,12 +96,12 @@ def test_a_batch_that_says_nothing_is_as_if_it_had_not_been(approach, mask, trai
     for array in (y, dx):
         assert bits(array[~np.broadcast_to(mask[:, None], X.shape)]).strip(b"\0") == b""
     chex.assert_tree_all_finite((y, gradient))
-    # As the first batch, too: the next one counts in full.
+    # The next batch counts in full, also if the masked batch was the first one.
     assert same(step(layer, after, X, None), step(layer, state, X, None))
 
 
 @pytest.mark.nans
-def test_a_single_nan_is_a_batch_that_is_rejected():
+def test_batch_of_a_single_nan_is_rejected():
     layer, state = make(C, "batch", approach="batch", unbiased=True)
     for mask, rejected in ((ONE, 1), (NOTHING, 0)):
         _, after, *_ = step(layer, state, jnp.full_like(X, jnp.nan), mask)

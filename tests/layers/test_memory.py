@@ -1,6 +1,6 @@
-"""Tests the running statistics: right from the first step on, and updated once per call.
+"""Tests that running statistics are right from the first step on, and updated once per call.
 
-Over many steps: tests/strategies/test_recursions.py; test_peers.py here.
+tests/strategies/test_recursions.py and test_peers.py test them over many steps.
 """
 
 import functools
@@ -37,7 +37,7 @@ from tests.helpers import Cumulative as Unloaded
 X = normal(0, (8, 3, 4), 1, 2)
 
 
-def test_a_state_is_compared_with_that_of_a_new_layer_which_is_traced_once(monkeypatch):
+def test_state_is_checked_against_a_new_layer_that_is_traced_once(monkeypatch):
     made = []
     init = Average.init
     monkeypatch.setattr(Average, "init", lambda *given: made.append(given) or init(*given))
@@ -51,14 +51,14 @@ def test_a_state_is_compared_with_that_of_a_new_layer_which_is_traced_once(monke
 @each_approach
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_inference_is_right_from_the_first_step_and_changes_nothing(approach, unbiased):
-    """`unbiased` says which variance is remembered: MXNet #21111 asks for a visible choice."""
+    """Tests both values of `unbiased`; MXNet #21111 asks for a visible choice of variance."""
     layer, state = make(3, "batch", approach=approach, unbiased=unbiased)
     inference = eqx.nn.inference_mode(layer)
     identity, after = quick_call(inference, copy(state), X)
     assert same(after, state)
     np.testing.assert_allclose(identity, X, rtol=1e-5)
 
-    # `inference=` takes priority over the layer's own.
+    # `inference=` takes priority over `layer.inference`.
     y, state = quick_call(functools.partial(inference, inference=False), state, X)
     values = np.asarray(X, np.float64).swapaxes(0, 1).reshape(3, -1)
     mean, variance = remembered(layer, state)
@@ -74,9 +74,9 @@ def test_inference_is_right_from_the_first_step_and_changes_nothing(approach, un
 
 
 @each_approach
-def test_with_and_without_a_gradient_it_is_the_same(approach):
-    """MXNet #21111 asks for it; here it is so to the bit, also by checkpoint, scan. (From the
-    second batch on, a compiled program rounds once where one run op by op rounds twice.)"""
+def test_memory_is_bitwise_equal_with_and_without_a_gradient(approach):
+    """Tests the request of MXNet #21111, also without jit, in a checkpoint and in a scan. (From
+    the second batch on, compiled programs round once where op-by-op runs round twice.)"""
     layer, state = make(3, "batch", approach=approach)
     _, without = call(layer, copy(state), X)
     _, with_gradient, _ = call_and_grad(layer, copy(state), X, X)
@@ -107,8 +107,8 @@ class Block(eqx.Module):
 
 @pytest.mark.long
 @each_approach
-def test_stacked_layers_in_a_scan_are_a_loop_over_the_layers(approach):
-    """Equinox #934: each layer of the stack has its own running statistics."""
+def test_scan_over_stacked_layers_equals_a_loop(approach):
+    """Tests Equinox #934: each layer of the stack has its own running statistics."""
     make_block = eqx.nn.make_with_state(functools.partial(Block, approach))
     blocks, states = eqx.filter_vmap(make_block)(jax.random.split(jax.random.key(0), 3))
 
@@ -171,7 +171,7 @@ def test_no_gradient_flows_into_or_out_of_memory(approach):
 @pytest.mark.nans
 @each_approach
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad):
+def test_non_finite_batch_is_not_remembered_but_counted(approach, bad):
     layer, state = make(3, "batch", approach=approach)
     _, state = call(layer, state, X)
     before = state.get(layer.memory_index)
@@ -189,8 +189,7 @@ def test_a_batch_that_is_not_finite_is_not_remembered_but_counted(approach, bad)
     "approach", [*APPROACHES, Average(), Cumulative(), "accumulated"], ids=str
 )
 def test_a_memory_that_overflows_is_not_remembered(approach):
-    """The values, their mean and their variance are finite, but not the squares between two
-    batches, or their difference."""
+    """Tests batches of finite mean and variance, whose difference or its square overflows."""
     approach = Accumulated(Cumulative(), 2) if approach == "accumulated" else approach
     layer, state = make(3, "batch", approach=approach)
     for x in (X, *(jnp.full_like(X, value) for value in (1e20, -3e38, 3e38)), X):
@@ -202,7 +201,7 @@ def test_a_memory_that_overflows_is_not_remembered(approach):
 
 
 class Lowest(Unloaded):
-    """Is a user's strategy that remembers the lowest mean, from infinity on."""
+    """Remembers the lowest mean, starting from infinity, as a user's strategy may."""
 
     def init(self, channels, dtype):
         return jnp.full(channels, jnp.inf, dtype)
@@ -224,7 +223,7 @@ def test_a_memory_may_hold_infinities():
 
 @each_approach
 @pytest.mark.parametrize("shape", [(8, 3, 0), (0, 3)], ids=str)
-def test_an_empty_batch_leaves_the_memory_as_it_was(approach, shape):
+def test_empty_batch_leaves_the_memory_unchanged(approach, shape):
     layer, state = make(3, "batch", approach=approach)
     y, after, _ = quick_call_and_grad(layer, copy(state), jnp.ones(shape), jnp.ones(shape))
     assert y.shape == shape
@@ -234,8 +233,8 @@ def test_an_empty_batch_leaves_the_memory_as_it_was(approach, shape):
 @pytest.mark.filterwarnings("ignore:In training, x of")
 @each_approach
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1, 1)], ids=str)
-def test_one_value_per_channel(approach, shape):
-    """MXNet #21111: a single value has no variance; that is no reason for NaN."""
+def test_one_value_per_channel_gives_the_bias_and_no_nan(approach, shape):
+    """Tests MXNet #21111: the variance of a single value causes no NaN."""
     layer, state = make(3, "batch", approach=approach)
     layer = eqx.tree_at(lambda m: m.bias, layer, jnp.arange(3, dtype=jnp.float32))
     x = normal(0, shape, 100, 10)
@@ -249,7 +248,7 @@ def test_one_value_per_channel(approach, shape):
 
 
 @each_approach
-def test_serialisation(approach, tmp_path):
+def test_serialised_layer_and_state_are_restored(approach, tmp_path):
     model, state = make(3, "batch", approach=approach)
     _, state = call(model, state, X)
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", (model, state))

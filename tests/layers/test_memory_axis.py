@@ -1,6 +1,6 @@
-"""Tests `ghost_batches`; what `memory_axis_name` computes: tests/fuzz.py.
+"""Tests the example of `ghost_batches`.
 
-Over the devices of a mesh: tests/devices/over_uses.py.
+tests/fuzz.py tests `memory_axis_name`; tests/devices/over_uses.py tests it on a mesh.
 """
 
 import equinox as eqx
@@ -13,7 +13,7 @@ from tests.helpers import example, normal
 
 
 @pytest.mark.x32
-def test_the_example():
+def test_ghost_batches_example():
     names = {"eqx": eqx, "jax": jax, "BatchNorm": BatchNorm, "ghost_batches": ghost_batches}
     names = example(ghost_batches, x=normal(0, (64, 16, 3)), **names)
     assert names["y"].shape == names["x"].shape

@@ -1,8 +1,8 @@
-"""Tests what a GPU and a TPU get, on a machine that has none.
+"""Tests the programs that JAX lowers for GPUs and TPUs, on a machine without either.
 
-JAX lowers every layer for both: each direction and dtype, with and without mask, activation and
-weights. test_accuracy.py holds what was lowered to the bounds; what they compile of it,
-`make gpu-compile-check` and `make tpu-compile-check` count.
+Every layer is lowered for both: each direction and dtype, with and without mask, activation and
+weights. test_accuracy.py checks the errors of lowered programs; `make gpu-compile-check` and
+`make tpu-compile-check` count the bytes that compiled programs read and write.
 """
 
 import functools
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.x32  # has its own dtypes
 
 N, C, H, W = 2, 6, 3, 5
 SHAPE = C, H, W
-# Mask, weights, activation: all pairs of two are among them.
+# (mask, weights, activation): all pairs of two settings occur.
 SILU = jax.nn.silu
 SPLIT = "LayerNorm, split", "RMSNorm, split"
 PAIRS = (False, False, None), (False, True, SILU), (True, False, SILU), (True, True, None)
@@ -45,7 +45,7 @@ def without_weights(layer):
 
 
 def every_direction(call, mask, static, weights, x):
-    """Returns y, the gradients in weights and x and in x alone, and forward mode."""
+    """Returns y, the gradients in weights and x and in x alone, and the forward derivative."""
 
     def forward(weights, x):
         return call(eqx.combine(weights, static), x, mask)[0]
@@ -59,7 +59,7 @@ def every_direction(call, mask, static, weights, x):
 
 @pytest.mark.parametrize("name", [*NAMES, *SPLIT])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
-def test_lowered_for_every_platform(name, dtype):
+def test_layers_are_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
     for masked, has_weights, activation in PAIRS:
         of_weights = dtype if dtype == jnp.complex64 else None
@@ -74,7 +74,7 @@ def test_lowered_for_every_platform(name, dtype):
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 @pytest.mark.parametrize("shape", [(C,), (C, 7), SHAPE], ids=str)
-def test_nothing_is_transposed_along_the_channels(kind, shape):
+def test_axis_0_norms_transpose_vectors_only(kind, shape):
     x = np.random.default_rng(0).standard_normal((N, *shape)).astype(np.float32)
     layer, rows = moved(kind(C, axis=0)), moved(kind(C))
     f = y_and_dx(layer)
@@ -84,7 +84,7 @@ def test_nothing_is_transposed_along_the_channels(kind, shape):
             r"stablehlo.transpose .* -> tensor<([\dx]+)xf32>", lowered.as_text()
         )
         sizes = [np.prod([*map(int, sizes.split("x"))]) for sizes in moved_axes]
-        assert all(size < x.size for size in sizes)  # vectors
+        assert all(size < x.size for size in sizes)  # vectors only
     for _ in shape[1:]:
         rows = jax.vmap(rows, 1, 1)
     for actual, expected in zip(f(x), y_and_dx(rows)(x), strict=True):
@@ -100,7 +100,7 @@ def y_and_dx(layer):
 
 
 def is_one_kernel(traced):
-    """Returns whether a program for a GPU starts from the largest value of each row."""
+    """Returns whether a GPU program has the form of one kernel, with a maximum of each row."""
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return "applies stablehlo.maximum" in text
 
@@ -109,9 +109,9 @@ def is_one_kernel(traced):
 @pytest.mark.parametrize(
     "layer", [LayerNorm(W), GroupNorm(2, C, 1e-5, False), RMSNorm(W, use_weight=False)]
 )
-def test_over_devices(layer, kind):
-    """Inside `shard_map` a GPU has the program of one device; `jit` keeps the passes, which XLA
-    can split."""
+def test_one_kernel_in_shard_map_and_passes_in_jit_over_devices(layer, kind):
+    """Tests that `shard_map` lowers the program of one device for a GPU, and `jit` over devices
+    the passes, which XLA can partition."""
     shape = SHAPE if isinstance(layer, GroupNorm) else (W,)
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (kind,))
     sharding = jax.NamedSharding(mesh, jax.P("x"))
@@ -129,8 +129,8 @@ def test_over_devices(layer, kind):
 
 
 @each_example_norm
-def test_one_kernel(name):
-    """Where nobody differentiates weights, with an activation, too; not along the channels."""
+def test_one_kernel_without_gradients_of_weights(name):
+    """Tests norms without gradients of weights, with an activation; not along the channels."""
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, 4, 6, 5, 7)).astype(np.float32)
     layer, _ = made(name, x.shape[1:], activation=SILU)
@@ -143,8 +143,8 @@ def test_one_kernel(name):
 
 @pytest.mark.parametrize("values", [FEW, FEW + 1])
 @pytest.mark.parametrize("activation", [None, SILU])
-def test_one_kernel_in_training(values, activation):
-    """In short rows it gives the gradients of weights, too; also forwards and twice."""
+def test_one_kernel_in_training_on_short_rows(values, activation):
+    """Tests short rows with gradients of weights, and with forward over reverse mode."""
     x = np.random.default_rng(0).standard_normal((4, 3 * values)).astype(np.float32)
     layer = moved(GroupNorm(3, 3 * values, activation=activation))
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
@@ -166,8 +166,8 @@ def test_one_kernel_in_training(values, activation):
     ("shape", "steps"),
     [((264, 8), 2), ((263, 8), 1), ((8192, 8), 1), ((4, 8, 4, 8), 2), ((4, 8, 3, 8), 1)],
 )
-def test_a_gpu_sums_few_rows_in_two_steps(shape, steps):
-    """XLA would write the operand of such sums to memory; it cuts those of more rows itself."""
+def test_gpu_sums_few_rows_in_two_steps(shape, steps):
+    """Avoids that XLA writes the operand of such sums to memory; XLA splits longer sums."""
     layer, call = made("BatchNorm", shape[1:])
     traced = jax.jit(lambda x: call(layer, x)[0]).trace(jnp.zeros(shape))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,4 +1,4 @@
-"""Tests that layers share what is compiled, and that it depends on nothing that may change."""
+"""Tests that equal layers share compiled code, and that this code never uses old values."""
 
 import functools
 from typing import Any
@@ -54,12 +54,12 @@ def by_global():
 
 def by_wrapped():
     activation, change = by_global()
-    return jax.vmap(eqx.nn.Lambda(activation)), change  # whose module is Equinox's
+    return jax.vmap(eqx.nn.Lambda(activation)), change  # a module of Equinox
 
 
 @each_layer
 @pytest.mark.parametrize("activation", [by_attribute, by_array, by_global, by_wrapped])
-def test_an_activation_that_changes(layer, activation):
+def test_changed_activation_is_traced_again(layer, activation):
     activation, change = activation()
     call = layer(activation)
     gradient = jax.grad(lambda x: call(x)[0, 0])
@@ -70,7 +70,7 @@ def test_an_activation_that_changes(layer, activation):
 
 
 @each_layer
-def test_an_activation_that_holds_a_tracer(layer):
+def test_activation_may_hold_a_tracer(layer):
     names = {}
     call = layer(lambda u: u * names["factor"])
 
@@ -84,7 +84,7 @@ def test_an_activation_that_holds_a_tracer(layer):
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, functools.partial(jax.nn.elu, alpha=0.5)])
-def test_layers_that_are_alike_are_one_function(activation):
+def test_equal_layers_lower_to_one_function(activation):
     layers = [BatchNorm(3, "batch", approach="batch", activation=activation) for _ in range(3)]
     states = [eqx.nn.State(layer) for layer in layers]
 
@@ -113,7 +113,7 @@ class Wider(Batch):
         {"approach": Wider(0.99)},
     ],
 )
-def test_what_a_layer_is_made_with_tells_them_apart(options):
+def test_layers_with_different_settings_share_no_program(options):
     def outputs(**options):
         layer, state = make(3, "batch", **{"approach": Batch(0.99), **options})
         return over_batch(layer)(X, state)
@@ -126,7 +126,7 @@ def test_what_a_layer_is_made_with_tells_them_apart(options):
 @pytest.mark.x32
 @each_approach
 def test_steps_and_equal_layers_are_one_program(approach):
-    """Static fields are hashable and compare by value: a new layer is not a new program."""
+    """Tests that static fields are hashable and compare by value: a new layer is not traced."""
 
     @filter_jit
     @eqx.debug.assert_max_traces(max_traces=1)
@@ -141,8 +141,8 @@ def test_steps_and_equal_layers_are_one_program(approach):
 
 @pytest.mark.x32
 @each_layer
-def test_without_jit(layer):
-    """A primitive that is evaluated by a compiled program must not call itself for ever."""
+def test_derivatives_of_layers_without_jit(layer):
+    """Fails if a primitive that is evaluated by a compiled program calls itself for ever."""
     derive = jax.grad(lambda x: jnp.sin(layer(jax.nn.relu)(x)).sum())
     with jax.disable_jit():
         outputs = derive(X)

@@ -1,4 +1,4 @@
-"""Makes a model as others write them, of Equinox's norms or of this package's, and calls it."""
+"""Builds nested models of Equinox's norms or of this package's, and calls them."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def apply(model: Any, x: Any, state: Any) -> Any:
 
 
 def forward(model: Any, state: Any, x: Any) -> Any:
-    """Returns the outputs of a batch, and the state after it; x has the members in front."""
+    """Returns outputs of a batch, and the state after the batch; x has the members in front."""
 
     def of_one(model, state, x):
         mapped = jax.vmap(apply, (None, 0, None), (0, None), axis_name="batch")

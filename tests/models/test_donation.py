@@ -32,7 +32,7 @@ RESULTS = {
     "unswap": lambda: models.unswap(*trained()),
     "reconfigure": lambda: models.reconfigure(*trained(), momentum=0.3, weight_offset=1.0),
     "accumulated": accumulating,
-    "accumulated no more": lambda: models.reconfigure(*accumulating(), approach="ema"),
+    "accumulated to ema": lambda: models.reconfigure(*accumulating(), approach="ema"),
     "freeze": lambda: models.freeze(trained()),
     "recalibrate": lambda: models.recalibrate(*made(norm, OURS), [normal(0, (8, C))]),
     "from_torch": lambda: models.from_torch(*trained(), models.to_torch(*trained()))[:2],
@@ -41,6 +41,6 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
-def test_results_can_be_donated(result):
+def test_results_of_model_functions_can_be_donated(result):
     arrays = eqx.filter(result(), eqx.is_array)
     jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)(arrays)

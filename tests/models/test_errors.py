@@ -1,4 +1,4 @@
-"""Tests that what cannot be done is an error, which names the layer and says what to do."""
+"""Tests that an unsupported call is an error that names the layer and the fix."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def tied(nn, key):
 
 
 TIED = made(tied, THEIRS)
-# Overflows where it is divided by a small standard deviation.
+# HUGE overflows when divided by a small standard deviation.
 HUGE = jax.tree.map(lambda a: jnp.full_like(a, 6e4, jnp.float16), conv())
 SMALL = load(NORM, copy(NORM_STATE), np.ones(C), np.full(C, 1e-4))
 
@@ -110,7 +110,7 @@ def recalibrated(batches, model: Any = NORM, state: Any = NORM_STATE, forward: A
     return recalibrate(model, state, batches, forward)
 
 
-# What is called, and the error.
+# A call, and the error.
 ERRORS: list[tuple[Any, str]] = [
     # swap and unswap
     (lambda: swap(*LINEAR), "nothing to swap: .* no norm of eqx.nn"),
@@ -229,6 +229,6 @@ ERRORS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "error"), ERRORS, ids=[error for _, error in ERRORS])
-def test_errors(unchecked, call, error):
+def test_unsupported_calls_of_model_functions_are_errors(unchecked, call, error):
     with pytest.raises(ValueError, match=error):
         call()

@@ -1,4 +1,4 @@
-"""Tests that models are exported by jax2onnx, and that ONNX Runtime computes the same."""
+"""Tests that jax2onnx exports models, and that ONNX Runtime computes the same outputs."""
 
 import importlib
 import re
@@ -16,16 +16,16 @@ from tests.models.nested import KEY
 from tests.models.test_torch_peers import resnet18
 from tests.processes import ROOT
 
-# What the two packages warn of when they are imported is theirs.
+# Warnings at the import of the two packages are not ours.
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 def check(function, x, monkeypatch):
     """Checks that ONNX Runtime computes what JAX computes; returns the number of operations."""
-    # jax lacks it, and it was always None. To be removed with a jax2onnx after 0.13 that does
-    # not ask for it.
+    # jax lacks `not_mapped`, which was always None. To be removed with a jax2onnx after 0.13
+    # that does not use it.
     monkeypatch.setattr(batching, "not_mapped", None, raising=False)
-    # Imported here: without the peers this must fail, and only when it is asked for.
+    # Imported here: without the peers only these tests fail, and only if selected.
     onnxruntime, jax2onnx = map(importlib.import_module, ("onnxruntime", "jax2onnx"))
     model = jax2onnx.to_onnx(function, [x.shape], model_name="model")
     session = onnxruntime.InferenceSession(model.SerializeToString())
@@ -34,7 +34,7 @@ def check(function, x, monkeypatch):
     return len(model.graph.node)
 
 
-def test_a_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
+def test_exported_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
     """Tests the numbers in `docs/serving.md`."""
     model, state = resnet18(monkeypatch)
     model, x = eqx.nn.inference_mode(model), normal(1, (1, 3, 32, 32))
@@ -43,15 +43,15 @@ def test_a_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
     assert check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch) > 900
 
 
-def test_the_page_on_serving():
-    """Runs all of its code; `tests/house` leaves out what needs flatbuffers."""
+def test_code_of_the_page_on_serving_runs():
+    """Runs all code of the page; `tests/house` leaves out code that needs flatbuffers."""
     text = ROOT.joinpath("docs", "serving.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL))
     exec(compile(code, "serving.md", "exec"), {"__name__": "document"})
 
 
-def test_layer_norms_by_unswap(monkeypatch):
-    """Tests what `docs/models.md` says of `LayerNorm`, which has passes in inference, too."""
+def test_export_of_layer_norms_by_unswap(monkeypatch):
+    """Tests the advice of `docs/models.md` for `LayerNorm`, whose inference has passes, too."""
     ours = eqx.nn.Sequential([LayerNorm(16), eqx.nn.MLP(16, 16, 32, 1, jax.nn.gelu, key=KEY)])
     theirs, _ = unswap(ours, eqx.nn.State(()))
     check(jax.vmap(theirs), normal(1, (2, 16)), monkeypatch)

@@ -1,4 +1,4 @@
-"""Tests that a folded layer computes the same as two."""
+"""Tests that a folded layer computes the outputs of a layer and its norm."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from tests.models.nested import KEY
 
 
 def trained(layers: Any) -> tuple[Any, Any]:
-    """Returns layers in inference mode, and their state, with statistics, weights and biases of
-    norms that are not 0 or 1."""
+    """Returns layers in inference mode and their state, with random values, so that no
+    statistic, weight or bias is 0 or 1."""
     model, state = eqx.nn.make_with_state(lambda: layers)()
     random = np.random.RandomState(0)
     arrays, rest = eqx.partition((model, state), eqx.is_inexact_array)
@@ -61,7 +61,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_one_layer_does_what_two_did(name):
+def test_folded_layer_equals_the_layer_and_its_norm(name):
     layer, spatial = LAYERS[name]
     channels = getattr(layer, "in_channels", 3)
     x = floats(normal(1, (5, channels, *spatial), 1, 2))
@@ -74,12 +74,12 @@ def test_one_layer_does_what_two_did(name):
     assert eqx.tree_equal(example(fold, **names)["conv"], folded.layers[0])
     assert not entries(left)
     assert same(before, jax.tree.leaves((sequence, state)))
-    # Also frozen, in training.
+    # A frozen norm in training mode is folded, too.
     check(eqx.nn.inference_mode(freeze(sequence), False), state, x, PAIR)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_is_computed_in_float64_and_rounded_once(dtype):
+def test_fold_computes_in_float64_and_rounds_once(dtype):
     first, second = cast(conv(use_bias=False), dtype), norm(channelwise_affine=False)
     second, state = eqx.nn.make_with_state(lambda: eqx.nn.inference_mode(second))()
     memory = Running.loaded(floats([1e4, -1e4, 300, 0]), floats([1e8, 1e6, 1e-4, 0]))
@@ -92,7 +92,7 @@ def test_it_is_computed_in_float64_and_rounded_once(dtype):
 
 
 class Block(eqx.nn.StatefulLayer):
-    """Is a residual block of a ResNet."""
+    """Implements a residual block of a ResNet."""
 
     conv1: Any
     bn1: Any
@@ -114,7 +114,7 @@ class Block(eqx.nn.StatefulLayer):
         return jax.nn.relu(x + y), state
 
 
-def test_residual_blocks_by_proposed_pairs():
+def test_fold_pairs_of_residual_blocks_by_proposed_pairs():
     model, state = trained(eqx.nn.Sequential([Block(4, 4), Block(4, 6), norm(6)]))
     pairs = propose_pairs(eqx.nn.inference_mode(model, False))
     first, second = "layers[0]", "layers[1]"
@@ -126,7 +126,7 @@ def test_residual_blocks_by_proposed_pairs():
     indices = layers_of(folded, eqx.nn.StateIndex).values()
     assert [index.marker for index in indices] == list(entries(left))
     assert all(same(left.get(index), state.get(index)) for index in indices)
-    # Models that ask `isinstance(layer, eqx.nn.BatchNorm)` give it no state.
+    # Models that check `isinstance(layer, eqx.nn.BatchNorm)` pass no state to the replacement.
     x = floats([-1, 1])
     np.testing.assert_array_equal(folded.layers[0].bn1(x), jax.nn.relu(x))
     names = {"propose_pairs": propose_pairs, "fold_pairs": fold_pairs, "eqx": eqx}
@@ -139,13 +139,13 @@ class Double(eqx.Module):  # without leaves
         return 2 * x
 
 
-def test_what_is_not_proposed():
+def test_propose_pairs_leaves_out_pairs_that_cannot_be_folded():
     relu, quantised = eqx.nn.Lambda(jax.nn.relu), jax.tree.map(jnp.int8, conv())
     for between in (relu, jnp.tanh, Double(), eqx.nn.LayerNorm((4, 6)), [conv(4)], conv(4, 5)):
         assert propose_pairs([conv(), between, norm()]) == {}
     for first in (conv(out=5), [conv()], eqx.nn.WeightNorm(conv()), quantised):
         assert propose_pairs([first, norm()]) == {}
-    # Such as the first norm of the next block, or two norms of two convolutions.
+    # The first norm of the next block, and two norms of two convolutions, are no pairs.
     for rest in ([[norm()]], [conv(4), norm(), norm()]):
         assert propose_pairs([conv(), *rest]) == {}
     theirs = eqx.nn.BatchNorm(4, "batch", mode="batch")

@@ -1,4 +1,4 @@
-"""Tests that frozen layers normalise by their statistics and do not change in any bit."""
+"""Tests that frozen layers normalise by their statistics, and change in no bit."""
 
 import equinox as eqx
 import jax
@@ -43,7 +43,7 @@ def step(optimiser, model, state, memory, x):
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model after a step, so that nothing in it is 0 or 1, with its state."""
+    """Returns model, state and optimiser state after a step, so that no value is 0 or 1."""
     model, state = eqx.nn.make_with_state(build)(jax.random.key(0))
     return step(PLAIN, model, state, start(PLAIN, model), X)[:3]
 
@@ -52,11 +52,11 @@ DECAYING = optax.adamw(1e-2, weight_decay=0.1, mask=trainable)
 
 
 @pytest.mark.parametrize("optimiser", [PLAIN, DECAYING], ids=["Adam", "masked weight decay"])
-def test_steps_change_no_bit(trained, optimiser):
+def test_training_steps_change_no_bit_of_frozen_layers(trained, optimiser):
     model, state, _ = trained
     frozen, after = freeze(model), copy(state)
     memory = start(optimiser, frozen)
-    for inference in (True, False):  # it is frozen whatever this says
+    for inference in (True, False):  # frozen in either mode
         frozen = eqx.nn.inference_mode(frozen, inference)
         frozen, after, memory, gradients = step(optimiser, frozen, after, memory, X)
         assert all(not np.any(g) for g in jax.tree.leaves(gradients.layers[1:3]))
@@ -65,7 +65,7 @@ def test_steps_change_no_bit(trained, optimiser):
 
 
 @pytest.mark.parametrize("case", ["training", "traced", "mask", "nan"])
-def test_it_is_inference_to_the_bit(trained, case):
+def test_frozen_layer_equals_inference_to_the_bit(trained, case):
     model, state, _ = trained
     layer, frozen = model.layers[1], eqx.nn.inference_mode(freeze(model), False).layers[1]
     mask = np.arange(5) < 3 if case == "mask" else None
@@ -84,7 +84,7 @@ def test_it_is_inference_to_the_bit(trained, case):
     assert after is state
 
 
-def test_only_some_and_the_way_back(trained):
+def test_freeze_some_layers_and_unfreeze(trained):
     model, state, memory = trained
     some = freeze(model, lambda path, layer: isinstance(layer.approach, Ema))
     assert [n.approach for n in some.layers[1:3]] == [Batch(), Frozen(Ema())]
@@ -92,7 +92,7 @@ def test_only_some_and_the_way_back(trained):
     assert [n.approach for n in both.layers[1:3]] == [Frozen(Batch()), Frozen(Ema())]
     assert eqx.tree_equal(unfreeze(both, lambda path, layer: path == "layers[1]"), some)
     assert eqx.tree_equal(unfreeze(both), model)
-    assert same(both, model)  # which is what a checkpoint is made of
+    assert same(both, model)  # a checkpoint consists of these leaves
     assert unfreeze(eqx.nn.inference_mode(both)).layers[1].inference
     _, _, memory_after, _ = step(PLAIN, both, copy(state), freeze(memory), X)
     assert jax.tree.structure(unfreeze(memory_after)) == jax.tree.structure(memory)

@@ -1,4 +1,4 @@
-"""Tests that recalibrated statistics are those of all data, and nothing else changes."""
+"""Tests that recalibrated statistics are those of all data, and that nothing else changes."""
 
 import textwrap
 from typing import Any
@@ -53,7 +53,7 @@ def deep():
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("approach", APPROACHES, ids=str)
-def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
+def test_recalibrated_statistics_are_those_of_all_values_together(approach, unbiased):
     layer, state = make(3, "batch", approach=approach, unbiased=unbiased)
     x = data()
     for _ in range(2):  # earlier statistics do not matter
@@ -64,20 +64,20 @@ def test_a_layer_remembers_exactly_all_values_together(approach, unbiased):
     before = 1 if isinstance(approach, Accumulated) else 2  # of two micro-batches
     assert after.get(layer.memory_index).accepted == before + len(SIZES)
     assert after.get(layer.memory_index).rejected == 0
-    assert same(entries(state), values)  # which stays valid
+    assert same(entries(state), values)  # the old state stays valid
 
 
 @pytest.mark.filterwarnings("ignore:.* hold one value per channel")
-def test_batches_of_one_value_have_an_unbiased_variance_together():
-    settings: Any = {"unbiased": True, "memory_axis_name": "devices"}  # which batches lack
+def test_recalibrate_on_batches_of_one_value_with_unbiased_variance():
+    settings: Any = {"unbiased": True, "memory_axis_name": "devices"}  # not bound here
     layer, state = make(3, "batch", approach="batch", **settings)
     x = data(n=12)[..., 0]
     check(layer, recalibrate(layer, state, list(x[:, None])), x, unbiased=True)
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_deep_network_normalises_by_each_batch(deep, inference):
-    """The second norm's statistics are those of its inputs in training with these batches."""
+def test_recalibrate_normalises_a_deep_network_by_each_batch(deep, inference):
+    """Checks that the second norm's statistics are those of its inputs in training."""
     model, state = deep
     batches, seen = cut(data(mean=1, std=2)), []
     for x in map(np.float64, batches):
@@ -87,7 +87,7 @@ def test_a_deep_network_normalises_by_each_batch(deep, inference):
     check(model.layers[3], after, np.concatenate(seen), rtol=1e-5)
 
 
-def test_frozen_norms_and_other_state_stay():
+def test_recalibrate_keeps_frozen_norms_and_other_state():
     model, state = made(nested, OURS)
     frozen = freeze(model, lambda path, layer: "stem" not in path)
     after = recalibrate(frozen, state, [x[..., 0] for x in cut(data())], forward)
@@ -96,7 +96,7 @@ def test_frozen_norms_and_other_state_stay():
     assert changed == {model["stem"][1].memory_index.marker}
 
 
-def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
+def test_recalibrate_leaves_out_and_counts_a_non_finite_batch(deep):
     model, state = deep
     batches = cut(data())
     bad = np.where(np.arange(12).reshape(3, 4) == 5, np.nan, batches[1])
@@ -108,7 +108,7 @@ def test_a_batch_that_is_not_finite_is_left_out_and_counted(deep):
         assert after.get(layer.memory_index).rejected == 1
 
 
-def test_a_norm_that_is_not_called_keeps_its_memory(deep):
+def test_recalibrate_keeps_the_memory_of_a_norm_that_is_not_called(deep):
     model, state = deep
     _, state = quick_call(model, copy(state), jnp.asarray(data()))
 
@@ -122,7 +122,7 @@ def test_a_norm_that_is_not_called_keeps_its_memory(deep):
     assert same(after.get(index), state.get(index))
 
 
-def test_an_ensemble():
+def test_recalibrate_an_ensemble():
     models, states = made(norm, OURS, members=2)
     batches = np.asarray(data(n=48)[..., 0].reshape(3, 2, 8, 3))
     with pytest.raises(ValueError, match="The model is an ensemble") as raised:
@@ -139,7 +139,7 @@ def test_an_ensemble():
 
 
 class Stacked(eqx.Module):
-    """Maps over norms of its own."""
+    """Maps over stacked norms in its own call."""
 
     norms: Any
 
@@ -147,14 +147,14 @@ class Stacked(eqx.Module):
         return eqx.filter_vmap(lambda norm, state: norm(x, state))(self.norms, state)
 
 
-def test_a_model_that_maps_over_norms_is_no_ensemble():
+def test_recalibrate_a_model_that_maps_over_stacked_norms():
     norms = eqx.filter_vmap(lambda _: BatchNorm(3, "batch", approach="batch"))
     model, state = eqx.nn.make_with_state(lambda: Stacked(norms(jnp.arange(2))))()
     after = recalibrate(model, state, cut(data()))
     assert after.get(model.norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
 
 
-def test_batches_may_be_tuples_and_a_generator(deep):
+def test_recalibrate_accepts_a_generator_of_tuples(deep):
     model, state = deep
     tuples = ((x, "label") for x in cut(data()))
     names = {"recalibrate": recalibrate, "model": model, "state": state, "tqdm": iter}
@@ -162,7 +162,7 @@ def test_batches_may_be_tuples_and_a_generator(deep):
     assert same(after, recalibrate(model, state, cut(data())))
 
 
-def test_a_strategy_that_cannot_load_is_an_error_before_any_data_is_read():
+def test_recalibrate_refuses_a_strategy_without_load_before_reading_data():
     model, state = eqx.nn.make_with_state(network)(Unloaded())
     batches = iter(cut(data()))
     with pytest.raises(ValueError, match=r"^layers\[3\]: Cumulative cannot take over"):

@@ -1,4 +1,4 @@
-"""Tests that a reconfigured model is the one made with these settings, and infers as before."""
+"""Tests that a reconfigured model equals a model made with these settings, and its outputs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.models.nested import OURS, C, call, made, norm, shapes
 
 
 class Loading(Unloaded):
-    """Is a user's strategy with its own kind of memory, which can load."""
+    """Adds `load` to a user's strategy with its own kind of memory."""
 
     def load(self, learnt):
         return Moments.of(learnt.mean_pair, learnt.memory_variance)
@@ -55,13 +55,13 @@ PAIRS = [*zip(ALL, ALL[4:] + ALL[:4], strict=True)]
 
 @pytest.mark.parametrize(("members", "steps"), [(0, 2), (3, 2), (3, 0)])
 @pytest.mark.parametrize(("old", "new"), PAIRS, ids=str)
-def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps):
+def test_reconfigured_model_equals_a_new_model_and_infers_as_before(old, new, members, steps):
     model, state = trained(old, members, steps)
     other, other_state = reconfigure(model, state, approach=new, eps=1e-3)
     expected: Any = trained(new, members, 0)
-    if isinstance(new, str) and model[0].momentum is not None:  # it is kept
+    if isinstance(new, str) and model[0].momentum is not None:  # kept
         expected = reconfigure(*expected, momentum=model[0].momentum)
-    if isinstance(old, Frozen):  # it stays so
+    if isinstance(old, Frozen):  # stays frozen
         expected = freeze(expected[0]), expected[1]
     x = normal(9, (members, 8, C)[not members :], 3, 2)
     before, after = (
@@ -80,8 +80,8 @@ def test_is_the_model_made_with_it_and_infers_as_before(old, new, members, steps
 
 @pytest.mark.parametrize("momenta", [(0.5, 0.999), (0.999, 0.5), (0.9, 0.1, 0.99)], ids=str)
 @pytest.mark.parametrize("approach", ["batch", "adam", "smooth_start"])
-def test_averages_follow_the_momentum_that_was_valid_at_each_step(approach, momenta):
-    """PointNet's schedule: https://github.com/keras-team/keras/issues/12230"""
+def test_averages_follow_the_momentum_of_each_step(approach, momenta):
+    """Tests PointNet's schedule: https://github.com/keras-team/keras/issues/12230"""
     layer, state = eqx.nn.make_with_state(BatchNorm)(C, "batch", approach=approach)
     h, w, x = np.zeros(C), 0.0, np.asarray(normal(0, (3, 4, 8, C), 3, 2), np.float64)
     for m, stage in zip(momenta, x, strict=False):
@@ -95,7 +95,7 @@ def test_averages_follow_the_momentum_that_was_valid_at_each_step(approach, mome
 
 
 class Deviations(Batch):
-    """Is a user's strategy, whose `Running` holds standard deviations."""
+    """Stores standard deviations in `Running`, as a user's strategy may."""
 
     def infer(self, memory):
         used = super().infer(memory)
@@ -106,7 +106,7 @@ class Deviations(Batch):
 
 
 @pytest.mark.parametrize("settings", [("batch", Deviations()), (Deviations(), "adam")], ids=str)
-def test_a_memory_of_the_same_form_but_another_meaning_is_loaded(settings):
+def test_memory_of_the_same_structure_and_another_meaning_is_loaded(settings):
     model, state = trained(settings[0])
     other, other_state = reconfigure(model, state, approach=settings[1])
     before, after = (
@@ -116,7 +116,7 @@ def test_a_memory_of_the_same_form_but_another_meaning_is_loaded(settings):
     np.testing.assert_array_equal(after.mean, before.mean)
 
 
-def test_a_frozen_layer_stays_frozen_and_trains_with_its_new_approach_once_unfrozen():
+def test_reconfigured_frozen_layer_stays_frozen():
     model, state = trained()
     cases: list[Any] = [{"approach": Cumulative()}, {"momentum": 0.5, "weight_offset": 1.0}]
     cases += [{"approach": lambda strategy: Accumulated(strategy, 4)}]
@@ -128,8 +128,8 @@ def test_a_frozen_layer_stays_frozen_and_trains_with_its_new_approach_once_unfro
         assert eqx.tree_equal(frozen, freeze(expected[0]))
 
 
-def test_what_is_wrapped_keeps_its_memory_to_the_bit():
-    """A layer keeps its memory if its strategy stays: loading it would lose counts."""
+def test_wrapped_strategy_keeps_its_memory_to_the_bit():
+    """Fails if the memory of an unchanged strategy is loaded, which would lose counts."""
     for approach in (Cumulative(), Loading(), Unloaded()):
         model, state = trained(approach)
         wrapped = reconfigure(model, state, approach=lambda s: Accumulated(s, every=2))
@@ -141,7 +141,7 @@ def test_what_is_wrapped_keeps_its_memory_to_the_bit():
 
 
 @pytest.mark.parametrize("new", [Batch(), Accumulated(Batch(), every=2)], ids=str)
-def test_after_accumulated_what_is_pending_is_dropped_and_only_batches_count(new):
+def test_reconfiguring_accumulated_drops_pending_micro_batches(new):
     model, state = trained(Accumulated(Batch(), every=3), steps=5)
     other, other_state = reconfigure(model, state, approach=new)
     assert other_state.get(other[0].memory_index).accepted == 1
@@ -151,7 +151,7 @@ def test_after_accumulated_what_is_pending_is_dropped_and_only_batches_count(new
     assert running is learnt or learnt.batches == 0
 
 
-def test_the_momentum_is_told_truly():
+def test_momentum_of_a_reconfigured_layer_is_that_of_its_strategy():
     model, state = trained("variance_clip")
     slow, _ = reconfigure(model, state, momentum=0.9)
     assert (slow[0].momentum, slow[0].approach) == (0.9, VarianceClip(Batch(0.9)))
@@ -167,7 +167,7 @@ def test_the_momentum_is_told_truly():
         assert other[0].momentum == getattr(expected, "momentum", None)
 
 
-def test_other_settings_of_the_layers_that_where_chooses():
+def test_reconfigure_other_settings_of_layers_chosen_by_where():
     model, state = trained()
     settings = {"unbiased": True, "axis_name": ["batch", "devices"]}
     other, after = reconfigure(model, state, activation=jax.nn.relu, **settings)
@@ -182,7 +182,7 @@ def test_other_settings_of_the_layers_that_where_chooses():
     assert [(layer.implementation, layer.eps) for layer in others] == [("xla", 0.1)] * 2
 
 
-def test_the_example_in_the_docstring():
+def test_reconfigure_docstring_example():
     model, state = made(lambda nn, key: eqx.nn.Sequential([norm(nn), norm(nn)]), OURS)
     layers = example(reconfigure, **globals(), model=model, state=state)["model"].layers
     assert [n.approach for n in layers] == [Renorm(momentum=0.9), Renorm(momentum=0.9)]
@@ -193,7 +193,7 @@ class Doubled(BatchNorm):
     factor: int = 2
 
 
-def test_a_subclass_stays_one_also_frozen():
+def test_reconfigured_and_frozen_subclass_keeps_its_class():
     make: Any = eqx.nn.make_with_state(Doubled)
     layer, _ = reconfigure(*make(C, "batch", mode="batch"), approach="ema", eps=1e-3)
     assert (type(freeze(layer)), layer.factor, layer.eps) == (Doubled, 2, 1e-3)

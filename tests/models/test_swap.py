@@ -1,4 +1,4 @@
-"""Tests that a swapped model equals one that was built with the other layers."""
+"""Tests that a swapped model equals a model built with the other layers."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ ULP = float(np.finfo(np.float32).eps)
 
 
 @pytest.mark.parametrize(("members", "steps"), [(0, 1), (0, 40), (2, 7)])
-def test_is_the_model_built_with_these_layers(members, steps):
-    """After `steps` batches, whose average mean and variance are recovered."""
+def test_swapped_model_equals_the_model_built_with_these_layers(members, steps):
+    """Swaps after `steps` batches, and recovers their average mean and variance."""
     model, state = made(network, THEIRS, members=members)
     norms, averages = layers_of(model, NORMS), {}
     for path, layer in norms.items():
@@ -55,7 +55,7 @@ def test_is_the_model_built_with_these_layers(members, steps):
     for path, expected in averages.items():
         layer, memory = swapped[path], new_state.get(swapped[path].memory_index)
         weight = 1 - layer.momentum**steps
-        # What is remembered has been rounded, and is divided by the weight.
+        # The remembered averages are rounded, and divided by the weight.
         tolerance = 20 * ULP / weight
         statistics = remembered(layer, new_state)
         np.testing.assert_allclose(statistics, expected, rtol=tolerance, atol=tolerance)
@@ -64,8 +64,8 @@ def test_is_the_model_built_with_these_layers(members, steps):
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_statistics_that_were_put_there_are_taken_as_they_are(mode):
-    """So are PyTorch's statistics, which have no count of batches."""
+def test_swap_takes_statistics_without_a_count_unchanged(mode):
+    """Covers PyTorch's statistics, which have no count of batches."""
     theirs, state = made(norm, THEIRS, mode)
     put = f32([1, 2, 3]), f32([4, 5, 6])
     state = state.set(theirs.batch_state_index or theirs.ema_state_index, put)
@@ -75,7 +75,7 @@ def test_statistics_that_were_put_there_are_taken_as_they_are(mode):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
-def test_dtypes(dtype):
+def test_swap_keeps_dtypes(dtype):
     settings: Any = {"mode": "batch", "dtype": dtype}
     make: Any = eqx.nn.make_with_state
     theirs, state = make(eqx.nn.BatchNorm)(C, "batch", **settings)
@@ -83,10 +83,10 @@ def test_dtypes(dtype):
     assert shapes(swap(theirs, state)) == shapes(expected)
     state = state.set(theirs.batch_counter, jnp.full_like(state.get(theirs.batch_counter), 8))
     _, variance = remembered(*swap(theirs, state))
-    assert (np.asarray(variance) >= 0).all()  # 1 - m^8 is more than all there is
+    assert (np.asarray(variance) >= 0).all()  # also with a rounded momentum
 
 
-def test_layers_that_share_a_state_still_do():
+def test_swapped_layers_still_share_a_state():
     first, other = norm(THEIRS), norm(THEIRS)
     model = Two(first, [first, other])
     state, model = eqx.nn.State(model), eqx.nn.delete_init_state(model)
@@ -97,7 +97,7 @@ def test_layers_that_share_a_state_still_do():
     assert (len(entries(new_state)), len(entries(unswap(new, new_state)[1]))) == (2, 4)
 
 
-def test_a_part_of_a_model_keeps_the_names_of_the_whole():
+def test_swapped_part_of_a_model_keeps_the_markers_of_the_model():
     model, state = made(network, THEIRS)
     part, _ = swap(model["last"], state)
     assert part.memory_index.marker == "dict['last'].memory_index"
@@ -106,14 +106,14 @@ def test_a_part_of_a_model_keeps_the_names_of_the_whole():
     assert shapes(swap(ema, ema_state)) == shapes(swap(model, state))
 
 
-def test_overrides_are_of_all_layers_that_are_swapped():
+def test_swap_overrides_settings_of_all_swapped_layers():
     theirs = made(lambda nn, key: [norm(nn), nn.LayerNorm(C)], THEIRS)
     new, state = swap(*theirs, "smooth_start", eps=1e-3, unbiased=True, activation=jax.nn.relu)
     assert (new[0].approach, new[0].unbiased) == (SmoothStart(0.9), True)
     assert [(layer.eps, layer.activation(-1.0)) for layer in new] == [(1e-3, 0)] * 2
-    assert eqx.tree_equal(swap(new, state, "batch", eps=0.1), (new, state))  # is ours already
+    assert eqx.tree_equal(swap(new, state, "batch", eps=0.1), (new, state))  # already swapped
     assert swap(*theirs, momentum=0.7)[0][0].approach == Batch(0.7)
-    back = unswap(*swap(*theirs, "adam"), "ema")[0][0]  # a mode is said where there is none
+    back = unswap(*swap(*theirs, "adam"), "ema")[0][0]  # the mode that Adam lacks
     assert (back.mode, back.momentum) == ("ema", 0.9)
     traced = eqx.filter_eval_shape(lambda m, s: swap(m, s, "ema"), *theirs)  # inside of jit
     assert jax.tree.structure(traced[1]) == jax.tree.structure(swap(*theirs, "ema")[1])
@@ -123,27 +123,27 @@ def test_overrides_are_of_all_layers_that_are_swapped():
 
 @pytest.mark.parametrize("steps", [0, 5])
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_there_and_back(mode, steps):
+def test_swap_after_unswap_restores_the_layer(mode, steps):
     ours, state = made(norm, OURS, mode)
     for step in range(steps):
         _, state = call(ours, state, normal(step, (16, C), 3, 2))
     wrapped, pending = reconfigure(ours, state, approach=lambda s: Accumulated(s, every=2))
     theirs, their_state = unswap(ours, state)
-    _, pending = call(wrapped, pending, normal(9, (16, C)))  # is no batch there
+    _, pending = call(wrapped, pending, normal(9, (16, C)))  # pending, not swapped
     assert eqx.tree_equal((theirs, their_state), unswap(wrapped, pending))
     again = swap(theirs, their_state)
     assert shapes(again) == shapes((ours, state))
     np.testing.assert_allclose(remembered(*again), remembered(ours, state), rtol=2 * ULP)
     if steps:
         x, models = normal(9, (16, C), 3, 2), ((theirs, their_state), (ours, state))
-        for inference in (True, False):  # and training goes on there
+        for inference in (True, False):  # training continues with both layers
             y = [call(eqx.nn.inference_mode(n, inference), s, x)[0] for n, s in models]
             np.testing.assert_allclose(*y, atol=4e-6)
-        # Equinox's layer cannot keep few batches, so later ones count for less.
+        # Equinox's layer cannot store the weight of few batches, so later batches weigh less.
         assert again[1].get(ours.memory_index).statistics.weight(0.9) == 1
 
 
-def test_an_instance_norm_which_equinox_lacks_comes_back_as_a_group_norm():
+def test_instance_norm_becomes_a_group_norm_by_unswap():
     model, x = eqx_norm.InstanceNorm(C, 1e-3, affine=True), normal(0, (C, 5), 1, 2)
     theirs, state = unswap(model, eqx.nn.State(()))
     again, _ = swap(theirs, state, activation=jax.nn.relu)
@@ -152,7 +152,7 @@ def test_an_instance_norm_which_equinox_lacks_comes_back_as_a_group_norm():
     np.testing.assert_allclose(again(x), jax.nn.relu(model(x)), atol=1e-6)
 
 
-def test_the_examples_in_the_docstrings(tmp_path):
+def test_swap_and_unswap_docstring_examples(tmp_path):
     names = {**globals(), "build": lambda key: eqx.nn.Sequential([norm(THEIRS)]), "key": KEY}
     names["path"], before = tmp_path / "model.eqx", eqx.nn.make_with_state(names["build"])(KEY)
     eqx.tree_serialise_leaves(names["path"], before)
@@ -163,10 +163,10 @@ def test_the_examples_in_the_docstrings(tmp_path):
 
 
 class LayerNorm2d(eqx.nn.LayerNorm):
-    """Is ConvNeXt's: over the channels of each place."""
+    """Stands for ConvNeXt's norm over the channels of each position."""
 
 
-def test_a_subclass_is_named_with_the_where_that_leaves_it():
+def test_swap_error_for_a_subclass_has_the_where_that_skips_it():
     subclass: Any = LayerNorm2d
     model, state = [subclass(C), eqx.nn.LayerNorm(C)], eqx.nn.State(())
     error = r"^\[0\]: tests\.\S+\.LayerNorm2d is a subclass, and .* where=(lambda .*)\.$"

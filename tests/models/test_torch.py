@@ -58,7 +58,7 @@ def filled(model: Any, state: Any = None) -> dict[str, np.ndarray]:
 
 
 def error(*args: Any, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the caller looks)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 (the caller checks)
         from_torch(*args, **kwargs)
     return str(raised.value)
 
@@ -70,7 +70,7 @@ def renamed(state_dict: Any, **names: str) -> dict[str, Any]:
     return state_dict
 
 
-def test_there_and_back_is_the_same_to_the_bit():
+def test_from_torch_and_to_torch_are_inverse_to_the_bit():
     model, state = built([{"a b": kind} for kind in LAYERS])
     state_dict = filled(model, state)
     before = jax.tree.leaves((model, state))
@@ -84,16 +84,16 @@ def test_there_and_back_is_the_same_to_the_bit():
         np.testing.assert_array_equal(back[name], array)
     assert report[1:] == ((), (), ())
     assert shapes((loaded, after)) == shapes((model, state))
-    assert same(before, jax.tree.leaves((model, state)))  # which stay valid
+    assert same(before, jax.tree.leaves((model, state)))  # the originals stay valid
 
 
 @pytest.mark.parametrize("tracked", [0, 7])
 @pytest.mark.parametrize(
     "approach", [Batch(0.9), Average(), Accumulated(Average(), 2)], ids=str
 )
-def test_training_goes_on_as_in_pytorch(approach, tracked):
-    """An untrained layer's mean of 0 and variance of 1 count, too; so do batches that are
-    accumulated, and not their parts."""
+def test_training_after_from_torch_continues_as_in_pytorch(approach, tracked):
+    """Tests that an untrained layer's mean of 0 and variance of 1 count, and that accumulated
+    batches count, not their parts."""
     mean = np.arange(C) if tracked else np.zeros(C)
     var = mean + 1
     state_dict = {"running_mean": mean, "running_var": var}
@@ -121,24 +121,24 @@ PATHS = {"['head']": "head", "['stem'][0]": "conv", "['stem'][1]": "bn"}
 BEGINNINGS = {"": "", "['stem'][0]": "conv", "stem.1": "bn"}
 TWICE, ONE_BY_ONE = [["convolution", "norm"]] * 2, {r"\2\1": r"^(\d)\.(\d)"}
 THRICE, FEWER = [*TWICE, ["convolution"]], ONE_BY_ONE | {"02.kernel": r"^02\.weight"}
-# The model; what is renamed in the `state_dict`; `names`; the prefix that each layer is loaded
-# from; and the prefixes that are left over. The `state_dict` has its keys in reverse order.
+# The model; renames in the `state_dict`; `names`; the prefix that each layer is loaded from;
+# the prefixes that no layer takes. The `state_dict` has its keys in reverse order.
 MATCHES: dict[str, tuple[Any, dict[str, str], Any, str, str]] = {
-    "equal names go before the order": (QKV, {}, None, "k q v", ""),
-    "the only one left": (QKV, {"w": "^q"}, "order", "k w v", ""),
+    "equal names before order": (QKV, {}, None, "k q v", ""),
+    "by order if one layer remains": (QKV, {"w": "^q"}, "order", "k w v", ""),
     "not by order unless asked": (QKV, {"w": "^q"}, None, "k - v", "w"),
     "by order among equal layers": (TWICE, ONE_BY_ONE, "order", "01 11 00 10", ""),
-    "not if there are more": (THRICE, FEWER, "order", "- 11 - 10 -", "00 01 02"),
-    "by the longest beginning": (NET, FEATURES, BEGINNINGS, "head conv bn", ""),
+    "not by order if numbers differ": (THRICE, FEWER, "order", "- 11 - 10 -", "00 01 02"),
+    "by the longest prefix": (NET, FEATURES, BEGINNINGS, "head conv bn", ""),
     "by a function": (NET, FEATURES, PATHS.get, "head conv bn", ""),
     "in a DataParallel": (NET, {r"m.\g<0>": "^.+"}, {"": "m"}, "m.head m.stem.0 m.stem.1", ""),
     "a head is left out": (NET, {}, {"head": None}, "- stem.0 stem.1", ""),
-    "one of another name, too": (NET, {"fc": "^head"}, {"head": None}, "- stem.0 stem.1", "fc"),
+    "a head of another name": (NET, {"fc": "^head"}, {"head": None}, "- stem.0 stem.1", "fc"),
 }
 
 
 @pytest.mark.parametrize("case", MATCHES)
-def test_layers_are_matched(case):
+def test_from_torch_matches_layers(case):
     form, renames, names, prefixes, left_over = MATCHES[case]
     model, state = built(form)
     before = to_torch(model, state)
@@ -157,7 +157,7 @@ def test_layers_are_matched(case):
         assert to_torch(loaded, after, names).keys() == state_dict.keys()
 
 
-def test_all_that_is_wrong_is_one_error_and_nothing_is_loaded():
+def test_from_torch_reports_all_problems_in_one_error():
     model, state = built({"a": "norm", "b": "norm", "c": "convolution", "d": "array"})
     state_dict = filled(model, state) | {
         "a.running_var": np.full(C, -4.0),
@@ -181,7 +181,7 @@ def test_all_that_is_wrong_is_one_error_and_nothing_is_loaded():
     assert "checkpoint['model']" in error(model, state, checkpoint)
 
 
-def test_a_count_is_a_whole_number_that_int32_holds():
+def test_num_batches_tracked_must_be_a_non_negative_int32():
     layer, state = built("norm without weights")
     arrays = {"running_mean": np.zeros(C), "running_var": np.ones(C)}
     for count in map(np.array, (2**31, 2**31 + 5, 2**40, -1, 0.5, np.nan, np.inf, 1j)):
@@ -192,7 +192,7 @@ def test_a_count_is_a_whole_number_that_int32_holds():
         assert to_torch(*loaded)[COUNT] == count
 
 
-def test_stacked_blocks_are_loaded_as_the_error_says():
+def test_error_for_stacked_blocks_has_code_that_loads_each_block():
     form = {"linear": "linear", "norm": "norm"}
     state_dict = filled(*built({"blocks": [form, form], "head": "linear"}))
 
@@ -223,8 +223,8 @@ def test_stacked_blocks_are_loaded_as_the_error_says():
     assert same(back, state_dict)
 
 
-def test_what_is_left_over_is_an_error_that_offers_what_to_write():
-    """`w1` belongs to `gate` and `w2` to `down`, but `w1` comes first."""
+def test_error_for_unmatched_layers_suggests_names():
+    """Renames `gate` to `w1` and `down` to `w2`, so that the order of names is wrong."""
     model, state = built({"down": "linear", "gate": "linear", "norm": "norm"})
     original = filled(model, state)
     state_dict = dict(sorted(renamed(original, w1="^gate", w2="^down").items()))
@@ -248,17 +248,17 @@ def test_what_is_left_over_is_an_error_that_offers_what_to_write():
     assert str(report).splitlines() == [*rows, "only in the state_dict: w2.bias, w2.weight"]
 
     text = error(model, state, renamed(original, other="^"), strict=False)
-    assert "only in the model: down.weight" in text  # nothing in common
+    assert "only in the model: down.weight" in text  # no common name
     assert "strict=" not in text
 
 
-def test_to_torch_has_no_order(unchecked):
+def test_to_torch_refuses_names_order(unchecked):
     order: Any = "order"
     with pytest.raises(ValueError, match=r"^names='order' is no mapping .*report\.matched"):
         to_torch(linear(), None, order)
 
 
-def test_the_error_for_a_very_different_model_is_short():
+def test_from_torch_error_for_a_very_different_model_is_short():
     model, state = built(["convolution", "norm"] * 30)
     other = {n: np.ones((*a.shape, 2)) for n, a in filled(model, state).items()}
     for state_dict in (other, {f"x{n}": a for n, a in other.items()}):
@@ -267,7 +267,7 @@ def test_the_error_for_a_very_different_model_is_short():
         assert len(text) < 4000
 
 
-def test_the_examples_in_the_docstrings():
+def test_from_torch_and_to_torch_docstring_examples():
     model, state = built({"head": "linear", "norm": "norm"})
     state_dict = renamed(filled(model, state), fc="^head")
     torch = SimpleNamespace(load=lambda *_, **__: state_dict, from_numpy=np.asarray)

@@ -1,4 +1,4 @@
-"""Tests `from_torch` and `to_torch` beside PyTorch itself: layers, and published models."""
+"""Compares `from_torch` and `to_torch` with PyTorch itself, on layers and published models."""
 
 import functools
 import importlib
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.peers
 
 @functools.cache
 def torch() -> Any:
-    # Imported here: without the peers this must fail, and only when it is asked for.
+    # Imported here: without the peers only these tests fail, and only if selected.
     torch = importlib.import_module("torch")
-    torch.set_num_threads(1)  # tests run side by side
+    torch.set_num_threads(1)  # tests run in parallel
     return torch
 
 
@@ -51,7 +51,7 @@ def random(*shape: int) -> np.ndarray:
 
 
 def assert_back(model: Any, state: Any, module: Any, names: Any = None) -> None:
-    """Checks that PyTorch accepts the result of `to_torch`, and that it is unchanged."""
+    """Checks that PyTorch accepts the result of `to_torch`, with unchanged values."""
     before = {name: numpy(a) for name, a in module.state_dict().items()}
     arrays = {name: torch().from_numpy(a) for name, a in to_torch(model, state, names).items()}
     module.load_state_dict(arrays, strict=True)
@@ -59,7 +59,7 @@ def assert_back(model: Any, state: Any, module: Any, names: Any = None) -> None:
         np.testing.assert_array_equal(numpy(array), before[name], err_msg=name)
 
 
-# PyTorch's layer and its arguments, our layer, and the shape of x; `None` is a number.
+# PyTorch's layer and its arguments, our layer, and the shape of x; `None`: x is a number.
 STRIDED: dict[str, Any] = {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}
 LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any], Any, Any]] = [
     ("Conv3d", (4, 6, 3), STRIDED, eqx.nn.Conv3d(4, 6, 3, **STRIDED, key=KEY), (4, 5, 6, 7)),
@@ -80,7 +80,7 @@ LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any], Any, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "args", "settings", "layer", "shape"), LAYERS)
-def test_layers(kind, args, settings, layer, shape):
+def test_layers_equal_pytorch(kind, args, settings, layer, shape):
     module = getattr(torch().nn, kind)(*args, **settings)
     for parameter in module.parameters():
         torch().nn.init.normal_(parameter)
@@ -91,7 +91,7 @@ def test_layers(kind, args, settings, layer, shape):
     assert_back(layer, None, module)
 
 
-def test_bfloat16():
+def test_bfloat16_batch_norm_from_and_to_torch():
     module = randomised(torch().nn.BatchNorm1d(3)).bfloat16()
     layer, state = make(3, "batch", approach="batch", dtype="bfloat16")
     layer, state, _ = from_torch(layer, state, module.state_dict())
@@ -99,8 +99,8 @@ def test_bfloat16():
 
 
 def resnet18(monkeypatch: Any) -> tuple[Any, Any]:
-    """Returns the ResNet-18 of jaxonmodels, of Equinox's layers, swapped, and its state."""
-    # The code that fetches its weights needs packages that conflict with the pinned ones.
+    """Returns the ResNet-18 of jaxonmodels with Equinox's layers, swapped, and its state."""
+    # The code that fetches weights needs packages that conflict with the pinned packages.
     fetching = types.SimpleNamespace(BotoClient=None, download=None)
     monkeypatch.setitem(sys.modules, "jaxonmodels.utils.boto_client", fetching)
     module = importlib.import_module("jaxonmodels.vision.resnet")
@@ -118,8 +118,8 @@ def name(path: str) -> str:
 
 @functools.cache
 def torchvision_models() -> Any:
-    # torchvision's operators are compiled for one build of PyTorch, and are not there beside
-    # another. Importing it describes two, which must have been declared; none is called.
+    # torchvision's operators are compiled for one build of PyTorch, and missing with another.
+    # The import describes two operators, which must have been declared; none is called.
     declared = torch().library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         if not hasattr(torch().ops.torchvision, operator):
@@ -139,11 +139,11 @@ def step(model: Any, state: Any, x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm:UserWarning")
-def test_a_published_resnet18_swapped_infers_and_trains_as_torchvision_s(monkeypatch):
-    """10 steps of gradient descent: weights and running statistics stay the same.
+def test_swapped_published_resnet18_infers_and_trains_as_torchvision(monkeypatch):
+    """Compares weights and running statistics after 10 steps of gradient descent in float64.
 
-    In float64: to 1e-13, measured. In float32 two programs part by 1e-2 after a few steps,
-    whatever they are: sooner or later a value near 0 is cut off by a ReLU in one of them alone.
+    The measured difference is 1e-13. In float32, any two programs differ by 1e-2 after a few
+    steps, because a ReLU then cuts off a value near 0 in one program only.
     """
     module = randomised(torchvision_models().resnet18(num_classes=10)).double()
     optimiser = torch().optim.SGD(module.parameters(), lr=1e-3)
@@ -169,7 +169,7 @@ def test_a_published_resnet18_swapped_infers_and_trains_as_torchvision_s(monkeyp
 
 
 class Block(eqx.Module):
-    """Is ConvNeXt's."""
+    """Implements ConvNeXt's block."""
 
     layers: list[Any]
     layer_scale: Any
@@ -210,7 +210,7 @@ def outputs_and_gradient(model: dict[str, Any], x: Any, dy: Any) -> tuple[Any, A
     return y, pull(dy)[0]
 
 
-def test_a_convnext_infers_as_torchvision_s():
+def test_convnext_infers_as_torchvision():
     torch().manual_seed(0)
     module = torchvision_models().convnext_tiny(num_classes=10).eval()
     for key, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""Tests that the functions for models keep outputs where a layer's `weight_offset` changes."""
+"""Tests that the functions for models keep outputs if a layer's `weight_offset` changes."""
 
 import equinox as eqx
 import jax
@@ -40,7 +40,7 @@ WAYS = {"reconfigure": (OURS, reconfigure, around_one), "swap": (THEIRS, swap, u
 
 @pytest.mark.parametrize("members", [0, 2])
 @pytest.mark.parametrize(("nn", "there", "back"), WAYS.values(), ids=WAYS)
-def test_there_and_back(nn, there, back, members):
+def test_changed_weight_offset_keeps_outputs_and_is_undone(nn, there, back, members):
     model, state = made(every_norm, nn, members=members)
     model, x = with_other_weights(model), normal(0, (members, 8, C)[not members :])
     around_zero = there(model, state, weight_offset=1.0)
@@ -49,12 +49,12 @@ def test_there_and_back(nn, there, back, members):
     close(weights(back(*around_zero)[0]), weights(model))
 
 
-def test_unswap_has_no_axis():
+def test_unswap_refuses_axis_0():
     with pytest.raises(ValueError, match=r"^\[0\]: axis=0: Equinox's layer has none"):
         unswap([LayerNorm(C, axis=0)], eqx.nn.State(()))
 
 
-def test_fold():
+def test_fold_with_weight_offset():
     model, state = made(lambda nn, key: [eqx.nn.Linear(C, C, key=key), norm(nn)], OURS)
     _, state = call(model := with_other_weights(model), state, normal(0, (8, C)))
     model = eqx.nn.inference_mode(model)
@@ -62,8 +62,8 @@ def test_fold():
     close(folded, fold_pairs(model, state, {"[0]": "[1]"}))
 
 
-def test_from_and_to_torch_copy_what_is_stored():
-    """A twin of Gemma's norm, whose checkpoint has the weight minus one."""
+def test_from_torch_and_to_torch_copy_the_stored_weight():
+    """Tests a norm like Gemma's, whose checkpoint has the weight minus one."""
     layer = {"norm": RMSNorm(C, use_bias=False, weight_offset=1.0)}
     stored = np.array([0.25, -0.5, 0.0], np.float32)
     loaded, *_ = from_torch(layer, None, {"norm.weight": stored})

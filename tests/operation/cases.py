@@ -1,4 +1,4 @@
-"""Holds the table of passes over x and of layers, each with its formula."""
+"""Lists passes over x, and layers, each with a formula."""
 
 import functools
 from collections.abc import Callable
@@ -23,13 +23,13 @@ RANDOM = np.random.RandomState(0)
 
 
 class Case(NamedTuple):
-    """Holds a function of float64 operands, x last, its formula, and a direction to move in."""
+    """Holds a function of float64 operands, x last, its formula, operands and tangents."""
 
     f: Callable[..., Any]
     formula: Callable[..., Any]
     operands: tuple[np.ndarray, ...]
     tangents: tuple[np.ndarray, ...]
-    masks: tuple[np.ndarray, ...] = ()  # of two members of an ensemble; one more operand
+    masks: tuple[np.ndarray, ...] = ()  # one more operand, for two members
 
     @property
     def with_mask(self) -> "Case":
@@ -47,7 +47,7 @@ def case(f: Any, formula: Any, *shapes: tuple[int, ...], masks: Any = ()) -> Cas
     return Case(f, formula, operands, tangents, masks)
 
 
-# --- Passes over x. They take and return vectors as columns, with one number per channel.
+# --- Passes over x, which take and return vectors as columns with one number per channel.
 
 BLOCKS = Blocks(3, C)
 SUMMED = (0, 2, 3)
@@ -71,7 +71,7 @@ def affine(bias, scale, mean, rest, x, mask=None):
 
 
 def silu_and_cos(u):
-    """Returns what is neither 0 nor flat at 0, which a masked place must not show."""
+    """Computes a function that is neither 0 nor flat at 0, so that errors of masks show."""
     return jax.nn.silu(u) + jnp.cos(u)
 
 
@@ -116,7 +116,7 @@ MASKED_PASSES = passes(masks=tuple(jnp.asarray(RANDOM.random_sample((2, N, 1, H,
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "gelu": lambda slope: jax.nn.gelu,
-    # Close over what is differentiated.
+    # Activations that close over a differentiated array.
     "tanh": lambda slope: jax.jit(lambda u: jnp.tanh(slope * u)),
     "branch": lambda slope: lambda u: jax.lax.cond(u.sum() > 0, jnp.sin, jnp.tanh, slope * u),
 }

@@ -1,6 +1,6 @@
-"""Transforms functions by derivatives of all orders, and compares them with their formulas.
+"""Takes derivatives of all orders of functions, and compares them with those of formulas.
 
-Each transformation is given a function, its operands, and a direction of each.
+Each transformation takes a function, its operands, and a tangent of each operand.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .cases import Case
 
 
 def loss_of(f):
-    """Returns a sum over all that `f` returns, with other derivatives at each value."""
+    """Returns a loss, a sum over all outputs of `f` with a different cotangent of each."""
 
     def loss(*primals):
         return sum(jnp.sum(jnp.sin(y + 1)) for y in jax.tree.leaves(f(*primals)))
@@ -82,7 +82,7 @@ def ensemble_of_gradients(f, primals, tangents):
 
 
 def gradient_of_ensemble(f, primals, tangents):
-    """Shares all operands but x among all members, so that their gradients are summed."""
+    """Returns gradients of members that share all operands but x: those gradients are sums."""
     *vectors, x = primals
     together = jax.vmap(f, in_axes=(*(None for _ in vectors), 0))
     members = jnp.stack([x, x + tangents[-1], 2 * x])
@@ -90,7 +90,7 @@ def gradient_of_ensemble(f, primals, tangents):
 
 
 def in_one_operand(f, primals, tangents):
-    """Returns derivatives in one operand at a time; the others are constants."""
+    """Returns derivatives in one operand at a time; the other operands are constants."""
 
     def derivatives(i):
         def moved(operand):
@@ -131,8 +131,8 @@ def assert_agree(
     tolerance: float = 1e-10,
     wrap: Callable[[Any], Any] = lambda transform: transform,
 ) -> None:
-    """Compares all transforms of a function, which are one program, with those of its formula.
-    `wrap` changes a transform of the function."""
+    """Compares all transforms of a function with those of its formula. All transforms of either
+    are one program; `wrap` changes a transform of the function."""
 
     def derivatives(transforms, f):
         compiled = jit(lambda p, t: [transform(f, p, t) for transform in transforms])

@@ -1,6 +1,6 @@
-"""Tests that an activation in the layer is as one after it.
+"""Tests that an activation in the layer equals the same function after the layer.
 
-Derivatives of higher order: test_derivatives.py.
+test_derivatives.py tests derivatives of higher order.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Scaled(eqx.Module):
 
 @jax.custom_vjp
 def straight_through(u):
-    """Rounds, and hands the gradient on as if it had not."""
+    """Rounds, and passes the gradient on unchanged."""
     return jnp.round(u)
 
 
@@ -39,7 +39,7 @@ straight_through.defvjp(lambda u: (jnp.round(u), None), lambda _, g: (g,))
 FUNCTIONS = {
     "relu": jax.nn.relu,
     "gelu": jax.nn.gelu,
-    # Each is given an example, and not the batch: so the layer must not call it on all of that.
+    # These depend on the shape: the layer must call them on an example, not on the batch.
     "maximum": lambda u: u / (1 + jnp.abs(u).max()),
     "cumsum": lambda u: jnp.cumsum(u, axis=0),
     "softmax": jax.nn.softmax,
@@ -51,13 +51,13 @@ FUNCTIONS = {
     "rank": lambda u: u if u.ndim == 2 else 2 * u,
     "reversed pieces": lambda u: jnp.where(u > 0, u[::-1], u),
     "platform": lambda u: jax.lax.platform_dependent(u, cpu=jnp.tanh, default=jnp.sin),
-    # Elementwise; or the result is of another dtype, or has no forward derivative.
+    # Elementwise functions; results of another dtype; functions without forward derivative.
     "bfloat16": lambda u: jax.nn.relu(u.astype(jnp.bfloat16)),
     "float64 constant": lambda u: u * np.sqrt(2),
     "int": lambda u: jnp.floor(u).astype(jnp.int32),
     "straight-through": straight_through,
     "straight-through of channels": lambda u: straight_through(jnp.cumsum(u, axis=0)),
-    # What is differentiated as well.
+    # Activations with parameters, which are differentiated as well.
     "prelu of channels": eqx.nn.PReLU(jnp.full((C, 1), 0.3)),
     "module": Scaled(jnp.array(1.3)),
 }
@@ -80,8 +80,8 @@ class AsFloat(eqx.Module):
         for name in FUNCTIONS
     ],
 )
-def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
-    """Compares values, and gradients of x, weight, bias and its own parameters."""
+def test_activation_in_the_layer_equals_activation_after_the_layer(name):
+    """Compares values, and gradients of x, weight, bias and the activation's parameters."""
     activation: Any = FUNCTIONS[name]
     mask, same = jnp.arange(L) < 2, eqx.nn.Identity()
 
@@ -112,7 +112,7 @@ def test_any_function_that_keeps_the_shape_is_as_if_applied_to_the_output(name):
     if name == "relu":
         assert bits(actual[0]) == bits(expected[0])
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-        # A number next to a boundary may be rounded to either side.
+        # A number near a rounding boundary may be rounded to either side.
         tolerance = 1e-2 if name == "bfloat16" else 1e-5
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
@@ -122,8 +122,8 @@ OTHERS = "maximum", "cumsum", "softmax", "position", "size", "size in a call", "
 
 
 @pytest.mark.x32  # the functions are of float32
-def test_which_functions_are_elementwise():
-    """On a mesh, too, where traced programs name the arrays' sharding."""
+def test_elementwise_functions_are_recognised():
+    """Tests functions also on a mesh, where traced programs name the sharding of arrays."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     for shapes in ((3, 4), (2, 6)), ((3, 4), (12,)):
         for where in (contextlib.nullcontext(), jax.sharding.use_abstract_mesh(mesh)):
@@ -134,7 +134,7 @@ def test_which_functions_are_elementwise():
 
 @pytest.mark.parametrize("activation", [jax.nn.elu, jax.nn.silu, jax.nn.hard_swish])
 @pytest.mark.parametrize("layer", [LayerNorm, functools.partial(GroupNorm, 1)])
-def test_on_a_mesh_of_one_device_with_explicit_axes(layer, activation):
+def test_activation_on_a_mesh_of_one_device_with_explicit_axes(layer, activation):
     layer, x = layer(L, activation=activation), jnp.swapaxes(X, 1, 2)[..., 0]
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     expected = jax.vmap(layer)(x)
@@ -147,15 +147,15 @@ def test_on_a_mesh_of_one_device_with_explicit_axes(layer, activation):
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_numpy_s_functions_are_refused_at_once():
-    """Guards from a second `jax.jit(numpy.tanh)`, which ends the process."""
+def test_numpy_activations_are_refused_by_constructors():
+    """Prevents a second `jax.jit(numpy.tanh)`, which would end the process."""
     for layer in (LayerNorm, functools.partial(BatchNorm, axis_name="batch", approach="batch")):
         with pytest.raises(ValueError, match=r"activation=<ufunc 'tanh'>.*jax\.numpy\.tanh"):
             layer(3, activation=cast(Any, np.tanh))
 
 
-@pytest.mark.x32  # where float64 becomes float32
-def test_one_example_of_numpy_s_float64():
+@pytest.mark.x32  # float64 becomes float32
+def test_activation_of_one_float64_numpy_example():
     layer, state = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
     x = np.random.default_rng(0).standard_normal((C, L))
     y, expected = (layer(array, state)[0] for array in (x, jnp.asarray(x)))

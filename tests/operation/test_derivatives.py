@@ -1,6 +1,6 @@
 """Compares derivatives of all orders, by every transformation, with the written-out formula.
 
-Of all layers to second order, over a mesh, too: tests/fuzz.py.
+tests/fuzz.py tests derivatives of all layers up to second order, also over a mesh.
 """
 
 import jax
@@ -27,9 +27,9 @@ from .derivatives import (
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("name", PASSES)
-def test_passes(name, masked):
-    """Tests every rule that JAX asks of a primitive. The interface for new primitives is the
-    one that JAX may change; this is where it is noticed."""
+def test_derivatives_of_passes(name, masked):
+    """Tests every rule that JAX requires of a primitive. JAX may change the interface for new
+    primitives; this test then fails."""
     case = (MASKED_PASSES if masked else PASSES)[name]
     assert_agree((*BASIC, in_one_operand, *ENSEMBLES), case.with_mask)
     operands, others = (
@@ -45,12 +45,12 @@ def test_passes(name, masked):
     ids=["basic", "1", "n", "vmap"],
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers(name, transforms):
+def test_derivatives_of_layers(name, transforms):
     assert_agree(transforms, LAYERS[name], 1e-8 if transforms == HIGHER else 1e-10)
 
 
-def test_a_gradient_taken_inside_of_the_named_vmap():
-    """Adds up what the others send back: each example's loss also depends on them."""
+def test_gradient_inside_the_named_vmap():
+    """Sums the cotangents of all examples, because each loss depends on all examples."""
 
     def inside(transform):
         def added(_, primals, tangents):
@@ -66,7 +66,7 @@ def test_a_gradient_taken_inside_of_the_named_vmap():
     assert_agree([gradient], LAYERS["BatchNorm"], wrap=inside)
 
 
-def test_x_that_does_not_vary_over_the_named_axis():
+def test_derivatives_if_x_does_not_vary_over_the_named_axis():
     case = LAYERS["BatchNorm"]
     same = jax.vmap(batch_norm_of_one, (None,) * 4, axis_name="batch", axis_size=N)
 
@@ -78,8 +78,8 @@ def test_x_that_does_not_vary_over_the_named_axis():
     assert_agree((gradient, directional, slope_of_gradient), Case(same, repeated, *arrays))
 
 
-def test_the_second_derivative_of_a_large_variance():
-    """Fails if a quotient by the variance is 0, and with it the rest of the product."""
+def test_second_derivative_at_a_large_variance_does_not_underflow():
+    """Fails if a quotient by the variance underflows to 0, and so the whole product is 0."""
     layer, random = LayerNorm(32, use_weight=False, use_bias=False), np.random.default_rng(0)
     x, dx, dy = random.standard_normal((3, 32)).astype(np.float32)
 
@@ -87,7 +87,7 @@ def test_the_second_derivative_of_a_large_variance():
     def slope_of_gradient(x, dx):
         return jax.jvp(lambda x: jax.vjp(layer, x)[1](dy)[0], (x,), (dx,))[1]
 
-    # Along a direction of the same scale it is as much smaller as x is larger.
+    # If x and dx are larger by a factor, the second derivative along dx is smaller by it.
     large, small = (slope_of_gradient(x * scale, dx * scale) for scale in (2.0**44, 2.0**20))
     assert jnp.abs(small).min() > 0
     np.testing.assert_array_equal(large * 2.0**24, small)

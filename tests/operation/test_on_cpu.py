@@ -1,4 +1,4 @@
-"""Tests sums and statistics in the form for a CPU: in trees, and of float32 in float64."""
+"""Tests the form of sums and statistics for a CPU: sums in trees, statistics in float64."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from tests.compiling import jit
 from tests.helpers import f32, normal
 
 RANDOM = np.random.RandomState(0)
-# Sums over examples and places, over one of them, in groups; empty, odd, prime, whole lines.
+# Sums over examples and places, over either, in groups; empty, odd, prime, whole cache lines.
 TOTALS = [((1, 1, 1), (0, 2)), ((37, 5, 101), (0, 2)), ((64, 2, 1024), (0, 2))]
 TOTALS += [((6, 3, 48 * 32), (0, 2)), ((4099, 2, 1), (0, 2)), ((31, 5, 1), (0, 2))]
 TOTALS += [((2, 3, 0), (0, 2)), ((0, 3, 5), (0, 2)), ((4096, 16), (0,)), ((2, 8191), (1,))]
@@ -24,7 +24,7 @@ TOTALS += [((2, 384), (1,)), ((3, 32, 4, 96), (1, 3)), ((2, 3, 11, 5, 77), (2, 4
 
 @pytest.mark.parametrize(("shape", "axes"), TOTALS, ids=str)
 def test_tree_sums(shape, axes):
-    """Sums whole numbers, which is exact in whatever order."""
+    """Sums integers, which is exact in any order."""
     values = RANDOM.randint(-9, 10, (2, *shape))
     expected = values.astype(np.float64).sum(tuple(axis + 1 for axis in axes), keepdims=True)
     both = jit(lambda first, second: on_cpu.tree_sums([first, second], axes))(*f32(values))
@@ -34,7 +34,7 @@ def test_tree_sums(shape, axes):
         assert actual.dtype == np.float32
 
 
-# Whole lines, places of examples, rows, columns.
+# Whole cache lines, the same positions of several examples, rows, columns.
 SHAPES = [(32, 4, 3136), (32, 8, 49), (1, 16, 1024), (512, 64, 1)]
 
 
@@ -46,11 +46,11 @@ def statistics(x):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("outlier", [0, 1e4, -1e15])
 @pytest.mark.parametrize("mean", [0, 1e6])
-def test_what_float32_can_hold_is_exact(shape, outlier, mean):
-    """The mean and its rest hold 48 bits; the squared deviations are rounded once.
+def test_statistics_have_48_bits(shape, outlier, mean):
+    """Checks that the mean and its rest have 48 bits, and that m2 is rounded once.
 
-    A number takes part in at most n/16 + 48 additions, as 16 or more are summed at first. Each
-    rounds by 2^-53 of a sum of at most n (sqrt(n) + 1) standard deviations.
+    A number takes part in at most n/16 + 48 additions, because the first level sums 16 or more.
+    An addition rounds by 2^-53 of a sum of at most n (sqrt(n) + 1) standard deviations.
     """
     x = np.array(normal(0, shape, mean, 1))
     x[0, :, 0] += outlier
@@ -66,15 +66,15 @@ def test_what_float32_can_hold_is_exact(shape, outlier, mean):
 
 
 def entry(forward, model, x):
-    """Returns the HLO of the entry of `forward(model, x)`, which nobody differentiates."""
+    """Returns the HLO of the entry computation of `forward(model, x)`, not differentiated."""
     arrays, static = eqx.partition(model, eqx.is_array)
     program = jax.jit(lambda arrays, x: forward(eqx.combine(arrays, static), x))
     _, _, body = str(program.lower(arrays, x).compile().as_text()).partition("\nENTRY")
     return body
 
 
-# How often x is read, and the loops: statistics, partial sums, rstd, y. Few values of half
-# precision are written as float32 first.
+# The numbers of reads of x, and of loops: statistics, partial sums, rstd, y. A small x of half
+# precision is first written as float32.
 FORWARD = [
     (LayerNorm(384), (512, 384), "float32", 2, 4),
     (LayerNorm(384), (512, 384), "bfloat16", 2, 4),
@@ -90,26 +90,26 @@ FORWARD = [
 
 
 @pytest.mark.parametrize(("layer", "shape", "dtype", "reads", "loops"), FORWARD)
-def test_loops_of_y_that_nobody_differentiates(layer, shape, dtype, reads, loops):
+def test_loops_and_reads_of_x_without_differentiation(layer, shape, dtype, reads, loops):
     body = entry(lambda layer, x: jax.vmap(layer)(x), layer, jnp.zeros(shape, dtype))
     fusions = [line for line in body.splitlines() if " fusion(" in line]
     whole = [line for line in fusions if re.search(r"fusion\(.*%x\b", line)]
     assert len(whole) <= reads
     assert len(fusions) <= loops
-    is_small = math.prod(shape) <= 2**15  # waking a thread takes longer than its share
+    is_small = math.prod(shape) <= 2**15  # waking a thread takes longer than its work
     assert not (is_small and '"outer_dimension_partitions":["' in body)
 
 
-def test_an_activation_that_differs_by_shape_sees_that_of_x():
-    """Though y is computed in rows, of another shape, if nobody differentiates it."""
+def test_activation_is_called_with_the_shape_of_x():
+    """Computes y without differentiation, for which x is reshaped to rows."""
     layer = LayerNorm(8, activation=lambda u: jnp.tanh(u) if u.ndim == 1 else u)
     x = f32(normal(0, (4, 8), 0, 1))
     expected = np.tanh(jax.vmap(LayerNorm(8))(x))
     np.testing.assert_allclose(jax.jit(jax.vmap(layer))(x), expected, rtol=1e-6)
 
 
-def test_inference_of_a_batch_norm_is_one_loop_and_rstd():
-    """Equinox's has one or two loops more, and reads as many vectors but the mean's rest."""
+def test_batch_norm_inference_is_one_loop_and_rstd():
+    """Compares with Equinox's layer: one or two more loops, and no rest of the mean."""
 
     def fusions(module, **options):
         layer, state = eqx.nn.make_with_state(module)(256, axis_name="batch", **options)

@@ -1,4 +1,4 @@
-"""Tests that x is kept for the backward pass, and but vectors beside it."""
+"""Tests that x itself and vectors are the only residuals, of a layer and in networks."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=[
 
 
 def held(layer, call, x):
-    """Returns what the function of the backward pass holds."""
+    """Returns the residuals, the arrays that the function of the backward pass holds."""
     moving, static = eqx.partition(layer, eqx.is_inexact_array)
 
     def f(moving, x):
@@ -51,9 +51,9 @@ def held(layer, call, x):
 
 @each_dtype
 @pytest.mark.parametrize(("layer", "call"), LAYERS.values(), ids=LAYERS)
-def test_x_itself_is_kept_and_vectors(layer, call, dtype):
-    """A vector has a number for each channel or position of each example, or a pair for each
-    channel, or is a parameter. A mask is kept as booleans, once for all channels."""
+def test_residuals_are_x_itself_and_vectors(layer, call, dtype):
+    """Checks that a vector has a number for each channel or position of each example, or a pair
+    for each channel, or is a parameter. A mask is saved as booleans, once for all channels."""
     x = normal(0, SHAPE).astype(dtype)
     kept = held(layer, call, x)
     vectors = [leaf for leaf in kept if leaf is not x and leaf.dtype != bool]
@@ -66,11 +66,11 @@ def test_x_itself_is_kept_and_vectors(layer, call, dtype):
     assert all(leaf.size < x.size for leaf in kept if leaf.dtype == bool)
 
 
-# --- In networks: x is kept once, in its own shape, and shared with a neighbour that keeps it.
+# --- Networks save x once, in its own shape; a neighbour that saves x shares the array.
 
 
 def stacked(f, *operands):
-    """Returns shape and dtype of what the scan in `grad(f)` keeps for each layer, if large."""
+    """Returns shape and dtype of the large residuals of each layer in the scan of `grad(f)`."""
 
     def loss(*operands):
         return jnp.sum(f(*operands).astype(jnp.float32))
@@ -86,7 +86,7 @@ def conv(x, weight):
 
 
 def between(after=lambda x, y: y):
-    """Returns a block with the norm, and what comes after it, between convolutions."""
+    """Returns a block of a convolution, the norm, the function `after` and a convolution."""
     return lambda norm, x, w: conv(after(x, norm(conv(x, w[0]))), w[1])
 
 
@@ -97,15 +97,15 @@ def dropped(x, y):
 NEIGHBOUR = lambda norm, x, w: conv(x, w[0]) + norm(x)  # noqa: E731
 RESIDUAL = between(lambda x, y: jax.nn.relu(x + y))
 POLICY = functools.partial(jax.checkpoint, policy=recompute_outputs)
-# The activation in the layer, a block, and how many arrays like x and of booleans it keeps.
+# Activation in the layer, block, its wrapper, numbers of residuals like x and of booleans.
 BLOCKS = {
-    # The inputs of conv, of norm with its activation and of conv, and nothing else.
+    # The inputs of the convolutions and of the norm with its activation.
     "relu": (jax.nn.relu, between(), None, 3, 0),
     "prelu": (PRELU, between(), None, 3, 0),
-    # And what the ReLU keeps: where it was positive.
+    # The ReLU also saves a boolean array of its positive inputs.
     "relu after": (None, between(lambda x, y: jax.nn.relu(y)), None, 3, 1),
     "neighbour": (jax.nn.silu, NEIGHBOUR, None, 1, 0),
-    # The inputs of the first convolution and of the norm, whatever stands between.
+    # The inputs of the first convolution and of the norm, whatever follows the norm.
     "policy, relu": (jax.nn.relu, between(), POLICY, 2, 0),
     "policy, prelu": (PRELU, between(), POLICY, 2, 0),
     "policy, gelu after": (None, between(lambda x, y: jax.nn.gelu(y)), POLICY, 2, 0),
@@ -120,7 +120,7 @@ BLOCKS = {
 @pytest.mark.parametrize(
     ("activation", "block", "wrap", "like_x", "bools"), BLOCKS.values(), ids=BLOCKS
 )
-def test_scanned_over_depth(name, dtype, activation, block, wrap, like_x, bools):
+def test_residuals_of_scanned_networks(name, dtype, activation, block, wrap, like_x, bools):
     layer, call = norm(name, activation=activation)
     weights = normal(1, (DEPTH, 2, SHAPE[1], SHAPE[1], 3, 3)).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""Compares derivatives to second order through each strategy with tests/oracle.py."""
+"""Compares derivatives up to second order through each strategy with tests/oracle.py."""
 
 from tests.processes import on_devices
 
@@ -17,5 +17,5 @@ for approach in STRATEGIES:
 """
 
 
-def test_each_strategy():
+def test_derivatives_through_each_strategy():
     on_devices(8, "-c", CODE)

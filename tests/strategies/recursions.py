@@ -18,10 +18,10 @@ def reference(
     r_max: Any = 1.0,
     d_max: Any = 0.0,
 ) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yields the statistics that normalise each batch in training, and inference after it.
+    """Yields the statistics that normalise each batch in training, and inference afterwards.
 
-    `batches` are pairs (mean, variance), and `m` is the momentum. Batches after the first
-    `start` are clipped, if it is not 0; `r_max` and `d_max`, numbers or functions of the step,
+    `batches` are pairs (mean, variance), and `m` is the momentum. If `start` is not 0, batches
+    after the first `start` are clipped. `r_max` and `d_max`, numbers or functions of the step,
     belong to `renorm`.
     """
     h = w = r = remembered = np.zeros(())

@@ -1,4 +1,4 @@
-"""Tests the contract of all strategies, and what the layer does with a user's own."""
+"""Tests the contract of all strategies, and how the layer uses and checks a user's strategy."""
 
 import dataclasses
 import re
@@ -34,8 +34,8 @@ ALL += [Accumulated(Batch(), 2), Frozen(Batch()), Cumulative()]
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
-def test_the_contract(strategy):
-    """Loaded statistics are never debiased, and stay if the next batch has the same."""
+def test_strategy_contract(strategy):
+    """Checks, too, that loaded statistics are not debiased, and stay after an equal batch."""
     memory = strategy.init(C, float)
     identity = strategy.infer(memory)
     assert (identity.mean.tolist(), identity.variance.tolist()) == ([0] * C, [1] * C)
@@ -56,13 +56,13 @@ def test_the_contract(strategy):
         inferred = strategy.infer(memory)
         np.testing.assert_array_equal(inferred.mean, learnt.mean)
         np.testing.assert_array_equal(inferred.variance, learnt.variance)
-        # Averages of states may multiply it by 0.
+        # Averages of states may multiply a leaf by 0, so all leaves are finite.
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
-def test_an_untrained_memory_counts_in_averages_of_states_as_what_it_infers(strategy):
-    """Averages of a model from its first step on, and of clients, start from variance 1:
+def test_untrained_memory_counts_as_mean_0_and_variance_1_in_averages(strategy):
+    """Averages states from the first step on, or of clients, which starts from variance 1:
     https://github.com/pytorch/ignite/issues/2590, https://github.com/TsingZ0/PFLlib/issues/260
     """
     learnt = Moments.of(floats([3, 0, -1]), floats([4, 1.2, 0]))
@@ -73,7 +73,7 @@ def test_an_untrained_memory_counts_in_averages_of_states_as_what_it_infers(stra
     )
     inferred, trained = strategy.infer(averaged), strategy.infer(memory)
     np.testing.assert_allclose(inferred.mean, 0.001 * trained.mean, rtol=1e-6)
-    running = 0.999 + 0.001 * trained.variance  # PyTorch's
+    running = 0.999 + 0.001 * trained.variance  # as in PyTorch
     if isinstance(strategy, strategies.Cumulative | Cumulative):  # counts are weights
         running = trained.variance
     np.testing.assert_allclose(inferred.variance, running, rtol=1e-6)
@@ -81,7 +81,7 @@ def test_an_untrained_memory_counts_in_averages_of_states_as_what_it_infers(stra
 
 @pytest.mark.parametrize("strategy", ALL, ids=repr)
 def test_infer_takes_the_memory_of_an_ensemble(strategy):
-    """Its members may be as many as the channels."""
+    """Uses as many members as channels."""
     memories = [strategy.init(C, float)]
     for scale in (1, 2):
         batch = at_step(0, Moments(floats(7), floats([3, 0, scale]), floats([scale, 1, 0])))
@@ -123,7 +123,7 @@ NUMBERS: list[Any] = [
 
 
 @pytest.mark.parametrize(("function", "argument", "values", "reason"), NUMBERS)
-def test_arguments(unchecked, function, argument, values, reason):
+def test_strategies_refuse_wrong_arguments(unchecked, function, argument, values, reason):
     others = {"strategy": Batch(), "every": 2} if function is Accumulated else {}
     for value in values:
         words = f"^{re.escape(f'{argument}={value!r}')}: .*{reason}"
@@ -134,19 +134,19 @@ def test_arguments(unchecked, function, argument, values, reason):
 @pytest.mark.parametrize(
     "wrong", [(1, 3, 10, 5), (1, "3", 1, 9), (1, np.inf, 1, 9), (1, 3, None, 9), (1, 3, 0.5, 9)]
 )
-def test_a_ramp_goes_forwards_between_numbers(wrong, unchecked):
+def test_ramp_refuses_wrong_values_and_steps(wrong, unchecked):
     arguments = re.escape(f"begin={wrong[2]!r}, finish={wrong[3]!r}")
     with pytest.raises(ValueError, match=f"{arguments}.*begin= the smaller one"):
         Ramp(*wrong)
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_strategies_accept_numpy_numbers():
     three: Any = np.float32(3)
     assert Renorm(r_max=three) == Renorm(r_max=3)
 
 
 class Told(Cumulative):
-    """Normalises by what it is told."""
+    """Normalises by the step as the mean, and checks the batch that `update` is given."""
 
     def update(self, batch, memory):
         assert batch.eps == 0.25
@@ -158,7 +158,7 @@ class Told(Cumulative):
 
 
 @pytest.mark.nans
-def test_a_strategy_is_told_eps_and_the_step():
+def test_strategy_receives_eps_and_the_step():
     layer, state = make(C, "batch", eps=0.25, approach=Told())
     steps = []
     for x in (X, X, X.at[0].set(jnp.nan), X):  # a batch that is not remembered does not count
@@ -178,7 +178,7 @@ class Last(Told):
 
 
 @pytest.mark.parametrize("approach", [Last(), VarianceClip(Last(), start=1)], ids=repr)
-def test_the_batch_itself_can_be_remembered(approach):
+def test_strategy_can_remember_the_batch_itself(approach):
     layer, state = make(C, "batch", approach=approach)
     for scale in (1, 2):
         y, state = call(layer, state, scale * X)
@@ -188,7 +188,7 @@ def test_the_batch_itself_can_be_remembered(approach):
 
 
 class Answers(AbstractStrategy[Running]):
-    """Answers with what it was made with."""
+    """Evaluates its field `training` in `update`, and `inference_` in `infer`."""
 
     training: str = eqx.field(default="(batch, memory)", static=True)
     inference_: str = eqx.field(default="memory.moments", static=True)
@@ -229,13 +229,13 @@ WRONG += [(Answers(inference_=answer), True, words) for answer, words in INFEREN
 
 
 @pytest.mark.parametrize(("approach", "inference", "words"), WRONG, ids=str)
-def test_a_wrong_answer(approach, inference, words):
+def test_wrong_return_values_of_a_strategy_are_errors(approach, inference, words):
     wrong, state = make(C, "batch", approach=approach, inference=inference)
     batch, _ = make(C, "batch", approach="batch")
 
     def fail_then_succeed(x, state):
         with pytest.raises(ValueError, match=f"(?s){words}"):
             wrong(x, state)
-        return batch(x, state)  # the state is not used up
+        return batch(x, state)  # the state is still valid
 
     jax.eval_shape(over_batch(fail_then_succeed), X, state)

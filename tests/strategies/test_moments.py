@@ -13,7 +13,7 @@ from tests.helpers import exact, f32
 
 
 def moments_of(values: np.ndarray) -> Moments:
-    """Returns the moments of float64 values, with their mean in 48 bits."""
+    """Returns the moments of float64 values, with the mean in 48 bits."""
     mean = values.sum(0) / max(len(values), 1)
     m2 = (np.abs(values - mean) ** 2).sum(0)
     value = mean.astype(np.complex64 if np.iscomplexobj(mean) else np.float32)
@@ -26,10 +26,9 @@ def stacked(*sets: Moments) -> Moments:
 
 
 def assert_same(a: Moments, b: Moments, scale: float) -> None:
-    """Allows the rounding of a few float32 operations on values of that size.
+    """Compares, and allows the rounding of a few float32 operations on values of size `scale`.
 
-    Each of them may also lose what is below the smallest normal number, which XLA flushes to
-    zero.
+    An operation may also lose a subnormal number, which XLA flushes to zero.
     """
     ulp, tiny = float(np.finfo(np.float32).eps), float(np.finfo(np.float32).tiny)
     np.testing.assert_array_equal(a.count, b.count)
@@ -59,7 +58,7 @@ def test_merge_is_associative_commutative_and_exact(parts, is_complex, seed):
     assert_same(pooled(stacked(a, b, c)), moments_of(together), scale)
 
 
-def test_zero_is_neutral_to_the_bit_and_has_variance_1():
+def test_zero_moments_are_neutral_to_the_bit_and_have_variance_1():
     a = moments_of(np.random.RandomState(0).standard_normal((7, 3)))
     zero = Moments.zero(3, jnp.float32)
     for merged, expected in ((a.merge(zero), a), (zero.merge(a), a), (zero.merge(zero), zero)):
@@ -67,16 +66,16 @@ def test_zero_is_neutral_to_the_bit_and_has_variance_1():
     np.testing.assert_array_equal(zero.variance, [1, 1, 1])
 
 
-def test_equal_constants_merge_to_that_constant():
+def test_moments_of_equal_constants_merge_to_the_constant():
     a, b = (Moments(f32(n), f32([0.1]), f32([0])) for n in (3, 7))
-    nothing = Moments(f32(0), f32([1e30]), f32([0]))  # whose mean must not matter
+    nothing = Moments(f32(0), f32([1e30]), f32([0]))  # this mean must not matter
     for merged in (a.merge(b), stacked(nothing, a, b, a, nothing).pooled()):
         assert (merged.mean, merged.mean_pair.rest, merged.m2) == (f32(0.1), 0, 0)
     empty = stacked(nothing, nothing).pooled()
     assert (empty.count, empty.m2, empty.variance) == (0, 0, 1)
 
 
-# --- To twice the precision.
+# --- Statistics in twice the precision.
 
 far_from_0 = pytest.mark.parametrize("ratio", [1.0, 1e3, 1e7])
 run = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["op by op", "jit"])
@@ -84,8 +83,8 @@ run = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["op by op", "j
 
 @run
 @far_from_0
-def test_merged_far_from_zero(ratio, run):
-    """The mean is off by 1e-7 standard deviations at most, after 64 merges as well, or one."""
+def test_merge_and_pooled_far_from_zero(ratio, run):
+    """Checks that the mean is wrong by at most 1e-7 standard deviations, also of 64 merges."""
     values = ratio + np.random.RandomState(3).standard_normal((640, 5))
     merge, merged = run(Moments.merge), Moments.zero(5, jnp.float32)
     parts = list(map(moments_of, np.split(values, 64)))
@@ -100,7 +99,7 @@ def test_merged_far_from_zero(ratio, run):
 @run
 @far_from_0
 @pytest.mark.parametrize("share", [0.5, [0.0, 1e-6, 0.3, 1 - 1e-6, 1.0]], ids=["one", "five"])
-def test_towards(share, ratio, run):
+def test_moments_towards(share, ratio, run):
     random = np.random.RandomState(4)
     a, b = (moments_of(ratio + s * random.standard_normal((20, 5))) for s in (1, 3))
     moved = run(Moments.towards)(a, b, f32(share))

@@ -21,7 +21,7 @@ class RunningMeanStd(Cumulative):
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize(("envs", "is_masked"), [(8, False), (8, True), (1, False)])
 @pytest.mark.filterwarnings("ignore:.* hold one value per channel")
-def test_each_step_is_normalised_by_all_observations_so_far(mean, envs, is_masked):
+def test_cumulative_normalises_each_step_by_all_observations_so_far(mean, envs, is_masked):
     drift = np.linspace(0, 4, STEPS)[:, None, None]
     x = np.asarray(floats(np.asarray(normal(0, (STEPS, envs, C), mean, 0.5)) + drift))
     counts = np.arange(STEPS * envs).reshape(STEPS, envs) % 3 > 0
@@ -57,9 +57,9 @@ def test_each_step_is_normalised_by_all_observations_so_far(mean, envs, is_maske
 
 @pytest.mark.x32  # pairs of float64 are more precise than the reference
 @pytest.mark.parametrize("count", [2.0**24, 3e9, 1e12])
-def test_batches_after_billions_of_observations_count_in_full(count):
-    """What 200 batches change is right to the precision of a float, however small it is."""
-    strategy, size = RunningMeanStd(), 251  # no multiple of the spacing of floats there
+def test_cumulative_counts_batches_after_billions_of_observations_in_full(count):
+    """Checks the change by 200 batches to the precision of a float, however small it is."""
+    strategy, size = RunningMeanStd(), 251  # no multiple of the spacing of such floats
     before = Moments(floats(count), floats([0, 5, 1e4]), floats(count * np.array([1, 0.1, 9])))
     start = strategy.load(before)
     means = floats([1, 5, 1e4]) + 0.5 * floats(normal(1, (200, C)))

@@ -1,4 +1,4 @@
-"""Tests that each strategy equals its recursion, and that roundings do not add up."""
+"""Tests that each strategy equals its recursion, and that roundings do not accumulate."""
 
 import functools
 
@@ -24,12 +24,12 @@ from tests.helpers import at_step, exact, f32
 
 from .recursions import reference
 
-pytestmark = pytest.mark.x32  # its averages are float32 whatever the default
+pytestmark = pytest.mark.x32  # averages are float32, whatever the default
 CHANNELS = 3
 ULP = float(np.finfo(np.float32).eps)
 MOMENTA = (1e-6, 0.5, 0.99, 0.9999, 0.999999)
 each_momentum = pytest.mark.parametrize("momentum", MOMENTA)
-# Closed, half open and open.
+# Bounds that are first closed, then half open, then open.
 RENORM = functools.partial(Renorm, r_max=Ramp(1, 3, 5, 25), d_max=Ramp(0, 5, 10, 20))
 BOUNDS = {
     "r_max": lambda step: np.interp(step, [5, 25], [1, 3]),
@@ -45,7 +45,7 @@ def clipped(strategy, approach, **options):
     return made, approach, options
 
 
-# A strategy, made with a momentum; its recursion, and the recursion's options.
+# A strategy as a function of the momentum, its recursion, and the recursion's options.
 CASES = {
     **{name: (strategy, name, {}) for name, strategy in PLAIN.items()},
     "renorm": (RENORM, "renorm", BOUNDS),
@@ -55,21 +55,21 @@ CASES = {
 }
 
 
-def test_every_name_has_its_recursion():
+def test_every_named_approach_has_a_recursion():
     assert NAMED.keys() <= CASES.keys()
 
 
 @each_momentum
 @pytest.mark.parametrize(("strategy", "approach", "options"), CASES.values(), ids=CASES)
-def test_equals_its_recursion(strategy, approach, options, momentum):
+def test_strategy_equals_its_recursion(strategy, approach, options, momentum):
     strategy = strategy(momentum)
     memory, update = strategy.init(CHANNELS, jnp.float32), jax.jit(strategy.update)
     random = np.random.RandomState(0)
     size = np.array([1e-2, 1.0, 1e2])  # channels of very different size
     means = size * random.standard_normal((40, CHANNELS))
     variances = size**2 * random.uniform(0.1, 10, (40, CHANNELS))
-    # Roundings do not add up: there are those of one step, of its two weights, and of the
-    # batches to float32, on the scale of the largest batch.
+    # Roundings do not accumulate: the bound is the rounding of one step, its two weights and
+    # the batches to float32, on the scale of the largest batch.
     scale = np.max([np.abs(means), variances], axis=1)
     recursion = reference(approach, zip(means, variances, strict=True), momentum, **options)
     for step, expected in enumerate(recursion):
@@ -81,8 +81,8 @@ def test_equals_its_recursion(strategy, approach, options, momentum):
 
 
 @each_momentum
-def test_thousands_of_steps(momentum):
-    """Checks both averages of `Running`, by which all strategies normalise."""
+def test_running_averages_over_thousands_of_steps(momentum):
+    """Checks both averages of `Running`, which all strategies use for normalisation."""
     steps = 3000
     random = np.random.RandomState(1)
     mean = (1e4 + random.standard_normal((steps, CHANNELS))).astype(np.float32)
@@ -99,7 +99,7 @@ def test_thousands_of_steps(momentum):
     batches = zip(*map(np.float64, (mean, variance)), strict=True)
     expected = np.array(list(reference("smooth_start", batches, momentum)))
     for i, (mean, variance) in enumerate(both):
-        # To twice the precision: in float32 alone, 1e4 is off by 5e-4.
+        # Means have twice the precision: in float32 alone, 1e4 is off by 5e-4.
         np.testing.assert_allclose(exact(mean), expected[:, i, 0], rtol=0, atol=8 * ULP)
         np.testing.assert_allclose(variance, expected[:, i, 1], rtol=8 * ULP)
     weights = -np.expm1(np.arange(1, steps + 1) * np.log(momentum))
@@ -108,11 +108,11 @@ def test_thousands_of_steps(momentum):
 
 @pytest.mark.parametrize("strategy", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("momentum", [*MOMENTA, 1 / 3, 0.7])
-@pytest.mark.parametrize("is_of_before", [False, True])  # whose empty memory was all 0
-def test_the_first_batch_is_remembered_to_the_bit_and_stays(momentum, strategy, is_of_before):
+@pytest.mark.parametrize("is_of_before", [False, True])  # of versions whose empty memory was 0
+def test_repeated_first_batch_is_remembered_to_the_bit(momentum, strategy, is_of_before):
     random = np.random.RandomState(2)
     mean = f32(1e3 * random.standard_normal(99))
-    rest = mean * f32(random.uniform(-1, 1, 99) * ULP / 4)  # what rounding may leave out
+    rest = mean * f32(random.uniform(-1, 1, 99) * ULP / 4)  # what the mean's rounding may lose
     first = Moments(f32(7), Pair.of(mean, rest), f32(random.uniform(0, 1, 99)))
     strategy = strategy(momentum)
     memory, update = strategy.init(99, jnp.float32), jax.jit(strategy.update)
@@ -128,8 +128,8 @@ def test_the_first_batch_is_remembered_to_the_bit_and_stays(momentum, strategy, 
             np.testing.assert_array_equal(moments.variance, first.variance)
 
 
-def test_a_momentum_near_0_forgets_what_it_should_and_no_more():
-    """r + share (b - r) cancels: 4% of the variance."""
+def test_running_averages_at_a_momentum_near_0():
+    """Fails if r + share (b - r) cancels, which loses 4% of the variance."""
     running = Running.empty(1, jnp.float32)
     for variance in (1e6, 1.0):
         running = running.push(Moments.of(f32([0.0]), f32([variance])), 1e-6)

@@ -1,6 +1,6 @@
 """Tests Batch Renormalisation, https://arxiv.org/abs/1702.03275, in a layer.
 
-The formula over many steps: test_recursions.py. Its derivatives: tests/operation.
+test_recursions.py tests the formula over many steps, tests/operation its derivatives.
 """
 
 import equinox as eqx
@@ -11,7 +11,7 @@ import pytest
 from eqx_norm.strategies import Batch, Ramp, Renorm
 from tests.helpers import call, call_and_grad, f32, make, normal, same
 
-pytestmark = pytest.mark.x32  # its bounds are float32's
+pytestmark = pytest.mark.x32  # the values are chosen for float32
 C, MOMENTUM = 3, 0.9
 
 
@@ -23,13 +23,13 @@ OPEN = Renorm(MOMENTUM, r_max=3.0, d_max=5.0)
 @pytest.mark.parametrize(
     ("approach", "batches"), [*((closed, 1) for closed in CLOSED), (OPEN, 0)], ids=str
 )
-def test_closed_or_the_first_batch_is_batch_to_the_bit(approach, batches):
+def test_renorm_equals_batch_to_the_bit_if_closed_or_at_the_first_batch(approach, batches):
     scale = f32([[1e-3], [1.0], [30.0]])
     x, dy = 1e4 + scale * normal(0, (6, C, 4)), normal(1, (6, C, 4))
     results = []
     for strategy in (approach, Batch(MOMENTUM)):
         layer, state = make(C, "batch", approach=strategy)
-        for _ in range(batches):  # the memory is far away
+        for _ in range(batches):  # move the memory far away from x
             _, state = call(layer, state, normal(2, (6, C, 4)))
         y, state, (gradient, dx) = call_and_grad(layer, state, x, dy)
         results.append((y, gradient.weight, gradient.bias, dx, state))
@@ -37,7 +37,7 @@ def test_closed_or_the_first_batch_is_batch_to_the_bit(approach, batches):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_constant_channel_gives_the_bias_and_finite_gradients(steps):
+def test_renorm_of_a_constant_channel_gives_the_bias_and_finite_gradients(steps):
     layer, state = make(C, "batch", approach=OPEN)
     layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
     x = jnp.broadcast_to(f32([[1e-3], [121.0], [65504.0]]), (7, C, 3))
@@ -54,12 +54,12 @@ CROSSQ = (Renorm.crossq(), [(0, 1, 0), (99_999, 1, 0), (100_000, 3, 5), (2**31 -
 
 
 @pytest.mark.parametrize(("strategy", "bounds"), [PUBLISHED, CROSSQ], ids=["paper", "CrossQ"])
-def test_the_published_schedules(strategy, bounds):
+def test_renorm_published_schedules(strategy, bounds):
     for step, *expected in bounds:
         actual = [bound(jnp.int32(step)) for bound in (strategy.r_max, strategy.d_max)]
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
-def test_equal_schedules_are_one_program():
+def test_equal_renorm_schedules_compare_and_hash_as_equal():
     assert Renorm() == Renorm(0.99, Ramp(1, 3, 5_000, 40_000), Ramp(0.0, 5.0, 5_000, 25_000))
     assert hash(Renorm()) == hash(Renorm(0.99)) != hash(Renorm.crossq())

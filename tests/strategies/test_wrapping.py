@@ -1,4 +1,4 @@
-"""Tests `Accumulated`, whose micro-batches are one batch.
+"""Tests that `Accumulated` remembers micro-batches as one batch.
 
 `Frozen` is tested in `tests/models/test_freeze.py`, `Cumulative` in `test_observations.py`.
 """
@@ -30,14 +30,14 @@ C, SIZES = 3, (6, 2, 6, 2)
 
 
 def micro_batches(seed: int) -> list[Any]:
-    """Returns micro-batches whose means differ by more than their values do."""
+    """Returns micro-batches whose means differ more than the values in a micro-batch."""
     means = normal(seed, (len(SIZES), 1, C, 1), 3, 5)
     drawn = (normal(9 * seed + i, (n, C, 5), 0, 2) for i, n in enumerate(SIZES))
     return [floats(mean + x) for mean, x in zip(means, drawn, strict=True)]
 
 
 def in_turn(layer: Any, state: Any, xs: Any) -> Any:
-    """Returns outputs, and the state after all micro-batches."""
+    """Returns the outputs, and the state after all micro-batches."""
     ys = []
     for x in xs:
         y, state = call(layer, state, x)
@@ -46,7 +46,7 @@ def in_turn(layer: Any, state: Any, xs: Any) -> Any:
 
 
 def accumulated(approach: Any, every: int = len(SIZES), **options: Any) -> Any:
-    """Returns a layer and its state, and the same that accumulates."""
+    """Returns a layer and its state, and an accumulating layer and its state."""
     layer, state = make(C, "batch", approach=approach, **options)
     return layer, state, *reconfigure(layer, state, approach=lambda s: Accumulated(s, every))
 
@@ -56,7 +56,7 @@ def held(layer: Any, state: Any) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float = 2e-6) -> None:
-    """Compares all but the rests, which are of the order of what is allowed."""
+    """Compares all leaves except the rests of pairs, which are as small as the tolerance."""
     pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
     for (path, a), b in pairs:
         if "parts" in jax.tree_util.keystr(path):
@@ -66,9 +66,9 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 2e-6) -> None:
 
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("approach", [*NAMED, Average(), Unloaded(), Cumulative()], ids=str)
-def test_micro_batches_are_remembered_as_the_batch_that_they_are_together(approach, unbiased):
+def test_accumulated_remembers_micro_batches_as_one_batch(approach, unbiased):
     layer, whole, accumulating, state = accumulated(approach, unbiased=unbiased)
-    for step in range(1, 4):  # the next begins where the one before has ended
+    for step in range(1, 4):  # each step starts from the memory of the step before
         xs = micro_batches(step)
         alone = remember(layer, copy(whole), held(accumulating, state).remembered)
         ys, state = in_turn(accumulating, state, xs)
@@ -81,7 +81,7 @@ def test_micro_batches_are_remembered_as_the_batch_that_they_are_together(approa
 
 
 @pytest.mark.nans
-def test_a_micro_batch_that_is_not_finite_is_left_out():
+def test_accumulated_leaves_out_a_non_finite_micro_batch():
     *_, accumulating, state = accumulated("batch")
     first, *others = micro_batches(0)
     _, expected = in_turn(accumulating, copy(state), [first, *others])
@@ -91,7 +91,7 @@ def test_a_micro_batch_that_is_not_finite_is_left_out():
 
 
 @pytest.mark.parametrize("approach", ["batch", Average()], ids=str)
-def test_a_pool_that_overflows_is_dropped(approach):
+def test_accumulated_drops_a_pool_that_overflows(approach):
     layer, whole, accumulating, state = accumulated(approach, every=2)
     huge = 2 * float(jnp.finfo(floats([]).dtype).max) ** 0.5
     before = held(accumulating, state)
@@ -104,7 +104,7 @@ def test_a_pool_that_overflows_is_dropped(approach):
     assert_close(remembered(accumulating, state), remembered(layer, whole))
 
 
-def test_momentum_and_example():
+def test_momentum_of_wrappers_and_example_of_accumulated():
     assert (Accumulated(Batch(0.3), 2).momentum, Frozen(Average()).momentum) == (0.3, None)
     names = {"Accumulated": Accumulated, "eqx_norm": eqx_norm}
     model, state = make(C, "batch", approach="batch")

@@ -1,1 +1,1 @@
-"""Tests the kernels for GPUs and TPUs, on machines that have none."""
+"""Tests the kernels for GPUs and TPUs on machines without either."""

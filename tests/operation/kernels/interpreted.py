@@ -1,4 +1,4 @@
-"""Runs the kernels on a CPU, in Pallas' interpreter for any device."""
+"""Runs the kernels on a CPU in Pallas' interpreter for all devices."""
 
 import functools
 
@@ -11,11 +11,11 @@ from eqx_norm._normalise.kernels import columns, gpu_rows, rows, tile, tpu_rows
 
 
 def take_the_cpu_for(platform, monkeypatch):
-    """Has programs for a CPU take the kernels of a platform, "cuda" or "tpu"."""
+    """Makes programs for a CPU use the kernels of a platform, "cuda" or "tpu"."""
     for module in (columns, rows):
         monkeypatch.setattr(module, "platform", lambda *_: platform)
     if platform == "tpu":
-        call = functools.partial(pl.pallas_call, interpret=True)  # NaN beyond the end of x
+        call = functools.partial(pl.pallas_call, interpret=True)  # reads NaN beyond x
         monkeypatch.setattr(pl, "pallas_call", call)
         monkeypatch.setattr(tpu_rows, "_VALUES", 256 * tpu_rows._LANES)  # 256 short rows
         return
@@ -25,7 +25,7 @@ def take_the_cpu_for(platform, monkeypatch):
 
 
 def call(body, arrays, outputs, programs):
-    """Stores NaN, and then what the programs do, one by one."""
+    """Runs the programs one after another on outputs that hold NaN."""
 
     def run(*refs):
         body(pl.program_id(0), *refs)
@@ -47,7 +47,7 @@ def zeros(shape, tile):
 
 
 def sum_along(values, axis):
-    """Returns a sum that is added in a tree, as a GPU does; XLA:CPU adds one after another."""
+    """Sums values in a tree, as a GPU does; XLA:CPU adds one value after another."""
     lanes = jnp.moveaxis(values, axis, 0)
     while (half := len(lanes) // 2) > 0:
         lanes = jnp.concatenate([lanes[:half] + lanes[half : 2 * half], lanes[2 * half :]])

@@ -1,4 +1,4 @@
-"""Tests that the kernel for columns keeps to the bounds of the formulas."""
+"""Tests that the statistics of the column kernel lie within the bounds of the formulas."""
 
 from itertools import product
 
@@ -13,11 +13,11 @@ from tests.helpers import bits, f32, normal
 
 from .interpreted import take_the_cpu_for
 
-# The same work cut up in other ways, so that few values get to all parts of a kernel: each
-# program does all of its columns, step after step; or it has one step, and there is much to
-# merge.
+# Ways to split the work, by which few values reach all parts of a kernel. With "loops", each
+# program loops over all rows of its columns; with "slices", each program has one step, and many
+# slices are merged.
 CUTS = {
-    "as it is": {},
+    "default": {},
     "loops": {"_PROGRAMS": 1, "_HELD": 8},
     "slices": {"_PROGRAMS": 2**20, "_HELD": 1},
 }
@@ -35,23 +35,23 @@ def cut(request, monkeypatch):
 
 
 def statistics(x):
-    # How the work is cut up is no argument: a new function is traced anew.
+    # The split of the work is no argument: only a new function is traced with a new split.
     return jax.jit(lambda x: gpu_columns.moments(x))(x)
 
 
 def check_statistics(x):
-    """Holds the moments of (ensemble, rows, channels) to their bounds, in float64."""
+    """Checks the moments of x, (ensemble, rows, channels), against bounds in float64."""
     mean, m2, rest = (np.asarray(v, np.float64) for v in statistics(x))
     x = np.asarray(x, np.float64)
     exact, variance = x.mean(1, keepdims=True), x.var(1, keepdims=True)
     ulp, eps = 2.0**-23, 1e-5  # of float32, and the layer's
-    # Of the 1e-6 by which y may be wrong, this is a fifth.
+    # This bound is a fifth of the error of 1e-6 that y may have.
     assert np.all(np.abs(mean + rest - exact) <= 2e-7 * np.sqrt(variance + eps))
     assert np.all(np.abs(mean - exact) <= 4 * ulp * (np.abs(exact) + np.sqrt(variance)))
     assert np.all(np.abs(m2 / x.shape[1] - variance) <= 5e-7 * (variance + eps))
 
 
-# Few channels, many, a prime of rows, few rows, one; an ensemble.
+# Few and many channels, prime numbers of rows, few rows, one row; ensembles.
 SHAPES = [(1, 37, 4), (1, 256, 64), (1, 397, 32), (1, 1021, 96), (1, 3, 32), (1, 1, 8)]
 SHAPES += [(6, 129, 12), (2, 129, 64), (5, 1023, 2), (1, 300, 256), (3, 1, 6)]
 
@@ -66,29 +66,29 @@ LOOPS, SLICES = ([(cut, (1, 397, 32)), (cut, (2, 2500, 4))] for cut in ("loops",
 FAR = [(1, 77, 16), (2, 1023, 4), (1, 301, 64)]
 
 
-@grid("as it is", *SHAPES, also=[*LOOPS, *SLICES, ("slices", (1, 4099, 32))])
-def test_statistics(cut, shape):
+@grid("default", *SHAPES, also=[*LOOPS, *SLICES, ("slices", (1, 4099, 32))])
+def test_column_statistics(cut, shape):
     check_statistics(normal(0, shape, 3.0))
 
 
-# Halves cannot hold the square.
+# Half precision cannot represent the square of 300.
 @pytest.mark.parametrize("mean", [1e3, 1e5, 1e7, jnp.bfloat16(300), jnp.float16(300)], ids=str)
-@grid("as it is", *FAR)
-def test_far_from_0(cut, shape, mean):
+@grid("default", *FAR)
+def test_column_statistics_of_means_far_from_0(cut, shape, mean):
     dtype = getattr(mean, "dtype", "float32")
     check_statistics(normal(0, shape, float(mean)).astype(dtype))
 
 
 @pytest.mark.parametrize(("first", "rows"), [(1e5, 1), (-1e6, 1), (1e3, 48)])
-# In the last, a lane that starts with an outlier sees 127 steps more.
-@grid("as it is", *FAR, (1, 5115, 4), also=[("loops", (1, 2**13, 32))])
-def test_outliers_in_first_place(cut, shape, first, rows):
+# In the last case, a lane that starts with an outlier has 127 more steps.
+@grid("default", *FAR, (1, 5115, 4), also=[("loops", (1, 2**13, 32))])
+def test_column_statistics_of_outliers_in_the_first_rows(cut, shape, first, rows):
     check_statistics(normal(0, shape).at[:, :rows].set(first))
 
 
-@grid("as it is", (1, 7, 32), (6, 7, 2), also=[*LOOPS, *SLICES, ("slices", (6, 300, 2))])
-def test_constants_are_exact(cut, shape):
-    """Tests the failure of https://github.com/BVLC/caffe/pull/3963."""
+@grid("default", (1, 7, 32), (6, 7, 2), also=[*LOOPS, *SLICES, ("slices", (6, 300, 2))])
+def test_column_statistics_of_constants_are_exact(cut, shape):
+    """Tests the failure reported in https://github.com/BVLC/caffe/pull/3963."""
     constants = f32([1e-3, 0.1, 1.0, -3.3, 65504.0, 16777213.0])
     constants = jnp.resize(constants, (shape[0], 1, shape[2]))
     mean, m2, rest = statistics(jnp.broadcast_to(constants, shape))
@@ -98,9 +98,9 @@ def test_constants_are_exact(cut, shape):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @grid("loops", (1, 300, 32), also=SLICES[:1])
-def test_what_is_not_finite_stays_in_its_channel(cut, shape, bad):
+def test_non_finite_values_stay_in_their_channel(cut, shape, bad):
     x, others = normal(0, shape), [0, *range(2, 32)]
-    # A variance beyond all numbers.
+    # The variance overflows to infinity.
     assert np.all(np.isposinf(statistics(1e20 * x)[1]))
     before, after = (np.stack(statistics(x.at[:, 200, 1].set(v))) for v in (0, bad))
     assert bits(after[..., others]) == bits(before[..., others])
@@ -108,7 +108,7 @@ def test_what_is_not_finite_stays_in_its_channel(cut, shape, bad):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 6, 1), (2, 1, 6, 1), (1, 3, 6, 1)])
-def test_which_axes_are_summed(shape):
+def test_column_statistics_are_summed_over_axes_of_size_1(shape):
     x = normal(0, (2, 3, 6, 7))
     *got, _ = columns.by_columns(gpu_columns.moments, x, shape=shape)
     *expected, _ = reference.statistics(x, shape=shape)

@@ -1,4 +1,4 @@
-"""Tests what is lowered for GPUs and TPUs, on a machine that has none, and what is refused."""
+"""Tests which calls are lowered to kernels for GPUs and TPUs, and which calls are refused."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ def platform(request, monkeypatch):
 
 
 def assembled_for(kind, monkeypatch):
-    """Tells Mosaic GPU for which device to lower: it asks the driver for its capability."""
+    """Sets the device that Mosaic GPU lowers for, which otherwise the driver reports."""
     if jax.__version_info__ >= (0, 11, 2):
         from jax.experimental.mosaic.gpu import utils
 
@@ -64,7 +64,7 @@ def grad(f, *places):
 
 CASES = [
     (f, X.shape, [1]),
-    # Without the sums for weight and bias.
+    # Gradients in x alone do not need the sums for weight and bias.
     (grad(f, 1), X.shape, [1, 1]),
     (grad(jax.checkpoint(f), 1), X.shape, [1, 1]),
     (lambda f, x: jax.vmap(jax.grad(lambda x: f(x).sum()))(x), X.shape, [1]),
@@ -76,8 +76,8 @@ CASES = [
 
 @pytest.mark.parametrize(("function", "shape", "expected"), CASES)
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_one_kernel_each_way(platform, kind, function, shape, expected):
-    """With 64 bits and strict dtypes, too."""
+def test_one_kernel_forward_and_one_backward(platform, kind, function, shape, expected):
+    """Counts kernels also with 64 bits and strict promotion of dtypes."""
     if platform == "tpu":  # each sum is a total and its rounding error
         expected = [{3: 5}.get(n, n) for n in expected]
     for is_wide in (False, True):
@@ -101,7 +101,7 @@ ACTIVATIONS = [
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activation_is_in_the_kernels(platform, activation):
+def test_activations_are_fused_into_the_kernels(platform, activation):
     layer = LayerNorm(256, activation=activation, implementation="pallas")
     weights, static = eqx.partition(layer, eqx.is_array)
     of_weights = lambda weights, x: f(eqx.combine(weights, static), x)  # noqa: E731
@@ -120,7 +120,7 @@ NORMS = {
 @pytest.mark.parametrize("kind", CAPABILITY)
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_lowered_for_each_gpu(kind, name, dtype, monkeypatch):
+def test_row_kernels_are_lowered_for_each_gpu(kind, name, dtype, monkeypatch):
     assembled_for(kind, monkeypatch)
     (layer, shape), how = NORMS[name], {"platform": "cuda"}
     weights, static = eqx.partition(layer, eqx.is_array)
@@ -130,7 +130,7 @@ def test_lowered_for_each_gpu(kind, name, dtype, monkeypatch):
         return jax.vmap(eqx.combine(weights, static))(x)
 
     assert results(examples, *given, **how) == [1]
-    if shape != (8192,):  # which has no backward pass
+    if shape != (8192,):  # no backward kernel serves this length
         assert results(grad(examples, 0, 1), *given, **how) == [1, 3]
 
 
@@ -162,7 +162,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("kind", CAPABILITY)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("shape", [(2048, 1024), (32, 96, 14, 14)], ids=str)
-def test_statistics_of_columns(kind, program, shape, monkeypatch):
+def test_column_kernels_are_lowered_for_each_gpu(kind, program, shape, monkeypatch):
     assembled_for(kind, monkeypatch)
     function, x = norm(shape)
     with jax.enable_x64(kind == "NVIDIA H200"):
@@ -170,7 +170,7 @@ def test_statistics_of_columns(kind, program, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
-def test_not_taken_unless_asked_for(implementation):
+def test_kernels_are_not_used_unless_requested(implementation):
     for platform in ("cuda", "tpu"):
         layer = LayerNorm(256, implementation=implementation)
         assert results(grad(f, 0, 1), layer, X, platform=platform) == []
@@ -178,7 +178,7 @@ def test_not_taken_unless_asked_for(implementation):
         assert results(function, x, platform=platform) == []
 
 
-def test_operands_that_jit_has_sharded_are_not_gathered(platform):
+def test_kernels_refuse_operands_sharded_by_jit(platform):
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     sharded = of(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P("x")))
     layer, how = LayerNorm(256, implementation="pallas"), {"platform": platform, "on": mesh}
@@ -191,7 +191,7 @@ def test_operands_that_jit_has_sharded_are_not_gathered(platform):
 
 
 @has_mosaic
-def test_columns_inside_of_shard_map(monkeypatch):
+def test_column_kernel_inside_shard_map(monkeypatch):
     assembled_for("NVIDIA H200", monkeypatch)
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     function, x = norm(axis_name=("batch", "x"))
@@ -215,22 +215,22 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "options", "arguments", "x", "on", "reason"), REFUSED)
-def test_refused(kind, options, arguments, x, on, reason):
+def test_row_kernel_refusals(kind, options, arguments, x, on, reason):
     layer = kind(x.shape[1], **options, implementation="pallas")
     with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):
         lowered(jax.vmap(lambda x: layer(x, **arguments)), x, platform=on)
 
 
 @has_mosaic
-def test_lengths_that_no_tile_divides_are_refused(monkeypatch):
+def test_row_kernels_refuse_lengths_that_no_tile_divides(monkeypatch):
     assembled_for("NVIDIA H200", monkeypatch)
     x = of((6, 1001), "float32")
-    test_refused(LayerNorm, {}, {}, x, "cuda", "it serves lengths up to 8192")
+    test_row_kernel_refusals(LayerNorm, {}, {}, x, "cuda", "it serves lengths up to 8192")
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11, 2), reason="the kernels are served")
 @pytest.mark.parametrize("program", [norm(), (f, X)], ids=["columns", "rows"])
-def test_an_old_jax_is_named(program):
+def test_kernel_error_names_the_required_jax_version(program):
     function, x = program
     if function is f:
         function = functools.partial(f, LayerNorm(256, implementation="pallas"))
@@ -247,7 +247,7 @@ NO_COLUMNS = [
 
 @has_mosaic
 @pytest.mark.parametrize(("shape", "dtype", "on", "mask", "reason"), NO_COLUMNS)
-def test_refused_columns(shape, dtype, on, mask, reason):
+def test_column_kernel_refusals(shape, dtype, on, mask, reason):
     layer, state = make(shape[1], "batch", mode="batch", implementation="pallas")
     call = jax.vmap(lambda x: layer(x, state, mask=mask), axis_name="batch", out_axes=(0, None))
     with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):

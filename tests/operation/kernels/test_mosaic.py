@@ -1,4 +1,4 @@
-"""Tests the kernels for GPUs in the interpreter of Mosaic GPU, which knows their layouts."""
+"""Tests the kernels for GPUs in Mosaic GPU's interpreter, which knows the layouts of arrays."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
 from eqx_norm._normalise.kernels import gpu_columns, gpu_rows
 from eqx_norm._normalise.row_norm import RowNorm
 
-mosaic_gpu: Any = _mosaic_gpu  # not all of it is in the oldest jax
+mosaic_gpu: Any = _mosaic_gpu  # the oldest jax lacks parts of this module
 pytestmark = pytest.mark.skipif(
     not hasattr(mosaic_gpu, "force_gpu_interpret_mode"), reason="make test-newest: jax 0.12"
 )
@@ -29,8 +29,8 @@ def formula(x, weight, bias, activation):
     return y if activation is None else activation(y)
 
 
-# Shapes of x, (examples, groups, length), and of weights. Of the last two, blocks overlap: both
-# write the same values, which a detector of races reports.
+# Shapes of x, (examples, groups, length), and of weights. In the last two cases, blocks overlap
+# and write the same values, which the race detector reports.
 ROWS = [
     ((8, 1, 768), (1, 768), jax.nn.silu, True),
     ((4, 8, 64), (8, 1), None, True),
@@ -41,7 +41,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("shape", "affine", "activation", "finds_races"), ROWS)
-def test_rows(shape, affine, activation, finds_races):
+def test_row_kernels_in_the_mosaic_interpreter(shape, affine, activation, finds_races):
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, *shape)).astype(np.float32)
     weight, bias = random.standard_normal((2, 1, *affine)).astype(np.float32)
@@ -62,7 +62,7 @@ def test_rows(shape, affine, activation, finds_races):
 
 
 @pytest.mark.parametrize("shape", [(1, 768, 32), (2, 5, 6), (1, 700, 33)])
-def test_columns(shape):
+def test_column_kernel_in_the_mosaic_interpreter(shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) + 1e3
     finds_races = shape[1] == 768
     found = interpreted(gpu_columns.moments, x, finds_races=finds_races)

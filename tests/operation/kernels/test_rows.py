@@ -1,4 +1,4 @@
-"""Tests that rows are normalised within the layers' bounds, with derivatives of all orders."""
+"""Tests that row kernels stay within the layers' bounds, with derivatives of all orders."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from tests.operation.test_residuals import held
 
 from .interpreted import take_the_cpu_for
 
-pytestmark = pytest.mark.x32  # no float64
+pytestmark = pytest.mark.x32  # kernels serve no float64
 
 
 @pytest.fixture(params=["cuda", "tpu"])
@@ -35,7 +35,7 @@ def on_a_gpu(monkeypatch):
 
 
 def mapped(kind, shape, ndim=1, implementation: Any = "pallas", activation=None):
-    """Returns the layer of the last `ndim` axes as a function of weight, bias and x."""
+    """Returns a layer over the last `ndim` axes as a function of weight, bias and x."""
 
     def f(weight, bias, x):
         how: Any = {"implementation": implementation, "activation": activation}
@@ -55,12 +55,12 @@ def train(f, dy, *arrays):
         y, pull_back = jax.vjp(f, *arrays)
         return y, *pull_back(dy)
 
-    # A new function is traced anew: what a test has changed is no argument.
+    # Only a new function is traced with constants that a test has changed.
     return jax.jit(step)(dy, *arrays)
 
 
 def check(kind, x, dy=None):
-    """Holds output and gradients to their bounds."""
+    """Checks output and gradients against their bounds."""
     random = np.random.default_rng(0)
     weight, bias = random.uniform(0.5, 1.5, (2, x.shape[-1])).astype(np.float32)
     dy = random.standard_normal(x.shape).astype(x.dtype) if dy is None else dy
@@ -74,9 +74,9 @@ def check(kind, x, dy=None):
     assert not {name: errors[name] for name in bounds if errors[name] > bounds[name]}
 
 
-# On a TPU: of one block; cut along one axis or both, with and without a remainder; axes of size
-# 1. On a GPU: fewer rows than a block; a last block that overlaps; tiles in one warp and in
-# four, once and several times along a row.
+# TPU: one block; blocks along one axis or both, with and without a remainder; axes of size 1.
+# GPU: fewer rows than a block; an overlapping last block; tiles of one warp and of four warps,
+# one and several along a row.
 SHAPES = {
     "tpu": [(7,), (1, 1), (16, 130), (2, 3, 1, 4), (300, 9), (37, 3, 7), (5, 300, 2)],
     "cuda": [(64,), (1, 8), (37, 3, 8), (19, 96), (300, 24), (9, 768), (2, 1152), (3, 2048)],
@@ -87,20 +87,20 @@ KINDS = (LayerNorm, np.float32), (LayerNorm, jnp.bfloat16), (RMSNorm, jnp.bfloat
 
 @of_one_value
 @pytest.mark.parametrize("at", range(8))
-def test_against_64_bits(platform, at):
+def test_row_kernels_agree_with_extended_precision(platform, at):
     shapes = SHAPES[platform]
     x = 3 + 2 * np.random.default_rng(1).standard_normal(shapes[at % len(shapes)])
     for kind, dtype in (KINDS[0], KINDS[1 + at % 2]):
         check(kind, x.astype(dtype))
 
 
-def test_float16_on_a_gpu(on_a_gpu):
+def test_row_kernel_of_float16_on_a_gpu(on_a_gpu):
     check(LayerNorm, np.random.default_rng(1).standard_normal((37, 64)).astype(np.float16))
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [8, 1024])
-def test_hard_values(platform, size, seed):
+def test_row_kernels_of_means_far_from_zero_and_outliers(platform, size, seed):
     random = np.random.default_rng(seed)
     x = accuracy.far_from_zero(random, (size, 8)).T
     check(LayerNorm, x)
@@ -109,9 +109,9 @@ def test_hard_values(platform, size, seed):
         check(LayerNorm, accuracy.with_outlier(random, (size, 8), place).T)
 
 
-def test_sums_over_many_blocks_lose_nothing(platform):
-    """The largest errors: each of 512 sums is rounded in the same direction."""
-    length = 2 if platform == "tpu" else 4  # the least that a kernel serves
+def test_row_kernel_sums_over_many_blocks(platform):
+    """Tests the largest errors: each of 512 sums is rounded in the same direction."""
+    length = 2 if platform == "tpu" else 4  # the shortest row that a kernel serves
     x = np.random.default_rng(0).standard_normal((2**17, length)).astype(np.float32)
     check(LayerNorm, x, np.full_like(x, 0.1))
 
@@ -124,7 +124,7 @@ def test_constant_rows_give_the_bias_to_the_bit(platform):
 
 
 def partly_shared(f, primals, tangents):
-    """Returns gradients where weights differ but biases do not, and the other way round."""
+    """Returns gradients of ensembles that share the bias, and that share the weight."""
     weight, bias, x = primals
     first = jax.vmap(f, (0, None, None)), (jnp.stack([weight, 2 * weight]), bias, x)
     second = jax.vmap(f, (None, 0, None)), (weight, jnp.stack([bias, 2 * bias]), x)
@@ -138,8 +138,8 @@ TRANSFORMS = *FIRST_ORDER, *HIGHER[:2], *ENSEMBLES, partly_shared, JACOBIAN
 @pytest.mark.parametrize(
     "activation", [None, pytest.param(jax.nn.silu, marks=pytest.mark.long)]
 )
-def test_derivatives(platform, activation):
-    # Each platform has each kind, and each activation.
+def test_derivatives_of_row_kernels(platform, activation):
+    # Each platform tests both kinds and both activations.
     kind = LayerNorm if (platform == "cuda") == (activation is None) else RMSNorm
     random = np.random.default_rng(0)
     arrays = [[random.normal(size=n) for n in (4, 4, (3, 4))] for _ in range(2)]
@@ -158,7 +158,7 @@ def test_derivatives(platform, activation):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1, np.abs(b).max()))
 
 
-def test_x_itself_is_kept_and_vectors(platform):
+def test_residuals_of_row_kernels_are_x_itself_and_vectors(platform):
     layer, x = LayerNorm(8, implementation="pallas"), normal(0, (5, 8))
     kept = held(layer, lambda layer, x: jax.vmap(layer)(x), x)
     vectors = [leaf for leaf in kept if leaf is not x]
@@ -168,7 +168,7 @@ def test_x_itself_is_kept_and_vectors(platform):
 
 @of_one_value
 @pytest.mark.parametrize(("shape", "ndim"), [((5, 2, 4), 2), ((5,), 0)], ids=str)
-def test_rows_of_several_axes_or_none(platform, shape, ndim):
+def test_row_kernels_over_several_axes_or_none(platform, shape, ndim):
     arrays = [normal(0, shape[len(shape) - ndim :])] * 2 + [normal(1, shape)]
     y, expected = (
         jax.jit(mapped(LayerNorm, shape, ndim, name))(*arrays) for name in ("pallas", "xla")
@@ -176,8 +176,8 @@ def test_rows_of_several_axes_or_none(platform, shape, ndim):
     np.testing.assert_allclose(y, expected, atol=1e-6)
 
 
-# Groups that a block has several of; that have several blocks; of channels of several values;
-# whose number and a tile's rows have no common factor; without weights; one.
+# Several groups per block; several blocks per group; channels of several values; a number of
+# groups coprime to the rows of a tile; no weights; one group.
 GROUPED = [
     (functools.partial(GroupNorm, 32, 256), (256,)),
     (functools.partial(InstanceNorm, 96, affine=True), (96, 8, 8)),
@@ -190,7 +190,7 @@ GROUPED = [
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("kind", "shape"), GROUPED)
-def test_groups_are_rows(on_a_gpu, kind, shape, dtype):
+def test_row_kernel_normalises_groups(on_a_gpu, kind, shape, dtype):
     random = np.random.default_rng(0)
     layer = kind(implementation="pallas")
     x, dy = (3 + 2 * random.standard_normal((2, 5, *shape))).astype(dtype)
@@ -211,15 +211,15 @@ def test_groups_are_rows(on_a_gpu, kind, shape, dtype):
     assert not {name: errors[name] for name in bounds if errors[name] > bounds[name]}
 
 
-def test_more_rows_than_a_kernel_can_count():
+def test_error_for_more_rows_than_a_kernel_can_count():
     x = jax.ShapeDtypeStruct((2**31, 8), jnp.dtype("bfloat16"))
     with pytest.raises(ValueError, match="more rows than a kernel can count"):
         gpu_rows.Grid.of(x, 1, (1, 4), lambda _: 64, 16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_which_lengths_are_served(dtype):
-    """Tests what the error says, and that a thread holds no more than it may."""
+def test_lengths_that_row_kernels_serve(dtype):
+    """Tests the lengths that the error names, and the limit of values per thread."""
     for odd in range(1, 18 if dtype == "bfloat16" else 36, 2):
         for n in (odd * 2**power for power in range(3, 14)):
             x = jax.ShapeDtypeStruct((4096, n), jnp.dtype(dtype))
