@@ -44,8 +44,9 @@ from .ways import (
 CASE = Case("batch", jax.nn.relu, jnp.float32, masked=False)
 MASKED = "batch, silu, bf16, mask"
 # Each case over a mesh and by `jit`, and the other ways once with a mask and once without.
-PAIRS = [(case, way) for case in CASES for way in ("shard_map", "jit")]
-PAIRS += [(case, way) for case in ("ema, relu", MASKED) for way in WAYS]
+PAIRS = {(case, way) for case in CASES for way in ("shard_map", "jit")}
+PAIRS |= {("ema, relu", way) for way in WAYS}
+MASKED_PAIRS = {(MASKED, way) for way in WAYS} - PAIRS
 
 
 def one_model(name, **options):
@@ -76,7 +77,10 @@ def on_one_device(case):
     return take_step(CASES[case], Way(forward, step_of(forward), "batch"))[0]
 
 
-@pytest.mark.parametrize(("case", "way"), sorted(set(PAIRS)))
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [*sorted(PAIRS), *(pytest.param(*p, marks=pytest.mark.long) for p in sorted(MASKED_PAIRS))],
+)
 def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     outputs, sent, sent_forward = take_step(CASES[case], WAYS[way]())
     quantities = zip(
@@ -94,6 +98,7 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     assert all(elements <= most + 1 for _, elements in sent), sent
 
 
+@pytest.mark.long
 def test_examples_in_the_documents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     over_mesh_code, *others = programs_in("devices.md")

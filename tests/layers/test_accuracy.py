@@ -129,6 +129,10 @@ def each_case(*cases):
     return pytest.mark.parametrize("case", cases, ids=str)
 
 
+def in_test_long(*cases):
+    return [pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
 def hard(case, random, dtype: Any = np.float32):
     """Yields batches with means far from zero, and batches with an outlier."""
     batch = case.batch(random, far_from_zero, dtype, affine=True)
@@ -164,7 +168,10 @@ def test_hard_values_in_double_precision(case, seed):
             case.check(batch, scale=2.0**-29)
 
 
-@each_case(*VECTORS[2::3], *SPATIAL, ROWS[3], *IMAGES, *ELSEWHERE[1:3], *ELSEWHERE[4:], *SPLIT)
+@each_case(
+    *(*VECTORS[2::3], SPATIAL[0], ROWS[3], IMAGES[0], *SPLIT[:3]),
+    *in_test_long(*SPATIAL[1:], *IMAGES[1:], *ELSEWHERE[1:3], *ELSEWHERE[4:], *SPLIT[3:]),
+)
 @hypothesis.given(seeds)
 @few_examples
 def test_hard_values_with_a_third_masked(case, seed):
@@ -191,7 +198,11 @@ def test_many_values(case, seed):
 
 @pytest.mark.parametrize(
     ("dtype", "mean", "std"),
-    [(jnp.float16, 300, 1), (jnp.float16, 0, 300), (jnp.bfloat16, 100, 1)],
+    [
+        (jnp.float16, 300, 1),
+        pytest.param(jnp.float16, 0, 300, marks=pytest.mark.long),
+        (jnp.bfloat16, 100, 1),
+    ],
 )
 @each_case(VECTORS[5], SPATIAL[1], ROWS[2], ROWS[4], *IMAGES[1:], *ELSEWHERE[1:], *ONE_KERNEL)
 @hypothesis.given(seeds)

@@ -61,8 +61,9 @@ def every_direction(call, mask, static, weights, x):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
 def test_layers_are_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
-    for masked, has_weights, activation in PAIRS:
-        of_weights = dtype if dtype == jnp.complex64 else None
+    is_complex = dtype == jnp.complex64
+    of_weights = dtype if is_complex else None
+    for masked, has_weights, activation in PAIRS[-1:] if is_complex else PAIRS:
         layer, call = made(name, SHAPE, activation=activation, dtype=of_weights)
         layer = layer if has_weights else without_weights(layer)
         weights, static = eqx.partition(layer, eqx.is_inexact_array)

@@ -41,7 +41,12 @@ def test_derivatives_of_passes(name, masked):
 
 @pytest.mark.parametrize(
     "transforms",
-    [(*BASIC, in_one_operand), FIRST_ORDER, HIGHER, ENSEMBLES],
+    [
+        (*BASIC, in_one_operand),
+        FIRST_ORDER,
+        pytest.param(HIGHER, marks=pytest.mark.long),
+        ENSEMBLES,
+    ],
     ids=["basic", "1", "n", "vmap"],
 )
 @pytest.mark.parametrize("name", LAYERS)

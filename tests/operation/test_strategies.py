@@ -1,5 +1,7 @@
 """Compares derivatives up to second order through each strategy with tests/oracle.py."""
 
+import pytest
+
 from tests.processes import on_devices
 
 CODE = """
@@ -17,5 +19,6 @@ for approach in STRATEGIES:
 """
 
 
+@pytest.mark.long
 def test_derivatives_through_each_strategy():
     on_devices(8, "-c", CODE)

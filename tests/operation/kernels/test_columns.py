@@ -72,6 +72,7 @@ def test_column_statistics(cut, shape):
 
 
 # Half precision cannot represent the square of 300.
+@pytest.mark.long
 @pytest.mark.parametrize("mean", [1e3, 1e5, 1e7, jnp.bfloat16(300), jnp.float16(300)], ids=str)
 @grid("default", *FAR)
 def test_column_statistics_of_means_far_from_0(cut, shape, mean):
@@ -79,6 +80,7 @@ def test_column_statistics_of_means_far_from_0(cut, shape, mean):
     check_statistics(normal(0, shape, float(mean)).astype(dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "rows"), [(1e5, 1), (-1e6, 1), (1e3, 48)])
 # In the last case, a lane that starts with an outlier has 127 more steps.
 @grid("default", *FAR, (1, 5115, 4), also=[("loops", (1, 2**13, 32))])
@@ -96,7 +98,7 @@ def test_column_statistics_of_constants_are_exact(cut, shape):
     assert not np.any([rest, m2])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.long)])
 @grid("loops", (1, 300, 32), also=SLICES[:1])
 def test_non_finite_values_stay_in_their_channel(cut, shape, bad):
     x, others = normal(0, shape), [0, *range(2, 32)]

@@ -99,7 +99,7 @@ def test_row_kernel_of_float16_on_a_gpu(on_a_gpu):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("size", [8, 1024])
+@pytest.mark.parametrize("size", [8, pytest.param(1024, marks=pytest.mark.long)])
 def test_row_kernels_of_means_far_from_zero_and_outliers(platform, size, seed):
     random = np.random.default_rng(seed)
     x = accuracy.far_from_zero(random, (size, 8)).T
