@@ -19,6 +19,8 @@ from eqx_norm._memory import STACKED, checked_state
 from eqx_norm._normalise import widened
 
 Model = TypeVar("Model")
+State = TypeVar("State", bound=eqx.nn.State | None)
+NO_STATE: Any = None  # the default of `state: State`, for a model that has none
 Kind = type[Any] | tuple[type[Any], ...]
 Where = Callable[[str, Any], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -81,12 +83,13 @@ def at_offset(layer: Any, weight_offset: float) -> Any:
 
 def replaced(
     model: Model,
-    state: eqx.nn.State,
+    state: State,
     layers: Mapping[str, Any],
     make: Callable[[Any], Any],
     carry: Callable[..., tuple[Any, ...]],
-) -> tuple[Model, eqx.nn.State]:
-    """Returns the model with `make(layer)` in place of these layers, and a state that fits it.
+) -> tuple[Model, State]:
+    """Returns the model with `make(layer)` in place of these layers, and a state that fits it;
+    `None` for `None`.
 
     `carry(old, new, *entries)` returns the entries of the new layer, given the entries of the
     old layer, in the order of the layers' fields. Every error names the layer.
@@ -109,7 +112,8 @@ def replaced(
         nodes[path] = new
         dropped |= {*markers}
     model = with_nodes(model, nodes)
-    return model, state_of(model, before | after, dropped)
+    held: Any = None if state is None else state_of(model, before | after, dropped)
+    return model, held
 
 
 def over_members(function: Function, number: Any) -> Function:
@@ -165,9 +169,19 @@ def checked_mapping(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
 
 
 def checked(model: Any, state: Any) -> dict[Any, Any]:
-    """Returns the `entries` of a model's state; raises `ValueError` if model and state are
-    exchanged, and for a stacked state of layers that are not stacked."""
-    norms, values = layers_of(model, eqx.nn.BatchNorm), entries(state)
+    """Returns the `entries` of a model's state, `None` only if the model needs none. Raises
+    `ValueError` if model and state are exchanged, for a missing state, and for a stacked state
+    of layers that are not stacked."""
+    norms = layers_of(model, eqx.nn.BatchNorm)
+    if state is None:
+        if paths := [*layers_of(model, eqx.nn.StateIndex)]:
+            raise ValueError(
+                f"The state is missing: the model has entries in one, by {listed(paths)}. Pass "
+                "the state after the model, (model, state, ...). For a model that was made "
+                "without one, state = eqx.nn.State(model) makes it."
+            )
+        return {}
+    values = entries(state)
     for path, norm in norms.items():
         held = jax.tree.leaves([values.get(i.marker) for i in _indices(norm).values()])
         # The last array of one layer is a vector: two counts, or the variance of Equinox's

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import equinox as eqx
-
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
@@ -12,7 +10,17 @@ from eqx_norm.strategies import AbstractStrategy
 
 from ._carry import carry
 from ._freeze import freeze, is_frozen
-from ._layers import Model, Where, at_offset, chosen, copied, layers_of, replaced
+from ._layers import (
+    NO_STATE,
+    Model,
+    State,
+    Where,
+    at_offset,
+    chosen,
+    copied,
+    layers_of,
+    replaced,
+)
 
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_EXAMPLES = AbstractExampleNorm.settings
@@ -20,8 +28,8 @@ _OF_BATCHES = ("approach", "momentum", "unbiased", "axis_name", "memory_axis_nam
 
 
 def reconfigure(
-    model: Model, state: eqx.nn.State, where: Where | None = None, **settings: Any
-) -> tuple[Model, eqx.nn.State]:
+    model: Model, state: State = NO_STATE, where: Where | None = None, **settings: Any
+) -> tuple[Model, State]:
     """Returns the model with other settings in its layers, and a state that fits them.
 
     ```python
@@ -32,7 +40,8 @@ def reconfigure(
 
     **Arguments:**
 
-    - `model`, `state`: also of an ensemble; both stay valid.
+    - `model`, `state`: also of an ensemble; both stay valid. Leave `state` out for a model that
+        has none; the state returned is then `None`.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to change it. By default all layers of this package are changed. Layers
         that share one state (`eqx.nn.State(model)`) must change their approach together.

@@ -15,7 +15,9 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, Running, named
 
 from ._layers import (
+    NO_STATE,
     Model,
+    State,
     Where,
     chosen,
     copied,
@@ -38,12 +40,12 @@ THEIRS, OURS = (eqx.nn.BatchNorm, *TO_OURS), (BatchNorm, *TO_THEIRS)
 
 def swap(
     model: Model,
-    state: eqx.nn.State,
+    state: State = NO_STATE,
     approach: str | AbstractStrategy[Any] | None = None,
     *,
     where: Where | None = None,
     **overrides: Any,
-) -> tuple[Model, eqx.nn.State]:
+) -> tuple[Model, State]:
     r"""Returns the model with Equinox's norms replaced by this package's, and its state.
 
     Each `eqx.nn.BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm`, however nested, becomes the
@@ -70,7 +72,8 @@ def swap(
 
     **Arguments:**
 
-    - `model`, `state`: also of an ensemble; both stay valid.
+    - `model`, `state`: also of an ensemble; both stay valid. Leave `state` out for a model that
+        has none; the state returned is then `None`.
     - `approach`: as `BatchNorm` takes it. By default it follows from each layer's `mode`.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to swap it. By default all layers are swapped.

@@ -1,7 +1,7 @@
 """Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -13,10 +13,18 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import Model, entries, layers_of, listed, located, state_of, untraced, with_nodes
+from ._layers import (
+    Model,
+    State,
+    entries,
+    layers_of,
+    listed,
+    located,
+    state_of,
+    untraced,
+    with_nodes,
+)
 from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
-
-State = TypeVar("State", bound=eqx.nn.State | None)
 
 
 def from_torch(

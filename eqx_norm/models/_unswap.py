@@ -12,13 +12,28 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Accumulated, Batch, Ema
 
 from ._carry import batches_of, is_new
-from ._layers import Model, Where, at_offset, chosen, copied, layers_of, over_members, replaced
+from ._layers import (
+    NO_STATE,
+    Model,
+    State,
+    Where,
+    at_offset,
+    chosen,
+    copied,
+    layers_of,
+    over_members,
+    replaced,
+)
 from ._swap import OURS, TO_THEIRS, converted, refuse_subclass
 
 
 def unswap(
-    model: Model, state: eqx.nn.State, mode: str | None = None, *, where: Where | None = None
-) -> tuple[Model, eqx.nn.State]:
+    model: Model,
+    state: State = NO_STATE,
+    mode: str | None = None,
+    *,
+    where: Where | None = None,
+) -> tuple[Model, State]:
     r"""Returns the model with this package's norms replaced by Equinox's, and its state.
 
     ```python

@@ -5,7 +5,6 @@ import pytest
 from tests.compiling import XLA_FLAGS
 from tests.processes import on_devices
 
-
 LONG = [("uses", 8, "long"), ("probes", 8, ""), *(("many", n, "") for n in (2, 4, 8, 64))]
 
 

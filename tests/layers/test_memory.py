@@ -146,6 +146,21 @@ def test_scan_over_stacked_layers_equals_a_loop(approach):
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_running_returns_what_a_layer_and_each_member_of_an_ensemble_infers_by():
+    layers, states = eqx.filter_vmap(lambda _: make(3, "batch", approach="adam"))(jnp.arange(2))
+    xs = jnp.stack([X, 2 * X])
+    _, states = eqx.filter_vmap(lambda layer, x, state: over_batch(layer)(x, state))(
+        layers, xs, states
+    )
+    running = layers.running(states)
+    np.testing.assert_allclose(running.mean, xs.mean((1, 3)), rtol=1e-5)
+    np.testing.assert_allclose(running.variance, xs.var((1, 3)), rtol=1e-5)
+    one, state = member(layers, 1), member(states, 1)
+    assert same(one.running(state), jax.tree.map(lambda leaf: leaf[1], running))
+    with pytest.raises(ValueError, match="belongs to another layer"):
+        make(4, "batch", approach="adam")[0].running(state)
+
+
 @each_approach
 def test_no_gradient_flows_into_or_out_of_memory(approach):
     layer, state = make(3, "batch", approach=approach)

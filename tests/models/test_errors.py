@@ -117,7 +117,8 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: swap(*SWAPPED, eps=0.0), r"^\[0\]: eps=0.0: "),
     (lambda: swap(*SWAPPED, where=PATH), r"^where='\[0\]' is not callable"),
     (lambda: swap(SWAPPED[0], STATE), r"^\[0\]: .*'list\[0\]\.batch_counter'.* another model"),
-    (lambda: swap(SWAPPED[0], NO_STATE), "^state=None is no eqx.nn.State.*make_with_state"),
+    (lambda: swap(SWAPPED[0]), r"^The state is missing.* \[0\]\.\w+.*\(model, state, \.\.\.\)"),
+    (lambda: recalibrate(MODEL, NO_STATE, [X]), "^The state is missing"),
     (lambda: swap(*SWAPPED[::-1]), EXCHANGED),
     (lambda: swap(SWAPPED[0], mapped(SWAPPED[1])), STACKED),
     (lambda: swap(*TIED), "eqx.nn.Shared shares an index of this layer"),
@@ -148,7 +149,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: reconfigure(MODEL, STATE, approach=lambda s: None), r"^\[0\]: approach= is None"),
     (lambda: reconfigure(STATE, MODEL, eps=1.0), EXCHANGED),
     (lambda: reconfigure(MODEL, mapped(STATE), eps=1.0), STACKED),
-    (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^state=None is no eqx.nn.State"),
+    (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^The state is missing"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
     (lambda: unfreeze(MODEL), "nothing to unfreeze: .*holds no frozen BatchNorm"),

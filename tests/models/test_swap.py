@@ -143,6 +143,16 @@ def test_swap_after_unswap_restores_the_layer(mode, steps):
         assert again[1].get(ours.memory_index).statistics.weight(0.9) == 1
 
 
+def test_models_without_a_state_are_swapped_and_reconfigured_without_one():
+    theirs = [eqx.nn.Linear(C, C, key=KEY), eqx.nn.LayerNorm(C), eqx.nn.RMSNorm(C)]
+    model, state = swap(theirs)
+    assert state is None
+    assert isinstance(model[1], eqx_norm.LayerNorm)
+    assert shapes(unswap(model)) == shapes((theirs, None))
+    model, state = reconfigure(model, weight_offset=1.0)
+    assert (state, model[2].weight_offset) == (None, 1.0)
+
+
 def test_instance_norm_becomes_a_group_norm_by_unswap():
     model, x = eqx_norm.InstanceNorm(C, 1e-3, affine=True), normal(0, (C, 5), 1, 2)
     theirs, state = unswap(model, eqx.nn.State(()))
