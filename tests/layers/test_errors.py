@@ -317,6 +317,7 @@ linear = eqx.nn.Linear(4, 2, key=jax.random.key(0))
         (LayerNorm(4), jnp.ones((5, 3, 4)), ValueError(r"jax.vmap\(jax.vmap\(layer\)\)\(x\)")),
         (LayerNorm(3), jnp.arange(3), TypeError(r"x has dtype int\d\d.*x.astype")),
         (RMSNorm(6), jnp.ones((4, 6)), ValueError(r"a batch.*jax\.vmap\(layer\)\(x\)")),
+        (LayerNorm((2, 3)), jnp.ones((4, 2, 3)), ValueError(r'vectorize\(layer, .*"\(a,b\)->')),
         (GroupNorm(2, 6), jnp.ones((4, 6, 3)), ValueError(r"\(4, 6, 3\).*looks like a batch")),
         (GroupNorm(2, 6), jnp.ones(()), ValueError(r"shape \(\).*channels=6")),
         (GroupNorm(4, None, 1e-5, False), jnp.ones(6), ValueError("groups=4 and channels=6")),
