@@ -24,7 +24,7 @@ fails. Goals, which are not always reached, are in the [last table](#aimed-at)."
 GOALS = """
 ## Aimed at
 
-Goals that are not always reached, and why. [docs/design.md](../docs/design.md) has the details.
+Goals that are not always reached, and why. [Design](../docs/design.md) has the details.
 """
 
 
