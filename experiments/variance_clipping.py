@@ -161,7 +161,8 @@ A1: the largest gradient is more than 10 times the clean run's.
 A2: training accuracy is below 50% in the {WINDOW} steps after the last corrupted batch.
 ruined: at the end, test accuracy is 10 points or more below the clean run's.
 B: ruined, and training accuracy is within 2 points of the clean run's.
-All are medians over the seeds; a failure counts if most seeds have it."""
+All are medians over the seeds; a failure counts if most seeds have it. A case is a row: one
+corruption with one approach."""
 
 
 class Cell(NamedTuple):
@@ -205,10 +206,10 @@ def compare(found: Curves, clean: Curves) -> Cell:
 
 
 def prevented(pairs: Pairs, failure: str, still: str) -> str:
-    """Returns how many of the cells with `failure` have no failure `still` with clipping."""
+    """Returns in how many of the cases with `failure` clipping prevents `still`."""
     failing = [clipped for plain, clipped in pairs.values() if failure in plain.failures]
     gone = sum(still not in clipped.failures for clipped in failing)
-    return f"in {gone} of {len(failing)} cells"
+    return f"in {gone} of the {len(failing)} cases that have it"
 
 
 def judge(pairs: Pairs) -> list[Verdict]:
@@ -225,7 +226,7 @@ def judge(pairs: Pairs) -> list[Verdict]:
     return [
         (
             "1. without clipping, both A and B happen",
-            f"A in {a} and B in {b} of {len(corrupted)} cells",
+            f"A in {a} and B in {b} of {len(corrupted)} cases",
             a > 0 and b > 0,
         ),
         (
