@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from . import strategies as strategies
 from ._batch_norm import BatchNorm as BatchNorm
-from ._ghost_batches import ghost_batches as ghost_batches
 from ._group_norm import GroupNorm as GroupNorm
 from ._instance_norm import InstanceNorm as InstanceNorm
 from ._layer_norm import LayerNorm as LayerNorm
@@ -38,7 +37,6 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "determinism",
-    "ghost_batches",
     "models",
     "strategies",
 ]

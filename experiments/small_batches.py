@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator, PercentFormatter
 from tqdm import tqdm
 
-from eqx_norm import BatchNorm, GroupNorm, ghost_batches
+from eqx_norm import BatchNorm, GroupNorm
 from eqx_norm.strategies import Ramp, Renorm
 
 from .common import mnist, report, training
@@ -147,11 +147,12 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
         (arrays, _), losses = start(seed), []
         order = [*training.batches(len(images), settings.images // LARGEST, seed)]
         for chosen in np.concatenate(order).reshape(-1, batch):
-            chosen = ghost_batches(chosen, size) if norm == GHOST else chosen
+            chosen = chosen.reshape(-1, size) if norm == GHOST else chosen
             arrays, loss = step(arrays, images[chosen], labels[chosen])
             losses.append(loss)
         losses = np.array(jax.device_get(losses), np.float64)
-        shares = jax.device_get(measured(arrays, *ghost_batches(unseen, size)))
+        groups = [array.reshape(-1, size, *array.shape[1:]) for array in unseen]
+        shares = jax.device_get(measured(arrays, *groups))
         found.append([*shares, losses[:FIRST].mean()])
         progress.update()
     return dict(zip(MEASURED, np.array(found, np.float64).T, strict=True))

@@ -49,8 +49,8 @@ def normalise_example(
 
         function = elementwise.in_shape(activation, x.shape, rows)
         function = function if activation is None else function or in_shape_of_x
-        affine = Affine(weight, bias, function)
-        y = normalise_in_jax_numpy(values, used, affine, eps=eps, centred=centred)
+        in_rows = Affine(weight, bias, function)
+        y = normalise_in_jax_numpy(values, used, in_rows, eps=eps, centred=centred)
         return y.reshape(x.shape)
 
     vectors = used.mean, used.m2, used.mean_pair.rest

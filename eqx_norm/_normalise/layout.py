@@ -112,12 +112,14 @@ class Layout(NamedTuple):
 
     @property
     def of_moments(self) -> Blocks:
-        """Returns the blocks of a pass whose vectors have one number for each group."""
+        """Returns the blocks of a pass whose vectors have one number for each group; without
+        groups, for each position."""
         return Blocks(len(self.shape), self.groups or self.shape[0])
 
     @property
     def of_weights(self) -> Blocks:
-        """Returns the blocks of a pass whose vectors have one number for each channel."""
+        """Returns the blocks of a pass whose vectors have one number for each channel;
+        without groups, for each position."""
         return Blocks(len(self.shape), self.channels) if self.groups else self.of_moments
 
     @property

@@ -40,6 +40,7 @@ def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> A
     weight, bias, activation = _like_x(affine, values)
     if jnp.iscomplexobj(x):
         y = functools.partial(_in_jax_numpy, values, activation=activation)
+        # A barrier before each vector, but not before x, which would then be saved twice.
         return jax.checkpoint(y, prevent_cse=(True,) * 3)(columns, weight, bias)
     function = None
     if any(w is not None and w.shape != scale.shape for w in (weight, bias)):
@@ -84,12 +85,12 @@ def _in_jax_numpy(
     """Returns y by one formula; `columns` are mean, mean_rest and rstd."""
     (x, wide, mask, _), (mean, mean_rest, rstd) = values, columns
     # JAX's derivative of a selection is NaN where the unselected value is NaN.
-    u = reference.counted(wide, mask)
+    u = reference.masked(wide, mask)
     u = reference.centred(u, mean, mean_rest) if centred else u
     u = u * (rstd if weight is None else rstd * weight)
     u = u if bias is None else u + bias
     y = elementwise.applied(activation, u)
-    return reference.counted(y, mask).astype(x.dtype)
+    return reference.masked(y, mask).astype(x.dtype)
 
 
 def _of_each_value(

@@ -41,7 +41,7 @@ class Chain(NamedTuple):
 
     shape: Shape
     groups: int
-    repeats: int  # how often a weight is repeated along a row; 0 if this is not materialised
+    repeats: int  # values of a row for each weight; 0 if weights broadcast inside the kernel
     norm: RowNorm
 
     @property
@@ -54,7 +54,7 @@ class Chain(NamedTuple):
     def y(self, x: Array, weight: Array | None, bias: Array | None) -> Array:
         """Returns the normalised x."""
         u, _ = self._standardised(x)
-        _, u = self._affine(u, u, weight, bias)
+        _, u = self._weighted(u, u, weight, bias)
         return self._in_shape(applied(self.norm.activation, u), x.dtype)
 
     def tangent(self, dx: Array, x: Array, weight: Array | None, bias: Array | None) -> Array:
@@ -63,7 +63,7 @@ class Chain(NamedTuple):
         # and write them to memory.
         u, rstd = self._standardised(lax.optimization_barrier(x))
         du = self.norm.along_x(self._rows(dx), u, rstd, _mean)
-        du, u = self._affine(du, u, weight, bias)
+        du, u = self._weighted(du, u, weight, bias)
         if (activation := self.norm.activation) is not None:
             du = jax.jvp(activation, (u,), (du,))[1]
         return self._in_shape(du, x.dtype)
@@ -76,7 +76,7 @@ class Chain(NamedTuple):
         x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
         return self.norm.standardised(x, None, _mean, rsqrt)
 
-    def _affine(
+    def _weighted(
         self, du: Array, u: Array, weight: Array | None, bias: Array | None
     ) -> tuple[Array, Array]:
         """Returns `weight * du` and `weight * u + bias`."""

@@ -7,20 +7,21 @@ Only this file handles the names of a state's entries, the additional axes of an
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
+from typing_extensions import TypeVar
 
 from eqx_norm._memory import STACKED, checked_state
 from eqx_norm._normalise import widened
 
 Model = TypeVar("Model")
-State = TypeVar("State", bound=eqx.nn.State | None)
-NO_STATE: Any = None  # the default of `state: State`, for a model that has none
+State = TypeVar("State", bound=eqx.nn.State | None, default=None)
+NO_STATE: Any = None  # the default of `state: State`
 Kind = type[Any] | tuple[type[Any], ...]
 Where = Callable[[str, Any], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -7,7 +7,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, ghost_batches
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm.determinism import compare, monitor, monitor_module
 from eqx_norm.models import TorchReport, freeze, from_torch, recalibrate, swap
 from eqx_norm.strategies import AbstractStrategy, Batch, Moments, TrainingBatch
@@ -55,8 +55,8 @@ def types(model: Network, state: eqx.nn.State, x: Array) -> None:
     assert_type(model.norm(x, state, mask=x[0] > 0), tuple[Array, eqx.nn.State])
     for layer in (GroupNorm(2, 8), InstanceNorm(8), LayerNorm(8), RMSNorm((4,))):
         assert_type(layer(x), Array)
-    assert_type(ghost_batches({"x": x}, 2), dict[str, Array])
     assert_type(swap(model, state, approach=Running()), tuple[Network, eqx.nn.State])
+    assert_type(swap(LayerNorm(8)), tuple[LayerNorm, None])
     assert_type(freeze(model), Network)
     assert_type(from_torch(model, state, {}), tuple[Network, eqx.nn.State, TorchReport])
     assert_type(from_torch(model, None, {}), tuple[Network, None, TorchReport])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, ghost_batches
+from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm.strategies import NAMED, Batch, Ema, Frozen, Renorm, VarianceClip
 from tests.helpers import Cumulative, cast, copy, make, normal, over_batch
 from tests.helpers import quick_call as call
@@ -69,10 +69,6 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (GroupNorm, {"groups": 2}, "channels=None.*channelwise_affine=False"),
         (InstanceNorm, {"channels": 0}, "channels=0"),
         (InstanceNorm, {"channels": 4, "eps": True}, "eps=True.*must be a finite number"),
-        (ghost_batches, {"batch": X, "size": 3.0}, "size=3.0: a size must be an int"),
-        (ghost_batches, {"batch": X, "size": 4}, "batch of 6 examples.*nearest.*: 3, 6"),
-        (ghost_batches, {"batch": X[:0], "size": 2}, "batch of 0 examples.*: none"),
-        (ghost_batches, {"batch": (X, X[:5]), "size": 3}, "same number of examples"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
