@@ -1,10 +1,13 @@
 """Defines `RMSNorm`."""
 
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import equinox as eqx
+from jax.typing import DTypeLike
 
 from eqx_norm._example import AbstractShapeNorm
+from eqx_norm._normalise import Activation, Implementation
 
 
 class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
@@ -25,5 +28,25 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
     """
 
     centred: ClassVar[bool] = False
-    # Without this line, a type checker would infer another `__init__` from the fields.
-    __init__ = AbstractShapeNorm.__init__
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        *,
+        activation: Activation | None = None,
+        axis: int | None = None,
+        axis_name: Hashable | Sequence[Hashable] = (),
+        weight_offset: float = 0.0,
+        implementation: Implementation = "auto",
+    ):
+        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
+
+        **Raises:** `ValueError` for an invalid argument.
+        """
+        weights = use_weight, use_bias, dtype
+        others = activation, axis, axis_name, weight_offset, implementation
+        super().__init__(shape, eps, *weights, *others)

@@ -1,6 +1,5 @@
 """Prepares eqx_norm for the API's pages: an extension of griffe, named in mkdocs.yml."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +15,6 @@ class PublicClasses(griffe.Extension):
     def on_package_loaded(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Changes the classes that griffe has read from the package."""
         for cls in list(classes(pkg)):
-            if (own := cls.members.get("__init__")) and own.is_attribute:  # of a base
-                inherited = pkg.modules_collection[own.value.canonical_path]
-                cls.set_member("__init__", copy.copy(inherited))
             parameters = [] if "__init__" in cls.all_members else list(fields(cls))
             if parameters and not cls.name.startswith("Abstract"):
                 cls.set_member("__init__", constructor(parameters))

@@ -21,7 +21,6 @@ from eqx_norm._normalise import widened
 
 Model = TypeVar("Model")
 State = TypeVar("State", bound=eqx.nn.State | None, default=None)
-NO_STATE: Any = None  # the default of `state: State`
 Kind = type[Any] | tuple[type[Any], ...]
 Where = Callable[[str, Any], Any]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -11,7 +11,6 @@ from eqx_norm.strategies import AbstractStrategy
 from ._carry import carry
 from ._freeze import freeze, is_frozen
 from ._layers import (
-    NO_STATE,
     Model,
     State,
     Where,
@@ -28,7 +27,10 @@ _OF_BATCHES = ("approach", "momentum", "unbiased", "axis_name", "memory_axis_nam
 
 
 def reconfigure(
-    model: Model, state: State = NO_STATE, where: Where | None = None, **settings: Any
+    model: Model,
+    state: State = None,  # pyright: ignore[reportArgumentType]
+    where: Where | None = None,
+    **settings: Any,
 ) -> tuple[Model, State]:
     """Returns the model with other settings in its layers, and a state that fits them.
 

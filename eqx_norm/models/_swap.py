@@ -15,7 +15,6 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, Running, named
 
 from ._layers import (
-    NO_STATE,
     Model,
     State,
     Where,
@@ -40,7 +39,7 @@ THEIRS, OURS = (eqx.nn.BatchNorm, *TO_OURS), (BatchNorm, *TO_THEIRS)
 
 def swap(
     model: Model,
-    state: State = NO_STATE,
+    state: State = None,  # pyright: ignore[reportArgumentType]
     approach: str | AbstractStrategy[Any] | None = None,
     *,
     where: Where | None = None,

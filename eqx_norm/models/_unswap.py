@@ -13,7 +13,6 @@ from eqx_norm.strategies import Accumulated, Batch, Ema
 
 from ._carry import batches_of, is_new
 from ._layers import (
-    NO_STATE,
     Model,
     State,
     Where,
@@ -29,7 +28,7 @@ from ._swap import OURS, TO_THEIRS, converted, refuse_subclass
 
 def unswap(
     model: Model,
-    state: State = NO_STATE,
+    state: State = None,  # pyright: ignore[reportArgumentType]
     mode: str | None = None,
     *,
     where: Where | None = None,
