@@ -201,7 +201,7 @@ def test_many_values(case, seed):
     [
         (jnp.float16, 300, 1),
         pytest.param(jnp.float16, 0, 300, marks=pytest.mark.long),
-        (jnp.bfloat16, 100, 1),
+        pytest.param(jnp.bfloat16, 100, 1, marks=pytest.mark.long),
     ],
 )
 @each_case(VECTORS[5], SPATIAL[1], ROWS[2], ROWS[4], *IMAGES[1:], *ELSEWHERE[1:], *ONE_KERNEL)

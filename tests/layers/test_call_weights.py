@@ -137,7 +137,9 @@ def test_residuals_and_passes_with_call_weights(name):
 
 @each_kind
 @each_norm
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(np.float32, marks=pytest.mark.long), jnp.bfloat16]
+)
 def test_call_weights_are_lowered_for_every_platform(name, kind, dtype):
     x, dy, weight, bias = drawn(name, kind, dtype)
     for mask in (None, np.ones(mask_shape(name, x.shape), bool)):

@@ -58,7 +58,9 @@ def every_direction(call, mask, static, weights, x):
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SPLIT])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16, jnp.complex64]
+)
 def test_layers_are_lowered_for_every_platform(name, dtype):
     x = jax.ShapeDtypeStruct((N, *SHAPE), dtype)
     is_complex = dtype == jnp.complex64

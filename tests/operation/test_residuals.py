@@ -35,7 +35,11 @@ LAYERS = {
     **{approach: norm("BatchNorm", approach=approach, **SILU) for approach in APPROACHES},
     "mask": norm("BatchNorm", MASK, **SILU),
 }
-each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)],
+    ids=["bf16", "f32"],
+)
 
 
 def held(layer, call, x):
@@ -116,9 +120,7 @@ BLOCKS = {
 
 
 @each_norm
-@pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)], ids=str
-)
+@each_dtype
 @pytest.mark.parametrize(
     ("activation", "block", "wrap", "like_x", "bools"), BLOCKS.values(), ids=BLOCKS
 )
