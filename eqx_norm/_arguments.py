@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike, PyTree
 
 from eqx_norm import _activation
 from eqx_norm._contract import described
@@ -30,7 +30,7 @@ def checked_eps(eps: float) -> float:
     return value
 
 
-def checked_size(argument: str, value: Any, given: Any = None) -> int:
+def checked_size(argument: str, value: Any, given: object = None) -> int:
     """Returns a size as an `int`. Raises `ValueError` if `value` is no size; the error quotes
     the value, or the sequence `given` that contains the value."""
     if not is_count(value):
@@ -87,7 +87,7 @@ def checked_offset(weight_offset: float) -> float:
     return value
 
 
-def affine(layer: Any, weight: Any, bias: Any, shape: Shape, x: Array) -> Affine:
+def affine(layer: PyTree, weight: Any, bias: Any, shape: Shape, x: Array) -> Affine:
     """Returns the weight (with the offset added), the bias and the activation for a call. The
     weight and bias given replace the layer's own, of `shape`. Raises `ValueError` or
     `TypeError` for arrays that do not fit."""
@@ -112,7 +112,7 @@ def _checked_own(name: str, own: Any, shape: tuple[int, ...], x: Array) -> Array
     return own
 
 
-def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> Array:
+def _checked_weight(name: str, value: ArrayLike, shape: tuple[int, ...], x: Array) -> Array:
     value = jnp.asarray(value)
     is_complex = jnp.iscomplexobj(value) and not jnp.iscomplexobj(x)
     if is_complex or not jnp.issubdtype(value.dtype, jnp.inexact):
@@ -132,7 +132,7 @@ def _checked_weight(name: str, value: Any, shape: tuple[int, ...], x: Array) -> 
 
 
 def not_one_example(
-    x: Array, argument: str, value: Any, shape: Any, fix: str | None
+    x: Array, argument: str, value: object, shape: object, fix: str | None
 ) -> ValueError:
     """Returns the error for an `x` that does not have the `shape` that `argument` set when the
     layer was made. `fix` says what to do; by default, to make another layer."""

@@ -1,19 +1,19 @@
 """Checks the results of a strategy; an error names the method and quotes the result."""
 
 import textwrap
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from eqx_norm._memory import form
 from eqx_norm.strategies import AbstractStrategy, Moments, TrainingBatch
 
 
 def update(
-    approach: AbstractStrategy[Any], batch: TrainingBatch, memory: Any
-) -> tuple[Moments, Any]:
+    approach: AbstractStrategy[PyTree], batch: TrainingBatch, memory: PyTree
+) -> tuple[Moments, PyTree]:
     """Returns `approach.update(batch, memory)`, checked, with plain `Moments` in the memory."""
     result = approach.update(batch, memory)
     name = f"{type(approach).__name__}.update"
@@ -27,18 +27,18 @@ def update(
     return used, _memory(_plain(learnt), memory, name)
 
 
-def infer(approach: AbstractStrategy[Any], memory: Any, channels: int) -> Moments:
+def infer(approach: AbstractStrategy[PyTree], memory: PyTree, channels: int) -> Moments:
     """Returns `approach.infer(memory)`; raises unless it is `Moments` of all channels."""
     name = f"{type(approach).__name__}.infer"
     return _moments(approach.infer(memory), (channels,), f"{name} returned")
 
 
-def load(approach: AbstractStrategy[Any], learnt: Moments, empty: Any) -> Any:
+def load(approach: AbstractStrategy[PyTree], learnt: Moments, empty: PyTree) -> PyTree:
     """Returns `approach.load(learnt)`; raises unless it has the form of the `empty` memory."""
     return _memory(_plain(approach.load(learnt)), empty, f"{type(approach).__name__}.load")
 
 
-def _memory(returned: Any, given: Any, name: str) -> Any:
+def _memory(returned: PyTree, given: PyTree, name: str) -> PyTree:
     if form(returned) != form(given):
         raise ValueError(
             f"{name} returned a memory of another structure, shape or dtype:\n"
@@ -49,7 +49,7 @@ def _memory(returned: Any, given: Any, name: str) -> Any:
     return returned
 
 
-def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
+def _moments(used: object, shape: tuple[int, ...], returned: str) -> Moments:
     if not isinstance(used, Moments):
         has_moments = isinstance(getattr(used, "moments", None), Moments)
         raise ValueError(
@@ -71,18 +71,18 @@ def _moments(used: Any, shape: tuple[int, ...], returned: str) -> Moments:
     return Moments(used.count, used.mean_pair, used.m2)
 
 
-def _plain(memory: Any) -> Any:
+def _plain(memory: PyTree) -> PyTree:
     """Returns the memory with plain `Moments` in place of each `TrainingBatch`, and arrays in
     place of numbers."""
 
-    def is_batch(node: Any) -> bool:
+    def is_batch(node: PyTree) -> bool:
         return isinstance(node, TrainingBatch)
 
     memory = jax.tree.map(lambda n: n.moments if is_batch(n) else n, memory, is_leaf=is_batch)
     return jax.tree.map(jnp.asarray, memory)
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Returns a description of `value` in one line."""
     if value is None:
         return "nothing (None)"

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy, Moments
@@ -25,7 +25,7 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     return jnp.result_type(complex if jnp.issubdtype(dtype, jnp.complexfloating) else float)
 
 
-def dtype_of(memory: Any) -> jnp.dtype:
+def dtype_of(memory: PyTree) -> jnp.dtype:
     """Returns the dtype of the mean in a new memory, complex if this `memory` is."""
     is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
     return statistics_dtype(complex if is_complex else float)
@@ -52,20 +52,20 @@ class Remembered(NamedTuple):
         return self.counts[..., 1]
 
 
-def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Remembered:
+def new(approach: AbstractStrategy[PyTree], channels: int, dtype: DTypeLike) -> Remembered:
     """Returns the memory of a layer before any batch; `dtype` is the dtype of the weights."""
     memory = approach.init(channels, statistics_dtype(dtype))
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
-def _type_of_new(approach: Any, channels: int, dtype: Any) -> Remembered:
+def _type_of_new(approach: Any, channels: int, dtype: DTypeLike) -> Remembered:
     return jax.eval_shape(lambda: new(approach, channels, dtype))
 
 
 _once_for_equal_layers = functools.lru_cache(_type_of_new)
 
 
-def checked_state(state: Any) -> eqx.nn.State:
+def checked_state(state: object) -> eqx.nn.State:
     """Returns the state; raises `ValueError` for `None` and other objects."""
     if not isinstance(state, eqx.nn.State):
         given = textwrap.shorten(eqx.tree_pformat(state), 120)
@@ -77,7 +77,7 @@ def checked_state(state: Any) -> eqx.nn.State:
     return state
 
 
-def entry(layer: Any, state: Any) -> Remembered:
+def entry(layer: PyTree, state: object) -> Remembered:
     """Returns what the state holds for a `BatchNorm`, or for the members of an ensemble; raises
     `ValueError` if there is nothing."""
     try:
@@ -90,14 +90,14 @@ def entry(layer: Any, state: Any) -> Remembered:
         ) from None
 
 
-def recall(layer: Any, state: Any) -> Remembered:
+def recall(layer: PyTree, state: object) -> Remembered:
     """Returns the memory of a `BatchNorm`; raises as `entry` and `check` do."""
     remembered = entry(layer, state)
     check(layer, remembered)
     return remembered
 
 
-def stays_finite(before: Any, after: Any, batch: Moments) -> Bool[Array, ""]:
+def stays_finite(before: PyTree, after: PyTree, batch: Moments) -> Bool[Array, ""]:
     """Returns whether a batch is finite, and each finite number of the memory stays finite:
     squares of finite values may overflow. (A strategy may start from infinities.)"""
     finite = jnp.isfinite(batch.mean) & jnp.isfinite(batch.m2)
@@ -112,13 +112,13 @@ def stays_finite(before: Any, after: Any, batch: Moments) -> Bool[Array, ""]:
     return finite.all()
 
 
-def form(memory: Any) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
+def form(memory: PyTree) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
     """Returns the tree structure of a memory, and its arrays' shapes and dtypes."""
     leaves, structure = jax.tree.flatten(memory)
     return structure, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves]
 
 
-def check(layer: Any, remembered: Remembered) -> None:
+def check(layer: PyTree, remembered: Remembered) -> None:
     """Raises `ValueError` unless the memory of a `BatchNorm` has the form of a new memory."""
     channels, approach, memory = layer.input_size, layer.approach, remembered.statistics
     is_hashable = is_fixed(approach) and not jax.tree.leaves(eqx.filter(approach, eqx.is_array))

@@ -30,12 +30,12 @@ def normalise_example(
     layout, activation = values.layout, affine.activation
     of_layout = functools.partial(Values.of, groups=layout.groups, channels=layout.channels)
 
-    def by_passes(x: Array, weight: Any, bias: Any, vectors: Any) -> Array:
+    def by_passes(x: Array, weight: Array | None, bias: Array | None, vectors: Any) -> Array:
         values = of_layout(x)
         used = differentiable(values, (), None, *vectors, centred=centred)
         return normalise(values, used, Affine(weight, bias, activation), eps=eps)
 
-    def undifferentiated(x: Array, weight: Any, bias: Any) -> Array:
+    def undifferentiated(x: Array, weight: Array | None, bias: Array | None) -> Array:
         rows, length = layout.of_weights.flat_outside(x.shape), x.size // layout.size
         values = of_layout(x.reshape(rows))
         if centred or length > on_cpu.UNCUT:
@@ -54,7 +54,7 @@ def normalise_example(
         return y.reshape(x.shape)
 
     vectors = used.mean, used.m2, used.mean_pair.rest
-    arrays: Any = y, values.x, affine[:2], vectors
+    arrays = y, values.x, affine[:2], vectors
     return one_kernel.dispatched(chain, by_passes, undifferentiated, *arrays)
 
 

@@ -2,7 +2,6 @@
 compute the formulas of `reference`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -62,7 +61,7 @@ def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape)
     return reference.first(x, *mask, shape=shape, largest=differs)
 
 
-def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: Any) -> list[Array]:
+def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: object) -> list[Array]:
     """Returns the mean and m2 of `statistics` unchanged: only the derivatives read x."""
     del target
     _, _, mean, _, m2, *_count_and_mask = arrays

@@ -6,7 +6,7 @@ Checked with jax 0.10.2, 0.11.2 and 0.12.0.1. The files that define primitives u
 tests/house/test_versions.py lists both kinds of file.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,23 +17,27 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 from jaxtyping import Array
 
+Context = Any  # in which JAX lowers a primitive
+Aval = Any  # the type of an array
+Args = Sequence[Any]  # of a primitive's rule, or its results: arrays, types, places, zeros
 
-def operands(context: Any) -> Sequence[Any]:
+
+def operands(context: Context) -> Sequence[Aval]:
     """Returns the types of a primitive's operands."""
     return context.avals_in
 
 
-def results(context: Any) -> Sequence[Any]:
+def results(context: Context) -> Sequence[Aval]:
     """Returns the types of a primitive's results."""
     return context.avals_out
 
 
-def platforms(context: Any) -> Sequence[str]:
+def platforms(context: Context) -> Sequence[str]:
     """Returns the platforms of the program that a primitive is lowered for."""
     return context.module_context.platforms
 
 
-def is_partitioned(context: Any) -> bool:
+def is_partitioned(context: Context) -> bool:
     """Returns whether XLA will split the program over devices: `False` on one device and inside
     `shard_map`."""
     axes = context.module_context.axis_context
@@ -42,14 +46,14 @@ def is_partitioned(context: Any) -> bool:
     return (getattr(axes, "num_devices", None) or 1) > 1
 
 
-def automatic_mesh() -> AbstractContextManager[Any]:
+def automatic_mesh() -> AbstractContextManager[object]:
     """Returns a context in which all explicit axes of the mesh are automatic."""
     mesh = jax.sharding.get_abstract_mesh()
     auto = dict.fromkeys(mesh.explicit_axes, jax.sharding.AxisType.Auto)
     return jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto))
 
 
-def lowered(function: Callable[..., Any], context: Any, *arrays: Any) -> Any:
+def lowered(function: Callable[..., list[Array]], context: Context, *arrays: Any) -> Args:
     """Returns the results of a function of arrays, lowered for types without a mesh: inside a
     primitive XLA decides how arrays are split."""
     with automatic_mesh():
@@ -57,12 +61,12 @@ def lowered(function: Callable[..., Any], context: Any, *arrays: Any) -> Any:
         return mlir.lower_fun(function, True)(context.replace(avals_in=plain), *arrays)
 
 
-def unsplit(aval: Any) -> ShapedArray:
+def unsplit(aval: Aval) -> ShapedArray:
     """Returns the type of an array of this shape and dtype, without a mesh."""
     return ShapedArray(aval.shape, aval.dtype)
 
 
-def changed(aval: Any, *, split: tuple[Any, Any] | None = None, **changes: Any) -> Any:
+def changed(aval: Aval, *, split: tuple[Aval, jax.P] | None = None, **changes: Any) -> Aval:
     """Returns an array's type with another `shape` or `dtype`. `split` is a pair: a type, whose
     mesh the result gets, and the partition specification over this mesh."""
     if split is not None:
@@ -71,7 +75,7 @@ def changed(aval: Any, *, split: tuple[Any, Any] | None = None, **changes: Any) 
     return aval.update(weak_type=False, **changes)
 
 
-def device_axes(array: Any) -> frozenset[Any]:
+def device_axes(array: Any) -> frozenset[Hashable]:
     """Returns the mesh axes of `shard_map` over which an array, or a type, varies."""
     aval = array if isinstance(array, ShapedArray) else jax.typeof(array)
     return aval.manual_axis_type.varying
@@ -83,7 +87,7 @@ def like(array: Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies)
 
 
-def varying(arrays: Sequence[Array], axes: frozenset[Any] = frozenset()) -> list[Array]:
+def varying(arrays: Sequence[Array], axes: frozenset[Hashable] = frozenset()) -> list[Array]:
     """Returns the arrays, cast to vary over `axes` and over the mesh axes of all arrays.
 
     JAX's own primitives do the same: inside `shard_map` the type of an array says whether it

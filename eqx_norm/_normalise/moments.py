@@ -11,7 +11,7 @@ from jaxtyping import Array
 from eqx_norm.strategies import Moments, Pair
 
 from . import collectives, complex_numbers
-from .collectives import AxisName
+from .collectives import AxisName, Names
 from .passes import bind
 from .primitives import MOMENTS, STATISTICS, SUMS
 from .values import Values
@@ -56,7 +56,7 @@ def moments(
     return differentiable(values, axis_name, *vectors, centred=centred)
 
 
-def _statistics(values: Values, names: Any, mesh: Any, **how: Any) -> Sequence[Array]:
+def _statistics(values: Values, names: Names, mesh: Names, **how: Any) -> Sequence[Array]:
     """Returns count, mean, m2 and mean_rest."""
     x, layout = lax.stop_gradient(values.x), values.layout
     where: Any = {"blocks": layout.of_moments, "shape": layout.moments, "names": names}
@@ -64,7 +64,7 @@ def _statistics(values: Values, names: Any, mesh: Any, **how: Any) -> Sequence[A
     return collectives.pooled([column.reshape(-1) for column in columns], mesh)
 
 
-def _squares(values: Values, names: Any, mesh: Any) -> Sequence[Array]:
+def _squares(values: Values, names: Names, mesh: Names) -> Sequence[Array]:
     """Returns the count, 0, the sum of squares, and 0."""
     (x, wide, mask, layout), shape = values, values.layout.moments
     zero = jnp.zeros(shape, wide.dtype)

@@ -75,7 +75,7 @@ def normalise_in_jax_numpy(
 
 def _in_jax_numpy(
     values: Values,
-    columns: Any,
+    columns: list[Array],
     weight: Array | None,
     bias: Array | None,
     *,

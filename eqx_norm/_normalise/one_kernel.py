@@ -28,7 +28,7 @@ from jaxtyping import Array
 from . import on_cpu
 from .elementwise import applied
 from .linear import linear_call
-from .lowering import is_partitioned, lowered, operands, varying
+from .lowering import Args, Context, is_partitioned, lowered, operands, varying
 from .reference import Shape, rsqrt
 from .row_norm import RowNorm
 
@@ -101,7 +101,7 @@ class Chain(NamedTuple):
             rows = lax.optimization_barrier(rows)  # for the transpose, which is a kernel, too
         return rows.reshape(self.shape)
 
-    def is_faster(self, x: Any, weights: Sequence[Any], *, only_x: bool = True) -> bool:
+    def is_faster(self, x: Any, weights: Args, *, only_x: bool = True) -> bool:
         """Returns whether the kernel has less memory traffic than the passes, for x and weights
         of all examples: repeated weights are written and read, and the passes read x twice
         more. Gradients of weights read x once more, which is worthwhile in short rows."""
@@ -146,7 +146,7 @@ def dispatched(
     leaves, structure = jax.tree.flatten(weights)
     n = len(leaves)
 
-    def y_by_passes(x: Array, *others: Any) -> Array:
+    def y_by_passes(x: Array, *others: Array) -> Array:
         return by_passes(x, *structure.unflatten(others[:n]), others[n:])
 
     forms = Forms(
@@ -161,8 +161,8 @@ def dispatched(
 
 
 def _lower(
-    platform: str, context: Any, *arrays: Any, forms: Forms, is_faster: Any, n: int
-) -> Any:
+    platform: str, context: Context, *arrays: Any, forms: Forms, is_faster: Any, n: int
+) -> Args:
     _, x, *others = operands(context)
     sizes = (*x.shape, *(size for w in others[:n] for size in w.shape))
     is_known = all(isinstance(size, int) for size in sizes)
@@ -179,7 +179,7 @@ def _lower(
     return lowered(y, context, *arrays)
 
 
-def _jvp(primals: Any, tangents: Any, *, forms: Forms, is_faster: Any, n: int) -> Any:
+def _jvp(primals: Args, tangents: Args, *, forms: Forms, is_faster: Any, n: int) -> Args:
     y, x, *others = primals
     dy, dx, *along = tangents
     along, weights = along[:n], others[:n]
@@ -193,7 +193,7 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, is_faster: Any, n: int) -
     def in_one_kernel(dx: list[Array], operands: list[Array]) -> list[Array]:
         return [forms.tangent(*dx, *operands)]
 
-    def of_weights(y: Any, barriers: int, along: list[Array], operands: Any) -> list[Array]:
+    def of_weights(y: Any, barriers: int, along: list[Array], operands: Args) -> list[Array]:
         x, *others = operands
         for _ in range(barriers):  # an x other than those of y and `Chain.tangent`
             x = lax.optimization_barrier(x)
@@ -209,7 +209,9 @@ def _jvp(primals: Any, tangents: Any, *, forms: Forms, is_faster: Any, n: int) -
     return ONE_KERNEL.bind(*primals, forms=forms, is_faster=is_faster, n=n), dy
 
 
-def _batch(axis: Any, arrays: Any, places: Any, *, forms: Forms, is_faster: Any, n: int) -> Any:
+def _batch(
+    axis: Any, arrays: Args, places: Args, *, forms: Forms, is_faster: Any, n: int
+) -> tuple[Any, int | None]:
     del axis
     y, *operands = arrays
     x, *others = places[1:]

@@ -17,6 +17,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from . import lowering
+from .lowering import Args, Aval
 
 
 class Target(NamedTuple):
@@ -37,7 +38,7 @@ class Target(NamedTuple):
 def new_primitive(
     name: str,
     compute: Callable[..., Sequence[Array]],
-    types: Callable[..., list[Any]],
+    types: Callable[..., list[Aval]],
     full: Sequence[int],
 ) -> Primitive:
     """Returns a primitive with several results.
@@ -75,18 +76,18 @@ def new_primitive(
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform)
 
     @functools.lru_cache
-    def compiled(**parameters: Any) -> Callable[..., Any]:
+    def compiled(**parameters: Any) -> Callable[..., list[Array]]:
         return jax.jit(functools.partial(primitive.bind, **parameters))
 
     @primitive.def_impl
-    def _(*arrays: Any, **parameters: Any) -> Any:
+    def _(*arrays: Any, **parameters: Any) -> list[Array]:
         # Under `jax.disable_jit` this rule would call itself.
         with jax.disable_jit(False):
             return compiled(**parameters)(*arrays)
 
     primitive.def_abstract_eval(types)
 
-    def batch(axis: Any, arrays: Any, places: Any, **parameters: Any) -> Any:
+    def batch(axis: Any, arrays: Args, places: Args, **parameters: Any) -> Args:
         names = parameters.get("names", ())
         is_summed = axis.name in names
         if not is_summed and all(place is None for place in places):

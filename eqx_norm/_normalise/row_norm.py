@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jaxtyping import Array
 
 from eqx_norm.strategies._pair import rounded
 
@@ -13,7 +14,7 @@ from .elementwise import Activation, applied
 from .jaxprs import evaluated
 
 # A function that returns the mean of each row, in a shape that broadcasts to the rows.
-Mean = Callable[[Any], Any]
+Mean = Callable[[Array], Array]
 
 
 class RowNorm(NamedTuple):
@@ -31,8 +32,8 @@ class RowNorm(NamedTuple):
     activation: Activation | None = None
 
     def standardised(
-        self, x: Any, k: Any, mean: Mean, rsqrt: Callable[[Any], Any] = lax.rsqrt
-    ) -> tuple[Any, Any]:
+        self, x: Array, k: Any, mean: Mean, rsqrt: Callable[[Array], Array] = lax.rsqrt
+    ) -> tuple[Array, Array]:
         """Returns u and r. As in `reference.statistics`, one of a row's values, `k`, is
         subtracted first, so that a constant row becomes 0, and the mean is computed twice."""
         if self.centred:
@@ -41,7 +42,7 @@ class RowNorm(NamedTuple):
         rstd = rsqrt(mean(x * x) + self.eps)
         return x * rstd, rstd
 
-    def y(self, u: Any, weight: Any, bias: Any) -> Any:
+    def y(self, u: Array, weight: Array, bias: Array) -> Array:
         """Returns y."""
         v = u * weight + bias
         if self.activation is None:
@@ -49,23 +50,23 @@ class RowNorm(NamedTuple):
         function = functools.partial(applied, self.activation)
         return evaluated(jax.make_jaxpr(function)(_like(v)).jaxpr, v)[0]
 
-    def g(self, dy: Any, u: Any, weight: Any, bias: Any) -> Any:
+    def g(self, dy: Array, u: Array, weight: Array, bias: Array) -> Array:
         """Returns g, with the derivative of the activation computed from u."""
         if self.activation is None:
             return dy
         along = self.derivative(_like(u))
         return evaluated(along.jaxpr, u * weight + bias, dy)[0]
 
-    def derivative(self, like: Any) -> Any:
+    def derivative(self, like: jax.ShapeDtypeStruct) -> Any:
         """Returns the jaxpr that computes the activation's tangent from v and its tangent."""
         function = functools.partial(applied, self.activation)
         return jax.make_jaxpr(lambda v, dv: jax.jvp(function, (v,), (dv,))[1])(like, like)
 
-    def along_x(self, h: Any, u: Any, rstd: Any, mean: Mean) -> Any:
+    def along_x(self, h: Array, u: Array, rstd: Array, mean: Mean) -> Array:
         """Returns dx for h; as the map is symmetric, also the tangent of u for that of x."""
         h = h - mean(h) if self.centred else h
         return rstd * (h - u * mean(h * u))
 
 
-def _like(array: Any) -> jax.ShapeDtypeStruct:
+def _like(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

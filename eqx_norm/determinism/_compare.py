@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from ._ledger import Contents, LedgerError, Row, read
 
@@ -104,7 +103,7 @@ def _notes(first: Contents, second: Contents) -> list[str]:
     ]
 
 
-def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
+def difference(a: np.ndarray, b: np.ndarray) -> list[str]:
     """Describes the difference of two arrays of one shape and dtype: the number of elements
     that differ, the first of them, and the largest difference, for floats also in ulps."""
     raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
@@ -122,7 +121,7 @@ def difference(a: NDArray[Any], b: NDArray[Any]) -> list[str]:
     ]
 
 
-def _ulps(x: NDArray[Any], y: NDArray[Any]) -> int:
+def _ulps(x: np.ndarray, y: np.ndarray) -> int:
     """Returns the largest difference, in steps between neighbouring numbers of the dtype."""
     magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
     bits = [v.view(f"i{v.itemsize}").astype(np.int64) for v in (x, y)]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array, PyTree, Shaped, UInt32
 
 # Word j is salted with _FIRST + j * _STEP: a bijection, as the step is odd. The step is 2**32
 # over the golden ratio, so that neighbouring words get salts that differ widely.
@@ -59,7 +59,7 @@ def hexadecimal(pair: UInt32[Array | np.ndarray, "2"]) -> str:
     return f"{first:08x}{second:08x}"
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: PyTree) -> bool:
     """Returns whether a leaf is an array of JAX or NumPy with bits, so not a float0 tangent."""
     is_any = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     return is_any and leaf.dtype != jax.dtypes.float0
@@ -91,7 +91,7 @@ def of_array(
     if part is not None:
         start = start + part * np.uint32(size * _STEP % 2**32)
 
-    def add_both(sums: Any, terms: Any) -> tuple[Array, ...]:
+    def add_both(sums: Sequence[Array], terms: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(map(lax.add, sums, terms))
 
     def on_cpu(words: Array, start: Array) -> Array:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from ._fingerprint import hexadecimal
 from ._program import Record
@@ -125,7 +124,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """Closes the file."""
         self._file.close()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
@@ -142,7 +141,7 @@ class Contents(NamedTuple):
     rows: tuple[Row, ...]
     is_truncated: bool
 
-    def values(self, row: Row) -> NDArray[Any] | None:
+    def values(self, row: Row) -> np.ndarray | None:
         """Returns the kept values of a row (for keys, their data), or `None` if the row has
         none or the folder is not beside the ledger."""
         path = _folder(self.path) / f"{row.step}.npz"

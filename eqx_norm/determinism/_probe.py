@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ._fingerprint import is_array
 from ._mark import PROBE
@@ -48,7 +49,7 @@ def recorded(
     inside a derivative.
     """
 
-    def with_record(*args: Any, **kwargs: Any) -> tuple[Any, Record]:
+    def with_record(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Record]:
         # The function is wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
         jaxpr, outputs, rest = traced(*args, **kwargs)
@@ -98,7 +99,7 @@ def monitor(tree: Tree, name: str) -> Tree:
     if not name or not isinstance(name, str):
         raise ValueError(f"monitor(..., name={name!r}): pass a name, which the record shows.")
 
-    def marked(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+    def marked(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if not is_array(leaf):
             return leaf
         x = jnp.asarray(leaf)
@@ -156,15 +157,15 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
     )
 
 
-def _is_monitored(node: Any) -> bool:
+def _is_monitored(node: PyTree) -> bool:
     return hasattr(node, "_monitored_as")
 
 
 def _monitor_layers(model: Tree, name: str) -> Tree:
-    def is_inner(node: Any) -> bool:
+    def is_inner(node: PyTree) -> bool:
         return isinstance(node, eqx.Module) and node is not model
 
-    def inner(path: jax.tree_util.KeyPath, node: Any) -> Any:
+    def inner(path: jax.tree_util.KeyPath, node: PyTree) -> PyTree:
         return _monitor_layers(node, _below(name, path)) if is_inner(node) else node
 
     if not isinstance(model, _WHOLE):
@@ -172,7 +173,7 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
     is_layer = name and isinstance(model, eqx.Module) and callable(model)
     if not is_layer or _is_monitored(model):
         return model
-    layer: Any = object.__new__(_monitored(type(model)))
+    layer: PyTree = object.__new__(_monitored(type(model)))
     for field, value in {**vars(model), "_monitored_as": name}.items():
         object.__setattr__(layer, field, value)
     return layer
@@ -185,17 +186,17 @@ def _monitored(layer: type[Any]) -> type[eqx.Module]:
         _monitored_as: str = eqx.field(static=True, default="")
 
         @functools.wraps(layer.__call__)
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
             return _monitor_output(layer.__call__(self, *args, **kwargs), self._monitored_as)
 
     Monitored.__name__ = f"Monitored{layer.__name__}"
     return Monitored
 
 
-def _monitor_output(output: Any, name: str) -> Any:
+def _monitor_output(output: PyTree, name: str) -> PyTree:
     """Monitors the output of a layer, except an `eqx.nn.State`."""
 
-    def is_state(node: Any) -> bool:
+    def is_state(node: PyTree) -> bool:
         return isinstance(node, eqx.nn.State)
 
     if type(output) is tuple and len(output) == 2 and is_state(output[1]):

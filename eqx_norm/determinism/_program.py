@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array, PyTree, Shaped, UInt32
 
 from ._fingerprint import of_array
 from ._mark import PROBE, WITHOUT_ROW
@@ -166,7 +166,7 @@ def _scan(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluated:
     constants = len(operands) - carries - count(equation.invars, jaxpr.in_avals)
     fixed, looped = operands[:constants], [*operands[constants:]]
 
-    def body(carry: Any, xs: Any) -> Any:
+    def body(carry: PyTree, xs: PyTree) -> PyTree:
         outputs, record = evaluate(jaxpr, context, *fixed, *carry, *xs)
         return outputs[:carries], (outputs[carries:], record)
 
@@ -202,10 +202,10 @@ def _shard_map(equation: JaxprEqn, context: Context, *operands: Any) -> Evaluate
     params = equation.params
     axes = tuple(a for a in params["mesh"].axis_names if a in params["newly_manual_axes"])
 
-    def run(keep_values: bool, specs: tuple[PartitionSpec, ...]) -> Any:
+    def run(keep_values: bool, specs: tuple[PartitionSpec, ...]) -> PyTree:
         inside = Context(keep_values, (*context.mesh_axes, *axes), params["check_vma"])
 
-        def body(*operands: Any) -> Any:
+        def body(*operands: Any) -> PyTree:
             outputs, record = evaluate(params["jaxpr"], inside, *operands)
             # One sum of all rows is the only communication that the probes need.
             rows = lax.psum(record.fingerprints, axes)

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -35,7 +35,7 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
     except jax.errors.ConcretizationTypeError:
         is_untrained = False
 
-    def one(statistics: Any, fresh: Bool[Array, ""]) -> Any:
+    def one(statistics: PyTree, fresh: Bool[Array, ""]) -> PyTree:
         start = new.approach.init(new.input_size, _memory.dtype_of(statistics))
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
@@ -57,7 +57,7 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
     return (with_statistics(old, memory, statistics),)
 
 
-def with_statistics(layer: BatchNorm, memory: Remembered, statistics: Any) -> Remembered:
+def with_statistics(layer: BatchNorm, memory: Remembered, statistics: PyTree) -> Remembered:
     """Returns the layer's memory with other statistics, counting batches, not micro-batches."""
     return Remembered(statistics, jnp.stack([batches_of(layer, memory), memory.rejected], -1))
 
@@ -78,14 +78,14 @@ def is_new(layer: BatchNorm, memory: Remembered) -> Bool[Array, ""]:
     return jnp.all(jnp.asarray([jnp.all(a == b) for a, b in pairs]))
 
 
-def _innermost(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:
+def _innermost(approach: AbstractStrategy[PyTree]) -> AbstractStrategy[PyTree]:
     """Returns the strategy inside of all wrappers."""
     while isinstance(approach, AbstractWrapper):
         approach = approach.strategy
     return approach
 
 
-def _is_average(approach: AbstractStrategy[Any]) -> bool:
+def _is_average(approach: AbstractStrategy[PyTree]) -> bool:
     """Returns whether a strategy infers from a `Running` and loads it as `Batch` does."""
     kind, base = type(approach), AbstractAveragingStrategy
     return kind.infer is base.infer and kind.load is base.load

@@ -1,13 +1,13 @@
 """Merges batch norms into the linear layers before them, and proposes pairs of layers."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -96,7 +96,7 @@ def fold_pairs(
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
     """
-    values, folded, markers = checked(model, state), dict[str, Any](), set[Any]()
+    values, folded, markers = checked(model, state), dict[str, PyTree](), set[Hashable]()
     hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'
     for linear, norm in checked_mapping("pairs", pairs, hint).items():
         try:
@@ -138,7 +138,7 @@ def propose_pairs(model: Any) -> dict[str, str]:
     **Returns:** a dictionary from the path of each linear layer to the path of its norm.
     """
 
-    def is_layer(node: Any) -> bool:
+    def is_layer(node: PyTree) -> bool:
         # Layers without arrays, such as a pooling layer, also separate two layers.
         is_empty = node is not None and not jtu.tree_leaves(node)
         return is_empty or isinstance(node, (*_LINEAR, *_WRAPPERS, eqx.nn.BatchNorm))
@@ -160,7 +160,7 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
     activation: Activation | None = None
 
     def __call__(
-        self, x: Array, state: Any = None, *, key: Any = None, inference: Any = None
+        self, x: Array, state: Any = None, *, key: object = None, inference: object = None
     ) -> Any:
         """Returns `x`, or `activation(x)` in the dtype of `x`, and the state if one is given;
         the arguments are those of `BatchNorm` except `mask`."""
@@ -169,7 +169,7 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
         return y if state is None else (y, state)
 
 
-def _at(path: str, model: Any, kind: Any) -> Any:
+def _at(path: str, model: PyTree, kind: type | tuple[type, ...]) -> PyTree:
     """Returns the layer at a path; raises `ValueError` if it is missing or in a wrapper."""
     layers = layers_of(model, kind)
     if path not in layers:
@@ -183,7 +183,7 @@ def _at(path: str, model: Any, kind: Any) -> Any:
     return layers[path]
 
 
-def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
+def _folded(layer: Linear, norm: PyTree, state: eqx.nn.State) -> Linear:
     untraced(layer, norm, state)
     check_single(layer, norm)
     if obstacle := _obstacle(layer, norm):
@@ -204,7 +204,7 @@ def _folded(layer: Linear, norm: Any, state: eqx.nn.State) -> Linear:
     return copied(layer, use_bias=True, weight=jnp.asarray(weight), bias=jnp.asarray(bias))
 
 
-def _obstacle(layer: Any, norm: Any) -> str | None:
+def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
     """Returns why a norm cannot be folded into a layer; `None` if it can."""
     if type(norm) is not BatchNorm:
         name = f"{type(norm).__module__}.{type(norm).__name__}"
@@ -214,7 +214,7 @@ def _obstacle(layer: Any, norm: Any) -> str | None:
     return _mismatch(layer, norm)
 
 
-def _mismatch(layer: Any, norm: Any) -> str | None:
+def _mismatch(layer: PyTree, norm: PyTree) -> str | None:
     """Returns why no norm of this size can be folded into a layer; `None` if one can."""
     calls = next((cls for cls in type(layer).__mro__ if "__call__" in vars(cls)), None)
     if calls not in _LINEAR:

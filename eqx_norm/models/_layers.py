@@ -6,7 +6,7 @@ Only this file handles the names of a state's entries, the additional axes of an
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
+from jaxtyping import ArrayLike, PyTree
 from typing_extensions import TypeVar
 
 from eqx_norm._memory import STACKED, checked_state
@@ -21,12 +22,14 @@ from eqx_norm._normalise import widened
 
 Model = TypeVar("Model")
 State = TypeVar("State", bound=eqx.nn.State | None, default=None)
-Kind = type[Any] | tuple[type[Any], ...]
-Where = Callable[[str, Any], Any]
+Kind = type | tuple[type, ...]
+Where = Callable[[str, Any], object]
+Nodes = dict[str, PyTree]  # of a model, by their paths
+Entries = dict[Hashable, PyTree]  # of a state, by the markers of indices
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
+def layers_of(model: PyTree, kind: Kind) -> Nodes:
     """Returns the layers of a kind, however nested, by their paths, such as `layers[1].norm`.
     Raises `ValueError` for a state."""
     if isinstance(model, eqx.nn.State):
@@ -38,7 +41,7 @@ def layers_of(model: Any, kind: Kind) -> dict[str, Any]:
     return {path_of(keys): node for keys, node in nodes if isinstance(node, kind)}
 
 
-def chosen(layers: dict[str, Any], where: Where | None, verb: str, what: str) -> dict[str, Any]:
+def chosen(layers: Nodes, where: Where | None, verb: str, what: str) -> Nodes:
     """Returns the layers for which `where(path, layer)` is true. If there is none, raises
     `ValueError`: "nothing to `verb`: the model holds no `what`"."""
     if where is not None and not callable(where):
@@ -54,7 +57,7 @@ def chosen(layers: dict[str, Any], where: Where | None, verb: str, what: str) ->
     return selection
 
 
-def with_nodes(model: Model, nodes: Mapping[str, Any]) -> Model:
+def with_nodes(model: Model, nodes: Nodes) -> Model:
     """Returns the model with other layers or arrays at these paths."""
     return jtu.tree_map_with_path(
         lambda keys, node: nodes.get(path_of(keys), node),
@@ -64,7 +67,7 @@ def with_nodes(model: Model, nodes: Mapping[str, Any]) -> Model:
     )
 
 
-def copied(layer: Any, **changed: Any) -> Any:
+def copied(layer: Model, **changed: Any) -> Model:
     """Returns the layer with other values in some fields, also static ones. Nothing is checked,
     so the layer may be incomplete, as from `eqx.partition` or in an optimiser state."""
     new = object.__new__(type(layer))
@@ -73,7 +76,7 @@ def copied(layer: Any, **changed: Any) -> Any:
     return new
 
 
-def at_offset(layer: Any, weight_offset: float) -> Any:
+def at_offset(layer: PyTree, weight_offset: float) -> PyTree:
     """Returns a norm with another `weight_offset`, and a weight that leaves outputs equal."""
     weight, change = layer.weight, layer.weight_offset - weight_offset
     if weight is not None and change:
@@ -84,9 +87,9 @@ def at_offset(layer: Any, weight_offset: float) -> Any:
 def replaced(
     model: Model,
     state: State,
-    layers: Mapping[str, Any],
-    make: Callable[[Any], Any],
-    carry: Callable[..., tuple[Any, ...]],
+    layers: Nodes,
+    make: Callable[[PyTree], PyTree],
+    carry: Callable[..., tuple[PyTree, ...]],
 ) -> tuple[Model, State]:
     """Returns the model with `make(layer)` in place of these layers, and a state that fits it;
     `None` for `None`.
@@ -94,8 +97,8 @@ def replaced(
     `carry(old, new, *entries)` returns the entries of the new layer, given the entries of the
     old layer, in the order of the layers' fields. Every error names the layer.
     """
-    before, after, nodes = checked(model, state), dict[Any, Any](), dict[str, Any]()
-    dropped = set[Any]()
+    before, after, nodes = checked(model, state), Entries(), Nodes()
+    dropped = set[Hashable]()
     for path, old in layers.items():
         with located(path, old):
             new, indices = make(old), _indices(old)
@@ -116,7 +119,7 @@ def replaced(
     return model, held
 
 
-def over_members(function: Function, number: Any) -> Function:
+def over_members(function: Function, number: ArrayLike) -> Function:
     """Returns the function mapped over the members of an ensemble: over each axis of `number`,
     which has one value for each member, or is a scalar for a single layer."""
     for _ in range(jnp.ndim(number)):
@@ -124,7 +127,7 @@ def over_members(function: Function, number: Any) -> Function:
     return function
 
 
-def axes_in_front(layer: Any) -> int:
+def axes_in_front(layer: PyTree) -> int:
     """Returns the number of additional axes of the weight of a norm, linear layer, convolution
     or embedding: 0 unless the layer is stacked, as in an ensemble."""
     is_vector = isinstance(layer, eqx.nn.BatchNorm | eqx.nn.GroupNorm)
@@ -134,7 +137,7 @@ def axes_in_front(layer: Any) -> int:
     return max(weight.ndim - axes, 0) if eqx.is_array(weight) else 0
 
 
-def check_single(*layers: Any) -> None:
+def check_single(*layers: PyTree) -> None:
     """Raises `ValueError` for layers of an ensemble."""
     for layer in filter(axes_in_front, layers):
         raise ValueError(
@@ -148,7 +151,7 @@ def check_single(*layers: Any) -> None:
         )
 
 
-def untraced(*given: Any) -> None:
+def untraced(*given: PyTree) -> None:
     """Raises `ValueError` inside of `jax.jit`, and if arrays in these trees are traced."""
     # Inside of jit, new arrays and all results computed from arrays are traced, too.
     if any(isinstance(a, Tracer) for a in jax.tree.leaves((given, jnp.zeros(())))):
@@ -158,7 +161,7 @@ def untraced(*given: Any) -> None:
         )
 
 
-def checked_mapping(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
+def checked_mapping(argument: str, names: object, hint: str) -> Mapping[str, Any]:
     """Returns a mapping from paths to names; raises `ValueError` with the hint otherwise."""
     if not isinstance(names, Mapping):
         raise ValueError(f"{argument}={names!r} is no mapping of {hint}")
@@ -168,7 +171,7 @@ def checked_mapping(argument: str, names: Any, hint: str) -> Mapping[str, Any]:
     return names
 
 
-def checked(model: Any, state: Any) -> dict[Any, Any]:
+def checked(model: PyTree, state: eqx.nn.State | None) -> Entries:
     """Returns the `entries` of a model's state, `None` only if the model needs none. Raises
     `ValueError` if model and state are exchanged, for a missing state, and for a stacked state
     of layers that are not stacked."""
@@ -193,16 +196,14 @@ def checked(model: Any, state: Any) -> dict[Any, Any]:
     return values
 
 
-def entries(state: eqx.nn.State) -> dict[Any, Any]:
+def entries(state: eqx.nn.State) -> Entries:
     """Returns the entries of a state by the markers of its indices; the state stays valid.
     Raises `ValueError` for another object."""
     values, markers = checked_state(state).tree_flatten()
     return dict(zip(markers, values, strict=True))
 
 
-def state_of(
-    model: Any, values: Mapping[Any, Any], dropped: Collection[Any] = ()
-) -> eqx.nn.State:
+def state_of(model: PyTree, values: Entries, dropped: Collection[object] = ()) -> eqx.nn.State:
     """Returns a state with these entries, in the order of the model's indices, which is the
     order of `make_with_state` and of checkpoints. Entries without an index come last; those in
     `dropped` are left out."""
@@ -213,7 +214,7 @@ def state_of(
 
 
 @contextlib.contextmanager
-def located(path: str, layer: Any) -> Iterator[None]:
+def located(path: str, layer: PyTree) -> Iterator[None]:
     """Prefixes the message of an error with the path of a layer."""
     try:
         yield
@@ -234,16 +235,16 @@ def path_of(keys: jtu.KeyPath) -> str:
     return jtu.keystr(keys).removeprefix(".")
 
 
-def _fields(layer: Any) -> dict[str, Any]:
+def _fields(layer: PyTree) -> dict[str, Any]:
     return {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
 
 
-def _indices(layer: Any) -> dict[str, Any]:
+def _indices(layer: PyTree) -> dict[str, eqx.nn.StateIndex]:
     """Returns a layer's indices into the state by the names of their fields."""
     return {f: i for f, i in _fields(layer).items() if isinstance(i, eqx.nn.StateIndex)}
 
 
-def _renamed(indices: Mapping[str, Any], field: str) -> eqx.nn.StateIndex[Any]:
+def _renamed(indices: Mapping[str, eqx.nn.StateIndex], field: str) -> eqx.nn.StateIndex:
     """Returns an index for a field of a new layer, given the indices of the old one.
 
     A marker that is a string ends with the name of its field, `Model.norm.batch_counter`. Only

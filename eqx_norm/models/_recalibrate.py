@@ -2,14 +2,14 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -29,7 +29,7 @@ from ._layers import (
     untraced,
 )
 
-Forward = Callable[[Any, eqx.nn.State, Any], Any]
+Forward = Callable[[Any, eqx.nn.State, Any], object]
 
 
 def recalibrate(
@@ -101,7 +101,7 @@ def recalibrate(
         count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
-    notes, learnt, unseen = list[str](), dict[Any, Remembered](), 0
+    notes, learnt, unseen = list[str](), dict[Hashable, Remembered](), 0
     for path, norm in norms.items():
         old, new = (s.get(norm.memory_index) for s in (state, after))
         if skipped := np.max(new.rejected - old.rejected):
@@ -128,7 +128,7 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
     """Returns an empty memory. Raises, before any data is read, for a strategy that cannot
     `load` the new statistics."""
 
-    def one(statistics: Any) -> Any:
+    def one(statistics: PyTree) -> PyTree:
         sizes = old.input_size, _memory.dtype_of(statistics)
         empty = new.approach.init(*sizes)
         _contract.load(old.approach, new.approach.infer(empty), old.approach.init(*sizes))
@@ -140,7 +140,7 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
 
 # `_step` is compiled once for all calls with the same forward.
 @eqx.filter_jit
-def _step(forward: Forward, model: Any, state: eqx.nn.State, batch: Any) -> eqx.nn.State:
+def _step(forward: Forward, model: PyTree, state: eqx.nn.State, batch: PyTree) -> eqx.nn.State:
     """Returns the state after one batch."""
     structure = jax.tree.structure(state)
     result = forward(model, state, batch)
@@ -167,7 +167,7 @@ _ENSEMBLE = """The model is an ensemble, so say which member sees which data. If
 Or recalibrate the members one by one, and stack their states."""
 
 
-def _first(batch: Any) -> Array | np.ndarray:
+def _first(batch: PyTree) -> Array | np.ndarray:
     """Returns the x of a batch as an array."""
     x: Any = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
     x = x if eqx.is_array(x) else np.asarray(x)
@@ -176,7 +176,7 @@ def _first(batch: Any) -> Array | np.ndarray:
     return x
 
 
-def _over_batch(axis_name: Any, model: Any, state: eqx.nn.State, x: Array) -> Any:
+def _over_batch(axis_name: Hashable, model: PyTree, state: eqx.nn.State, x: Array) -> PyTree:
     mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name=axis_name)
     try:
         return mapped(x, state)

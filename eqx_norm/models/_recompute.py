@@ -7,7 +7,7 @@ _VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_sums"
 _KEPT = frozenset(f"conv_general_dilated dot_general ragged_dot_general {_VECTORS}".split())
 
 
-def recompute_outputs(primitive: Any, *arrays: Any, **parameters: Any) -> bool:
+def recompute_outputs(primitive: Any, *arrays: object, **parameters: object) -> bool:
     """Tells `jax.checkpoint` to save costly results and to recompute the outputs of norms.
 
     ```python

@@ -108,7 +108,7 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
     return freeze(changed) if is_frozen(layer) else changed
 
 
-def _with_momentum(approach: AbstractStrategy[Any], momentum: float) -> AbstractStrategy[Any]:
+def _with_momentum(approach: AbstractStrategy, momentum: float) -> AbstractStrategy:
     """Returns the strategy, or the one that it wraps, with another momentum."""
     fields = {field.name for field in dataclasses.fields(approach)}
     if "momentum" in fields:

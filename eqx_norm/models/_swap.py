@@ -8,31 +8,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, Running, named
 
-from ._layers import (
-    Model,
-    State,
-    Where,
-    chosen,
-    copied,
-    layers_of,
-    over_members,
-    replaced,
-)
+from ._layers import Model, State, Where, chosen, copied, layers_of, over_members, replaced
 from ._reconfigure import reconfigure
 
 # Maps Equinox's norms of one example to this package's.
-TO_OURS: dict[Any, Any] = {
+TO_OURS: dict[type, type] = {
     eqx.nn.LayerNorm: LayerNorm,
     eqx.nn.GroupNorm: GroupNorm,
     eqx.nn.RMSNorm: RMSNorm,
 }
-TO_THEIRS: dict[Any, Any] = {ours: theirs for theirs, ours in TO_OURS.items()}
+TO_THEIRS: dict[type, type] = {ours: theirs for theirs, ours in TO_OURS.items()}
 TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
 THEIRS, OURS = (eqx.nn.BatchNorm, *TO_OURS), (BatchNorm, *TO_THEIRS)
 
@@ -99,7 +90,7 @@ def swap(
     return reconfigure(model, state, lambda path, _: path in theirs, **overrides)
 
 
-def refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
+def refuse_subclass(layer: PyTree, kinds: tuple[type, ...]) -> None:
     kind = type(layer)
     if kind not in kinds:
         raise ValueError(
@@ -109,7 +100,7 @@ def refuse_subclass(layer: Any, kinds: tuple[type[Any], ...]) -> None:
         )
 
 
-def converted(layer: Any, kind: Any) -> Any:
+def converted(layer: PyTree, kind: type) -> PyTree:
     """Converts a norm of one example to another class, with the fields that both share."""
     has_groups = kind in (GroupNorm, eqx.nn.GroupNorm)
     new = kind(1, 1, layer.eps) if has_groups else kind(1, layer.eps)
@@ -118,7 +109,7 @@ def converted(layer: Any, kind: Any) -> Any:
     return copied(new, **{name: getattr(layer, name) for name in shared})
 
 
-def _ours(layer: Any) -> Any:
+def _ours(layer: PyTree) -> PyTree:
     refuse_subclass(layer, THEIRS)
     if kind := TO_OURS.get(type(layer)):
         return converted(layer, kind)
@@ -128,7 +119,7 @@ def _ours(layer: Any) -> Any:
     return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
-def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: Any) -> tuple[Remembered]:
+def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: PyTree) -> tuple[Remembered]:
     """Returns the memory, given the count (`ema`: whether the layer is new) and statistics."""
     if len(entries) != 2:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Literal
 
 import equinox as eqx
@@ -90,7 +90,7 @@ def from_torch(
                 loaded[slot.path] = _loaded(key, arrays[key], slot)
             except ValueError as error:
                 problems.append(str(error))
-    learnt = dict[Any, Remembered]()
+    learnt = dict[Hashable, Remembered]()
     for path, norm in {} if problems else layers_of(model, BatchNorm).items():
         mean, variance = (loaded.get(f"{path}.{name}") for name in (MEAN, VARIANCE))
         if mean is not None and variance is not None:
@@ -152,7 +152,7 @@ def to_torch(
     return state_dict
 
 
-def _arrays(state_dict: Any) -> tuple[dict[str, np.ndarray], list[str]]:
+def _arrays(state_dict: object) -> tuple[dict[str, np.ndarray], list[str]]:
     """Returns the arrays of a `state_dict`, and the problems of its other entries."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(

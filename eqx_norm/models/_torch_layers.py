@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
+from jaxtyping import PyTree
 
 from eqx_norm import _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -94,11 +95,11 @@ class Slot(NamedTuple):
 Slots = dict[str, dict[str, Slot]]
 
 
-def _nodes_of(model: Any, above: jtu.KeyPath = ()) -> dict[str, Any]:
+def _nodes_of(model: PyTree, above: jtu.KeyPath = ()) -> dict[str, PyTree]:
     """Returns the layers that PyTorch may have, and the arrays outside of layers, by path."""
-    nodes, owner = dict[str, Any](), path_of(above)
+    nodes, owner = dict[str, PyTree](), path_of(above)
 
-    def is_inner(node: Any) -> bool:
+    def is_inner(node: PyTree) -> bool:
         return node is not model and isinstance(node, _KNOWN)
 
     for below, node in jtu.tree_leaves_with_path(model, is_leaf=is_inner):
@@ -110,7 +111,7 @@ def _nodes_of(model: Any, above: jtu.KeyPath = ()) -> dict[str, Any]:
     return nodes | ({owner: model} if isinstance(model, eqx.nn.BatchNorm) else {})
 
 
-def _slots_of(path: str, node: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
+def _slots_of(path: str, node: PyTree, state: eqx.nn.State | None) -> dict[str, Slot]:
     """Returns the arrays of a layer, or an array outside of layers, by PyTorch's names."""
     if not isinstance(node, _KNOWN):
         return {"": Slot(path, node)}
@@ -125,7 +126,7 @@ def _slots_of(path: str, node: Any, state: eqx.nn.State | None) -> dict[str, Slo
     return slots
 
 
-def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, Slot]:
+def _statistics(path: str, norm: PyTree, state: eqx.nn.State | None) -> dict[str, Slot]:
     if not isinstance(norm, BatchNorm):
         raise ValueError(
             "it is an eqx.nn.BatchNorm: convert it first by eqx_norm.models.swap(model, state)."
@@ -139,7 +140,7 @@ def _statistics(path: str, norm: Any, state: eqx.nn.State | None) -> dict[str, S
     return {name: Slot(f"{path}.{name}", array) for name, array in arrays.items()}
 
 
-def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
+def _slot(path: str, layer: PyTree, field: str, array: Any) -> Slot:
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
         return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
@@ -148,7 +149,7 @@ def _slot(path: str, layer: Any, field: str, array: Any) -> Slot:
 
 
 def match(
-    model: Any,
+    model: PyTree,
     state: eqx.nn.State | None,
     arrays: Mapping[str, np.ndarray],
     names: Names,

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from eqx_norm import BatchNorm
 from eqx_norm._memory import Remembered
@@ -67,7 +67,7 @@ def unswap(
     return replaced(model, state, layers, lambda layer: _theirs(layer, mode), _carry_back)
 
 
-def _theirs(layer: Any, mode: str | None) -> Any:
+def _theirs(layer: PyTree, mode: str | None) -> PyTree:
     refuse_subclass(layer, OURS)
     if layer.activation is not None:
         raise ValueError(

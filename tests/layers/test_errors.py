@@ -211,7 +211,10 @@ IN_TRAINING = [
     ),
     (
         {"layer": GROUPED},
-        NameError(r"'group' is not bound.*vmap\(jax.vmap\(model, axis_name='batch'.*group'"),
+        NameError(
+            r"'group' is not bound.*memory_axis_name=.*vmap\(jax.vmap\(model, axis_name='batch'"
+            r".*group'.*reconfigure\(model, state, memory_axis_name=\(\)\)"
+        ),
     ),
 ]
 

@@ -13,6 +13,7 @@ import jax
 from eqx_norm._normalise.passes import Target
 
 Implementation = Literal["auto", "xla", "pallas"]
+Ref = Any  # a reference to memory, which a kernel reads or writes
 # The oldest jax with which the kernels for CUDA devices were compiled.
 _JAX_OF_CUDA = (0, 11, 2)
 _NAMES = {"cuda": "CUDA devices", "tpu": "TPUs"}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -13,7 +12,7 @@ from .choice import kernels, platform, refusal
 
 
 def statistics(
-    target: Target, x: Any, mask: Any = None, *, shape: Sequence[int]
+    target: Target, x: Array, mask: Array | None = None, *, shape: Sequence[int]
 ) -> list[Array]:
     """Computes `reference.statistics` of flattened arrays; raises `ValueError` if the kernel
     does not serve."""

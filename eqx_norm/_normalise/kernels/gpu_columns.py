@@ -15,7 +15,7 @@ is fixed, without atomics.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ from jaxtyping import Array
 from eqx_norm.strategies._pair import two_sum
 
 from . import tile
-from .choice import refusal
+from .choice import Ref, refusal
 from .tile import Tile
 
 _HELD = 32  # values of x that a thread loads at once, at most
@@ -66,14 +66,14 @@ def moments(x: Array) -> list[Array]:
     merging = Tile(*(4, 8) if slices <= _ROWS and channels % 32 == 0 else _narrow(channels), 1)
     kept = 1 if slices == 1 else -(-slices // merging.rows) * merging.rows
 
-    def body(program: Array, x: Any, *outputs: Any) -> None:
+    def body(program: Array, x: Ref, *outputs: Ref) -> None:
         member, i, block = tile.divided(program, slices, blocks)
         first, here = i * each, tile.span(block * it.columns, it.columns)
 
-        def load(row: Any) -> Array:
+        def load(row: Array | int) -> Array:
             return tile.load(x.at[member, tile.span(row, it.rows), here], it)
 
-        def several(many: int, start: Any) -> Callable[[Array, Lanes], Lanes]:
+        def several(many: int, start: Array | int) -> Callable[[Array, Lanes], Lanes]:
             def step(t: Array, lanes: Lanes) -> Lanes:
                 at = start + t * many  # the number of tiles that the lanes have read
                 values = [load((first + at + u) * it.rows) for u in range(many)]
@@ -95,7 +95,7 @@ def moments(x: Array) -> list[Array]:
             row = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
             more = (row >= it.rows - left * is_last).astype(jnp.float32)
 
-            def rest(_: Any, lanes: Lanes) -> Lanes:
+            def rest(_: Array, lanes: Lanes) -> Lanes:
                 last = load(max(0, rows - it.rows))
                 return _extended(lanes, [last], count, more)
 
@@ -120,7 +120,7 @@ def _merge(
     ensemble, kept, channels = parts[0].shape
     blocks, rows = channels // it.columns, (slices - 1) * counts[0] + counts[1]
 
-    def body(program: Array, *refs: Any) -> None:
+    def body(program: Array, *refs: Ref) -> None:
         member, block = tile.divided(program, blocks)
         here = tile.span(block * it.columns, it.columns)
         row = lax.broadcasted_iota(jnp.int32, (kept, it.columns), 0)
@@ -146,7 +146,7 @@ def _narrow(channels: int) -> tuple[int, int]:
     return wide, 2 if channels % 8 == 0 else 1
 
 
-def _extended(lanes: Lanes, values: Sequence[Array], count: Any, new: Any) -> Lanes:
+def _extended(lanes: Lanes, values: Sequence[Array], count: Array, new: Array | int) -> Lanes:
     """Returns the lanes, which have read `count` values, extended by the values of some tiles.
     `new` is the number of tiles or, for a single tile, 0 or 1 for each lane."""
     mean, m2, rest, m2_rest = lanes

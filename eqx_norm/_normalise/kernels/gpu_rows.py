@@ -17,7 +17,7 @@ from jaxtyping import Array
 from eqx_norm._normalise.row_norm import RowNorm
 
 from . import tile
-from .choice import refusal
+from .choice import Ref, refusal
 from .tile import Tile
 
 # The most values of x that a thread can hold in the forward and in the backward pass, and the
@@ -66,7 +66,7 @@ class Grid(NamedTuple):
         groups = len(vectors)
         return vectors[0] if groups == 1 else jnp.tile(vectors, (self.period // groups, 1))
 
-    def weight(self, ref: Any, start: Array) -> Array:
+    def weight(self, ref: Ref, start: Array) -> Array:
         """Returns the weights of the block that begins at row `start`, one for each value."""
         shape, here = (self.rows, self.length), tile.span(start, self.rows)
         if len(ref.shape) == 1:
@@ -90,7 +90,7 @@ def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Arra
     whole = grid.padded(whole)
     m, n = whole.shape
 
-    def body(program: Array, x: Any, weight: Any, bias: Any, y: Any) -> None:
+    def body(program: Array, x: Ref, weight: Ref, bias: Ref, y: Ref) -> None:
         start = jnp.minimum(program * grid.rows, m - grid.rows)
         at = tile.span(start, grid.rows), tile.span(0, n)
         _, place = tile.divided(start, groups)
@@ -123,13 +123,13 @@ def backward(
     programs = -(-periods // steps)
 
     def body(
-        program: Array, dy: Any, x: Any, weight: Any, bias: Any, dx: Any, *sums: Any
+        program: Array, dy: Ref, x: Ref, weight: Ref, bias: Ref, dx: Ref, *sums: Ref
     ) -> None:
         i, place = tile.divided(program, places)
         place = place * block
         w, b = (grid.weight(vector, place) for vector in (weight, bias))
 
-        def step(j: Array, totals: Any) -> Any:
+        def step(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
             first = (i * steps + j) * period + place
             start = jnp.minimum(first, m - block)
             at = tile.span(start, block), tile.span(0, n)
@@ -179,7 +179,7 @@ def _vectors(x: Array, *vectors: Array, of: Sequence[int] = ()) -> list[Array]:
     return [jnp.broadcast_to(v.reshape(v.shape[-2:]), shape) for v in vectors]
 
 
-def _standardised(norm: RowNorm, grid: Grid, x: Any, at: Any) -> tuple[Array, Array]:
+def _standardised(norm: RowNorm, grid: Grid, x: Ref, at: Any) -> tuple[Array, Array]:
     shape = grid.rows, x.shape[1]
     k = lax.broadcast_in_dim(tile.load(x.at[at[0], 0]), shape, (0,)) if norm.centred else None
     return norm.standardised(tile.load(x.at[at], grid.tile), k, _mean)

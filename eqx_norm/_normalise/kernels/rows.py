@@ -26,7 +26,7 @@ from eqx_norm._normalise.elementwise import in_shape
 from eqx_norm._normalise.example_norm import normalise_example
 from eqx_norm._normalise.jaxprs import equations
 from eqx_norm._normalise.layout import Blocks
-from eqx_norm._normalise.lowering import changed
+from eqx_norm._normalise.lowering import Args, Aval, changed
 from eqx_norm._normalise.normalise import Affine
 from eqx_norm._normalise.passes import Target, bind, new_primitive
 from eqx_norm._normalise.primitives import fitted
@@ -86,7 +86,7 @@ def normalise_rows(
 # --- The passes. A row has `ndim` axes: two, once a primitive has flattened the row.
 
 
-def _forward(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
+def _forward(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> list[Array]:
     def row(x: Array, weight: Array, bias: Array) -> Array:
         values = Values.of(x, groups=groups, channels=groups)
         affine = Affine(weight, bias, norm.activation)
@@ -99,7 +99,7 @@ def _forward(*arrays: Array, norm: RowNorm, groups: int, ndim: int = 2) -> Any:
     return [rows(x, *vectors)]
 
 
-def _tangent(*arrays: Array, **options: Any) -> Any:
+def _tangent(*arrays: Array, **options: Any) -> list[Array]:
     # An operand and its tangent may be broadcast along different axes.
     along, at = zip(*map(jnp.broadcast_arrays, arrays[:3], arrays[3:]), strict=True)
     return jax.jvp(functools.partial(_forward, **options), at, along)[1]
@@ -116,13 +116,13 @@ def _backward(dy: Array, x: Array, *vectors: Array, shape: Any = None, **options
 
 def _lowered(
     kernel: str,
-    passes: Callable[..., Any],
+    passes: Callable[..., list[Array]],
     target: Target,
     *arrays: Array,
     blocks: Blocks,
     norm: RowNorm,
     shape: Any = None,
-) -> Any:
+) -> list[Array]:
     """Returns the results of the kernel of this name, or of the passes; raises `ValueError` if
     neither serves."""
     sums = {} if shape is None else {"shape": blocks.flat(shape)}
@@ -142,7 +142,7 @@ def _lowered_tangent(target: Target, *arrays: Array, blocks: Blocks, norm: RowNo
     return _tangent(*arrays, norm=norm, ndim=blocks.ndim, groups=blocks.number)
 
 
-def _types(first: Any, *others: Any, shape: Any = None, **_: Any) -> list[Any]:
+def _types(first: Aval, *others: Aval, shape: Any = None, **_: object) -> list[Aval]:
     """Returns the types of a primitive's results."""
     return [changed(first), *([] if shape is None else [changed(others[-1], shape=shape)] * 2)]
 
@@ -157,12 +157,12 @@ GRADIENTS = new_primitive(
 # --- The derivatives.
 
 
-def _rows_jvp(primals: Any, tangents: Any, **parameters: Any) -> Any:
+def _rows_jvp(primals: Args, tangents: Args, **parameters: Any) -> Args:
     along = map(ad.instantiate_zeros, tangents)
     return ROWS.bind(*primals, **parameters), bind(TANGENT, *along, *primals, **parameters)
 
 
-def _tangent_transpose(cotangents: Any, *operands: Any, **parameters: Any) -> Any:
+def _tangent_transpose(cotangents: Args, *operands: Any, **parameters: Any) -> Args:
     linear, primals = operands[:3], operands[3:]
     if isinstance(cotangents[0], ad.Zero):
         return [None] * len(operands)
@@ -179,8 +179,8 @@ def _tangent_transpose(cotangents: Any, *operands: Any, **parameters: Any) -> An
 
 
 def _jvp(
-    passes: Callable[..., Any], primals: Any, tangents: Any, *, blocks: Blocks, **options: Any
-) -> Any:
+    passes: Callable[..., Any], primals: Args, tangents: Args, *, blocks: Blocks, **options: Any
+) -> Args:
     options |= {"ndim": blocks.ndim, "groups": blocks.number}
     function = functools.partial(passes, **options)
     return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))

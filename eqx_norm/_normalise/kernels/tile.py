@@ -18,6 +18,8 @@ from jaxtyping import Array
 
 from eqx_norm._normalise.lowering import like
 
+from .choice import Ref
+
 mosaic_gpu: Any = _mosaic_gpu  # the oldest jax lacks parts of this module
 LANES, WARPS = 32, 4
 THREADS = LANES * WARPS  # a warpgroup, which runs a program
@@ -83,7 +85,7 @@ def call(
     return list(kernel(*arrays))
 
 
-def load(ref: Any, tile: Tile | None = None) -> Array:
+def load(ref: Ref, tile: Tile | None = None) -> Array:
     """Returns the values as float32; a vector needs no tile."""
     layout = None if tile is None else tile.layout
     return mosaic_gpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -99,7 +101,7 @@ def sum_along(values: Array, axis: int) -> Array:
     return values.sum(axis)
 
 
-def store(ref: Any, value: Array) -> None:
+def store(ref: Ref, value: Array) -> None:
     """Stores values, rounded to the reference's dtype."""
     value = value.astype(ref.dtype)
     if hasattr(mosaic_gpu, "store"):  # jax 0.12, whose plain stores need whole sectors
@@ -108,7 +110,7 @@ def store(ref: Any, value: Array) -> None:
         ref[...] = value
 
 
-def span(start: Any, size: int) -> Any:
+def span(start: Array | int, size: int) -> Any:
     """Returns an index of `size` consecutive places."""
     return pl.ds(start, size)
 

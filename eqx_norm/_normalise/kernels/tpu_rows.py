@@ -21,7 +21,7 @@ from eqx_norm._normalise.lowering import like
 from eqx_norm._normalise.row_norm import RowNorm
 from eqx_norm.strategies._pair import two_sum
 
-from .choice import refusal
+from .choice import Ref, refusal
 
 # The 16 MiB of VMEM of a kernel must hold x, dy and dx of the backward pass twice, and about
 # six arrays of float32, each of at least 16 rows.
@@ -33,7 +33,7 @@ _VALUES = _SUBLANES * _LONGEST  # in a block
 def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
     """Returns y. x is `(*mapped, 1, size)`, weight and bias `(1, ..., 1, size or 1)`."""
 
-    def body(x: Any, weight: Any, bias: Any, y: Any) -> None:
+    def body(x: Ref, weight: Ref, bias: Ref, y: Ref) -> None:
         u, _ = _standardised(norm, x)
         y[...] = norm.y(u, weight[...], bias[...]).astype(y.dtype)
 
@@ -46,7 +46,7 @@ def backward(
     """Returns dx and, if there is a `shape`, the gradients of weight and bias."""
     blocks = _blocks(x)
 
-    def body(dy: Any, x: Any, weight: Any, bias: Any, dx: Any, *sums: Any) -> None:
+    def body(dy: Ref, x: Ref, weight: Ref, bias: Ref, dx: Ref, *sums: Ref) -> None:
         u, rstd = _standardised(norm, x)
         g = norm.g(dy[...].astype(jnp.float32), u, weight[...], bias[...])
         if sums:
@@ -58,7 +58,7 @@ def backward(
     return [dx, *((a + b).reshape(shape) for a, b in zip(sums[::2], sums[1::2], strict=True))]
 
 
-def _standardised(norm: RowNorm, ref: Any) -> tuple[Array, Array]:
+def _standardised(norm: RowNorm, ref: Ref) -> tuple[Array, Array]:
     x = ref[...].astype(jnp.float32)
     return norm.standardised(x, x.max(-1, keepdims=True) if norm.centred else None, _mean)
 
@@ -107,7 +107,7 @@ def _call(
     return [y.reshape(x.shape), *totals]
 
 
-def _add(blocks: tuple[Any, Any], values: Array, total: Any, rest: Any) -> None:
+def _add(blocks: Sequence[Sequence[int]], values: Array, total: Ref, rest: Ref) -> None:
     """Adds the rows of a block to a sum, which is a total and its rounding error."""
     # The last block holds undefined values beyond the end of the array.
     for axis, (size, length) in enumerate(zip(*blocks, strict=True)):
