@@ -21,6 +21,8 @@ from eqx_norm._memory import STACKED, checked_state
 from eqx_norm._normalise import widened
 
 Model = TypeVar("Model")
+# A call without a state has the type's default. (pyright wants one value for every type, so
+# `state: State = None` needs an exception.)
 State = TypeVar("State", bound=eqx.nn.State | None, default=None)
 Kind = type | tuple[type, ...]
 Where = Callable[[str, Any], object]
