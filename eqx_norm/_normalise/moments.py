@@ -40,7 +40,7 @@ def moments(
     - `axis_name`: the name, or a tuple of names, of axes that `vmap`, `shard_map` or `pmap`
         binds.
     - `centred`: if false, the mean is 0 and m2 is the sum of squares.
-    - `implementation`: as for the layers; see `kernels.choice.check`.
+    - `implementation`: as for the layers; see `kernels.choice`.
     - `differentiated`: if false, the program runs on a CPU and is not differentiated.
     """
     if jnp.iscomplexobj(values.x):

@@ -28,7 +28,7 @@ _OF_BATCHES = ("approach", "momentum", "unbiased", "axis_name", "memory_axis_nam
 
 def reconfigure(
     model: Model,
-    state: State = None,  # pyright: ignore[reportArgumentType]
+    state: State = None,  # pyright: ignore[reportArgumentType] (see `State`)
     where: Where | None = None,
     **settings: Any,
 ) -> tuple[Model, State]:

@@ -30,7 +30,7 @@ THEIRS, OURS = (eqx.nn.BatchNorm, *TO_OURS), (BatchNorm, *TO_THEIRS)
 
 def swap(
     model: Model,
-    state: State = None,  # pyright: ignore[reportArgumentType]
+    state: State = None,  # pyright: ignore[reportArgumentType] (see `State`)
     approach: str | AbstractStrategy[Any] | None = None,
     *,
     where: Where | None = None,

@@ -28,7 +28,7 @@ from ._swap import OURS, TO_THEIRS, converted, refuse_subclass
 
 def unswap(
     model: Model,
-    state: State = None,  # pyright: ignore[reportArgumentType]
+    state: State = None,  # pyright: ignore[reportArgumentType] (see `State`)
     mode: str | None = None,
     *,
     where: Where | None = None,

@@ -19,7 +19,7 @@ _JAX_OF_CUDA = (0, 11, 2)
 _NAMES = {"cuda": "CUDA devices", "tpu": "TPUs"}
 
 
-def check(implementation: str) -> None:
+def check_implementation(implementation: str) -> None:
     """Raises `ValueError` unless `implementation` is available."""
     available = get_args(Implementation)
     if implementation not in available:
