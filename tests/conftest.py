@@ -7,6 +7,7 @@ import hypothesis
 import jax
 import jaxtyping
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests.processes import ROOT
 
@@ -14,7 +15,6 @@ from tests.processes import ROOT
 jaxtyping.install_import_hook("eqx_norm", "beartype.beartype")
 
 # A second run reads the programs that the first has compiled, and takes half the time.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -45,8 +45,15 @@ def _nans_are_made_on_purpose(request):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compiled_programs_are_dropped():
-    """Drops a file's compiled programs; those of all files together take 5 GB."""
+def _compiled_programs(request):
+    """Reads a file's compiled programs, and drops them afterwards; all together take 5 GB.
+
+    A folder for each file of tests, which one process runs: JAX's cache does not keep a process
+    from reading what another has half written.
+    """
+    folder = ROOT / "build" / "jax-cache" / request.module.__name__
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()
     yield
     jax.clear_caches()
     gc.collect()
