@@ -79,8 +79,8 @@ def swap(
     if approach is not None:
         overrides["approach"] = approach
     what = (
-        "norm of eqx.nn. (Norms of other packages cannot be swapped: use eqx_norm.BatchNorm "
-        "where the model makes them.)"
+        "norm of eqx.nn. Replace the norms of other packages where the model makes them, or as "
+        "docs/home_made_norms.md shows"
     )
     layers = chosen(layers_of(model, THEIRS), where, "swap", what)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, OURS)}
