@@ -82,7 +82,7 @@ def device_axes(array: Any) -> frozenset[Hashable]:
 
 
 def like(array: Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of a kernel's result, which varies over the mesh as `array` does."""
+    """Returns the type of an array that varies over the mesh as `array` does."""
     varies = jax.typeof(array).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies)
 

@@ -1,6 +1,6 @@
 """Tests layers over eight devices in each of the ways and as users use them, by one device.
 
-Run by test_devices.py, in a process with eight devices.
+Run by test_devices.py, in processes with 8 devices or more.
 """
 
 import functools
@@ -10,7 +10,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,11 +56,6 @@ def one_model(name, **options):
     return layer, None, lambda layer, _, x, mask=None: call(layer, x)
 
 
-def slope_of(outputs: Any) -> Any:
-    """Returns the gradient of a PReLU's slope."""
-    return outputs[2].activation.negative_slope
-
-
 def put(tree: Any, mesh: Any, axis_name: str | None, channels: int = C) -> Any:
     """Places the arrays of a tree on a mesh, split along their channels."""
 
@@ -98,6 +92,18 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     assert all(elements <= most + 1 for _, elements in sent), sent
 
 
+def test_activation_of_images_in_shard_map_equals_that_on_one_device():
+    """Fails if the activation in longer rows is traced as if x did not vary over devices."""
+    x, dy = jax.random.normal(jax.random.key(0), (2, N, C, 3, 7))
+    options: Any = {"approach": "batch", "activation": jax.nn.silu}
+    (layer, state), (one, _) = (
+        make(C, names, **options) for names in (("batch", "devices"), "batch")
+    )
+    step = step_of(over_mesh(forward, (SPLIT, WHOLE), mesh_of(devices=DEVICES)))
+    outputs, _ = run(step, layer, state, x, dy)
+    assert error(outputs, run(step_of(forward), one, state, x, dy)[0]) < 1e-5
+
+
 @pytest.mark.long
 def test_examples_in_the_documents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -121,7 +127,8 @@ def programs_in(document):
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        *((name, {"devices": DEVICES}) for name in CASES),
+        ("ema, relu", {"devices": DEVICES}),
+        ("renorm, relu, mask", {"devices": DEVICES}),
         (MASKED, {"groups": 4, "members": 2}),
     ],
     ids=str,
@@ -190,17 +197,15 @@ def test_a_scan_over_micro_batches_inside_shard_map():
     ("name", "along", "parameters"),
     [
         ("BatchNorm", P("a", "c"), "c"),
-        ("BatchNorm", P("a", "c"), None),
-        ("BatchNorm", P(None, "c"), "c"),
         ("BatchNorm", P(("a", "c")), None),
         ("LayerNorm", P("a", "c"), "c"),
         ("GroupNorm", P("a", "c"), "c"),
-        ("RMSNorm", P(("a", "c")), None),
     ],
     ids=str,
 )
 def test_explicit_axes_along_channels_too(name, along, parameters):
     x, dy, _ = arguments(CASE)
+    dy = jnp.abs(dy)  # the terms of the slope's gradient do not cancel
     layer, state, f = one_model(name, activation=eqx.nn.PReLU(0.3))
     expected, _ = run(step_of(f), layer, state, x, dy)
     mesh = mesh_of(AxisType.Explicit, a=4, c=2)
@@ -209,10 +214,7 @@ def test_explicit_axes_along_channels_too(name, along, parameters):
         x, dy = jax.device_put((x, dy), NamedSharding(mesh, along))
         outputs, _ = run(step_of(f), layer, state, x, dy)
     assert jax.typeof(outputs[-1]).sharding.spec == jax.typeof(x).sharding.spec
-    results = jax.device_get((outputs, expected))
-    # It is a sum over all values of dy times a number, and its terms cancel.
-    assert abs(np.subtract(*map(slope_of, results))) < 1e-7 * np.abs(jax.device_get(dy)).sum()
-    assert error(*(eqx.tree_at(slope_of, result, None) for result in results)) < 1e-6
+    assert error(outputs, expected) < 1e-6
 
 
 def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
@@ -230,62 +232,46 @@ def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
     assert all(elements <= 3 * channels for _, elements in sent), sent
 
 
-@pytest.mark.parametrize("way", ["shard_map", "jit"])
 @each_example_norm
-def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(name, way):
+def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(name):
     x, dy, _ = arguments(CASE)
     layer, _, f = one_model(name, activation=jax.nn.silu)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(layer, eqx.is_array)))
-    gradients = [("all-reduce", parameters)]
-    mesh = mesh_of(devices=DEVICES)
-    for function, arrays, outputs, expected in (
-        (f, (x,), (SPLIT, WHOLE), []),
-        (step_of(f), (x, dy), (SPLIT, WHOLE, WHOLE, SPLIT), gradients),
-    ):
-        over_devices = over_mesh(function, outputs, mesh) if way == "shard_map" else function
-        placed = jax.device_put(arrays, NamedSharding(mesh, SPLIT))
-        results, sent = run(over_devices, layer, None, *placed)
-        assert error(results, function(layer, None, *arrays)) < 1e-6
-        assert sent == expected
+    step, mesh = step_of(f), mesh_of(devices=DEVICES)
+    expected, _ = run(step, layer, None, x, dy)
+    placed = jax.device_put((x, dy), NamedSharding(mesh, SPLIT))
+    for over_devices in (step, over_mesh(step, (SPLIT, WHOLE, WHOLE, SPLIT), mesh)):
+        outputs, sent = run(over_devices, layer, None, *placed)
+        assert error(outputs, expected) < 1e-6
+        assert sent == [("all-reduce", parameters)]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize(("kind", "check_vma"), [(LayerNorm, True), (RMSNorm, False)])
 def test_gradients_inside_of_shard_map_of_parts_of_an_example(kind, check_vma):
     """Takes each device's gradient of its own loss; their sum depends on x of all devices. A
     norm of queries and keys is split so under tensor parallelism:
     https://github.com/allenai/OLMo/issues/877."""
     x, dy = (v.reshape(N, -1)[:, :24] for v in arguments(CASE)[:2])
-    layer, whole = kind(24 // DEVICES, axis_name="devices"), kind(24)
-    layer = with_parameters(layer, whole.weight + 1, whole.bias)
+    whole = kind(24)
+    whole = with_parameters(whole, whole.weight + 1, whole.bias)
+    layer = kind(24 // DEVICES, axis_name="devices")
+    layer = with_parameters(layer, whole.weight, whole.bias)
 
     def step(layer, x, dy):
         y, pull_back = jax.vjp(over_examples, layer, x)
         return y, *pull_back(dy)
 
     features = P(None, "devices")
-    specs: Any = {"in_specs": (SPLIT, features, features), "check_vma": check_vma}
     f = jax.shard_map(
-        step, mesh=mesh_of(devices=DEVICES), out_specs=(features, SPLIT, features), **specs
+        step,
+        mesh=mesh_of(devices=DEVICES),
+        in_specs=(SPLIT, features, features),
+        out_specs=(features, SPLIT, features),
+        check_vma=check_vma,
     )
     outputs, sent = run(f, layer, x, dy)
-    expected = step(with_parameters(whole, whole.weight + 1, whole.bias), x, dy)
-    assert error(outputs, expected) < 1e-6
+    assert error(outputs, run(step, whole, x, dy)[0]) < 1e-6
     # Of each example a few numbers: its moments, and backward two sums; of an RMS norm one.
     forward = "all-reduce" if kind is RMSNorm else "all-gather"
     assert [name for name, _ in sent] == [forward, "all-reduce"]
     assert sum(elements for _, elements in sent) <= N * 10 * DEVICES
-
-
-def test_a_second_derivative_inside_of_shard_map():
-    x, dy, _ = arguments(CASE)
-    options: Any = {"approach": "smooth_start", "activation": jax.nn.silu}
-    (layer, state), (one, _) = (
-        make(C, names, **options) for names in (("batch", "devices"), "batch")
-    )
-
-    def slope(layer: Any, state: Any, x: Any, dy: Any) -> Any:
-        return jax.jvp(lambda x: step_of(forward)(layer, state, x, dy)[-1], (x,), (dy,))
-
-    outputs, _ = run(over_mesh(slope, SPLIT, mesh_of(devices=DEVICES)), layer, state, x, dy)
-    assert error(outputs, run(slope, one, state, x, dy)[0]) < 1e-5
