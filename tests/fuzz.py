@@ -30,28 +30,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from eqx_norm import models, strategies
+from eqx_norm import models
 from tests.compiling import XLA_FLAGS
 
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {XLA_FLAGS}"
 
 from tests.exact import half_ulp
 from tests.helpers import make
-from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS
-from tests.oracle import SMOOTH, Oracle, number, value
+from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
+from tests.oracle import SMOOTH, Oracle
+from tests.strategies.recursions import STRATEGIES, number, value
 
-STRATEGIES: dict[str, Callable[[float], Any]] = {  # functions of the momentum
-    "batch": strategies.Batch,
-    "ema": strategies.Ema,
-    "adam": strategies.Adam,
-    "smooth_start": strategies.SmoothStart,
-    "renorm": lambda m: strategies.Renorm(m, r_max=1.5, d_max=0.5),
-    "clip": lambda m: strategies.VarianceClip(strategies.Ema(m), ratio=1.5, start=1),
-    "average": lambda _: strategies.Average(),
-    "cumulative": lambda _: strategies.Cumulative(),
-    "accumulated": lambda m: strategies.Accumulated(strategies.Adam(m), every=2),
-    "frozen": lambda m: strategies.Frozen(strategies.Batch(m)),
-}
 ROWS = ("LayerNorm", "RMSNorm")  # weight and mask have a number for each value
 ACTIVATIONS = {"": None, "relu": jax.nn.relu, "prelu": eqx.nn.PReLU(0.25), "tanh": jnp.tanh}
 ACTIVATIONS |= {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
@@ -59,10 +48,6 @@ ACTIVATIONS |= {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 DATA = {"normal": (1, 1), "offset": (1e3, 1), "far": (1e6, 1), "constant": (1e3, 0)}
 DATA |= {"tiny": (1e-20, 1e-20), "huge": (1e16, 1e16), "denormal": (1e-41, 1e-41)}
 DATA |= {"outlier": (1, 1), "nonfinite": (1, 1)}
-
-
-def zeros_of(f: Any) -> Any:
-    return lambda *args: jax.tree.map(jnp.zeros_like, f(*args))
 
 
 def of_two(transform: Any) -> Any:
@@ -79,7 +64,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "jit": jax.jit,
     "remat": jax.checkpoint,
     "remat by policy": lambda f: jax.checkpoint(f, policy=models.recompute_outputs),
-    "cond": lambda f: lambda *args: lax.cond(jnp.asarray(True), f, zeros_of(f), *args),
+    "cond": lambda f: lambda *args: lax.cond(jnp.asarray(True), f, f, *args),
     "scan": of_two(lambda f: lambda pair: lax.map(f, pair)),
     "vmap": of_two(jax.vmap),
     "export": lambda f: lambda *args: jax.export.export(jax.jit(f))(*args).call(*args),
@@ -109,7 +94,8 @@ class Case:
     channels: int = one_of(1, 2, 3)  # in each group for GroupNorm
     spatial: tuple[int, ...] = ()
     # Mapped axes, outermost first. Moments are reduced over "batch", the memory of a batch norm
-    # also over "memory"; a batch norm has one state for each index of "apart".
+    # also over "memory"; a batch norm has one state for each index of "apart". To other norms
+    # both are the same.
     axes: tuple[tuple[str, int], ...] = (("batch", 3),)
     behind: bool = one_of(False, False, True)  # whether mapped axes of x and y are the last
     devices: str = one_of("", "", "checked", "unchecked")  # check_vma, along the first axis
@@ -139,7 +125,7 @@ class Case:
 # A field, the condition under which its value is infeasible, and the value used instead.
 RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     ("approach", lambda c: c.layer != "BatchNorm", "batch"),
-    ("unbiased", lambda c: all(role == "apart" for role, _ in c.axes), False),  # n may be 1
+    ("unbiased", lambda c: {role for role, _ in c.axes} <= {"apart"}, False),  # n may be 1
     ("devices", lambda c: not c.axes or c.axes[0][1] not in (2, 4, 8), ""),
     ("behind", lambda c: c.devices, False),
     ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # runs on one device
@@ -157,9 +143,6 @@ MOST = {"": 2000, "jvp": 2000, "vjp": 120}  # values of x; 60 for second derivat
 
 
 def feasible(case: Case) -> Case:
-    if case.layer != "BatchNorm":
-        axes = (("apart" if role == "memory" else role, n) for role, n in case.axes)
-        case = replace(case, axes=tuple(axes))
     for name, is_wrong, right in RULES:
         case = replace(case, **{name: right}) if is_wrong(case) else case
     return case
@@ -206,9 +189,10 @@ def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     aux: dict[str, Any] = {"train": np.full([1 for _ in sizes], case.steps[step] == "train")}
     along = [1 if case.shared else n for n in sizes]
     if case.mask:
-        tail = 1, *case.spatial[:1], *(case.spatial[1:] if case.mask != "row" else ones[1:])
-        tail = case.shape if case.layer in ROWS else tail
-        tail = (1, *ones) if case.mask == "example" else tail
+        tails = {"example": (1, *ones), "position": (1, *case.spatial)}
+        tails["row"] = 1, *case.spatial[:1], *ones[1:]
+        of_values = case.layer in ROWS and case.mask != "example"
+        tail = case.shape if of_values else tails[case.mask]
         aux["mask"] = r.random((*along, *tail)) < fixed.choice([0, 0.3, 0.7, 0.95])
         x = np.where(aux["mask"] | (r.random(x.shape) < 0.5), x, np.nan)
     z = {"x": jnp.asarray(x, case.dtype)}
@@ -245,15 +229,13 @@ def one_example(case: Case, layer: Any, train: bool) -> Any:
     """Returns a function of (x and weights, mask and flag, state) of one example."""
 
     def call(z: Any, aux: Any, state: Any) -> Any:
-        x, own, options = z["x"], (None, None), {}
-        if "weight" in z:
-            full = case.weights == "value" or case.layer in ROWS
-            own = [z[k].reshape(x.shape if full else x.shape[:1]) for k in ("weight", "bias")]
-        if case.weights in ("channel", "value"):
-            (options["weight"], options["bias"]), own = own, (None, None)
-        here = eqx.tree_at(
-            lambda m: (m.weight, m.bias), layer, own, is_leaf=lambda a: a is None
+        x, names = z["x"], ("weight", "bias")
+        shape = x.shape if case.weights == "value" or case.layer in ROWS else x.shape[:1]
+        given = {k: z[k].reshape(shape) if k in z else None for k in names}
+        here = with_parameters(
+            layer, *(given[k] if case.weights == "own" else None for k in names)
         )
+        options: dict[str, Any] = {} if case.weights == "own" else given
         if "slope" in z:
             slope = z["slope"].reshape(())
             here = eqx.tree_at(lambda m: m.activation.negative_slope, here, slope)
@@ -309,12 +291,9 @@ def program(case: Case, layer: Any, train: bool) -> Any:
             out, pull, after = jax.vjp(y, z, has_aux=True)
             return pull(ct)[0], (out, after)
 
-        if case.of == "":
-            out, after = y(z)
-            return {"value of y": out}, after
-        if case.of == "jvp":
-            out, tangent, after = jax.jvp(y, (z,), (v,), has_aux=True)
-            return {"value of y": out, "tangent of y": tangent}, after
+        if case.of in ("", "jvp"):
+            *found, after = jax.jvp(y, (z,), (v,), has_aux=True) if case.of else y(z)
+            return dict(zip(("value of y", "tangent of y"), found, strict=False)), after
         if case.of == "vjp":
             *derivatives, (out, after) = gradient(z)
         elif case.of == "jvp of vjp":
@@ -327,15 +306,6 @@ def program(case: Case, layer: Any, train: bool) -> Any:
         return {"value of y": out, **results}, after
 
     return wrapped(call, case.around)
-
-
-def remembered(case: Case, layer: Any, state: Any) -> dict[str, Any]:
-    held, infer = state.get(layer.memory_index), layer.approach.infer
-    for role, _ in case.axes:
-        infer = jax.vmap(infer) if role == "apart" else infer
-    used = infer(held.statistics)
-    running = {"running mean": used.mean_pair.value, "running variance": used.variance}
-    return running | {name: getattr(held, name) for name in ("accepted", "rejected")}
 
 
 def run(case: Case) -> list[str]:
@@ -373,7 +343,9 @@ def problems(case: Case) -> Iterator[str]:
         got, state = programs[key](z, v, ct, aux, state)
         if state is not None:
             oracle.learn(exact["x"], mask, train)
-            got |= remembered(case, layer, state)
+            running, held = layer.running(state), state.get(layer.memory_index)
+            got |= {"running mean": running.mean, "running variance": running.variance}
+            got |= {"accepted": held.accepted, "rejected": held.rejected}
             memory = oracle.remembered()
             want, bounds = want | memory[0], bounds | memory[1]
         for name in want.keys() & got.keys():

@@ -1,51 +1,27 @@
 """Computes the cases of tests/fuzz.py by formulas in extended precision; derivatives are exact.
 
-A *number* is a + b s + c t + d st with s^2 = t^2 = 0, an array (4, directions s, ...). Thus
-f(x + v s + w t) has the derivatives of f at x along v, along w, and along both. All arrays have
-the case's mapped axes, then (groups, channels of a group, *spatial); axes of size 1 are
-broadcast.
+All arrays have the case's mapped axes, then (groups, channels of a group, *spatial).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
 from tests.layers.norms import GROUPS
-
-LD = np.longdouble
-
-
-def number(a: Any, s: Any = 0, t: Any = 0) -> Any:
-    return np.stack(np.broadcast_arrays(np.asarray(a)[None], s, t, LD(0)))
-
-
-def constant(a: float, like: Any) -> Any:
-    return number(np.full(like.shape[2:], LD(a)))
-
-
-def value(a: Any) -> Any:
-    return a[0, 0]
-
-
-def times(a: Any, b: Any) -> Any:
-    both = a[0] * b[3] + a[3] * b[0] + a[1] * b[2] + a[2] * b[1]
-    return np.stack([a[0] * b[0], *(a[0] * b[i] + a[i] * b[0] for i in (1, 2)), both])
-
-
-def squared(a: Any) -> Any:
-    """Returns the square of the absolute value."""
-    return times(a, a.conj()).real
-
-
-def chained(a: Any, f: Any, slope: Any, bend: Any) -> Any:
-    """Returns f(a), given the value, the first and the second derivative of f at a."""
-    return np.stack([f, slope * a[1], slope * a[2], slope * a[3] + bend * a[1] * a[2]])
-
-
-def rsqrt(a: Any) -> Any:
-    r = 1 / np.sqrt(a[0])
-    return chained(a, r, r**3 / -2, r**5 * 3 / 4)
+from tests.strategies.recursions import (
+    LD,
+    Memory,
+    Moments,
+    chained,
+    chosen,
+    constant,
+    number,
+    reference,
+    rsqrt,
+    squared,
+    times,
+    value,
+)
 
 
 def tanh(a: Any) -> Any:
@@ -69,28 +45,6 @@ ACTIVATIONS: dict[str, Any] = {  # functions of u and the slope of a PReLU
 SMOOTH = ("silu", "gelu", "tanh")
 
 
-class Moments(NamedTuple):
-    n: Any  # the number of values; of batches in a running average
-    mean: Any  # a *number*, like the variance
-    variance: Any
-
-    def moved(self, to: "Moments", share: Any, union: bool = False) -> "Moments":
-        """Returns these moments, moved towards `to` by a share; those of `to` if n is 0. The
-        variance of a union includes that between both means."""
-        pairs = zip(self[1:], to[1:], strict=True)
-        mean, variance = (np.where(self.n == 0, number(value(b)), a) for a, b in pairs)
-        between = union * share * (1 - share) * squared(to.mean - mean)
-        variance = variance + share * (to.variance - variance) + between
-        n = self.n + (to.n if union else 1)
-        return Moments(n, mean + share * (to.mean - mean), variance)
-
-
-class Memory(NamedTuple):
-    running: Moments
-    pending: Moments  # of the micro-batches so far
-    waiting: Any  # the number of these micro-batches
-
-
 def moments(x: Any, mask: Any, over: tuple[int, ...], centred: bool = True) -> Moments:
     n = np.broadcast_to(mask, x.shape[2:]).sum(over, LD, keepdims=True)
     first = np.where(mask, value(x), np.inf).min(over, keepdims=True, initial=np.inf)
@@ -102,55 +56,6 @@ def moments(x: Any, mask: Any, over: tuple[int, ...], centred: bool = True) -> M
 
     shift = np.where(centred, mean(x), 0)
     return Moments(n, shift + first, mean(squared(x - shift)) + number((n == 0) * LD(1)))
-
-
-def update(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memory]:
-    """Returns the moments that normalise a batch, and the memory after the batch."""
-    kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
-    (running, pending, waiting), k = memory, memory.running.n
-    if kind == "clip":
-        g, now = value(running.variance), value(batch.variance)
-        whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
-        low, high = g / LD(1.5), LD(1.5) * (g + whole)
-        is_free = (k < 1) | (whole <= case.eps) | ((now >= low) & (now <= high))
-        clipped = np.where(is_free, batch.variance, number(np.clip(now, low, high)))
-        kind, batch = "ema", batch._replace(variance=clipped)
-    share = {
-        "ema": np.where(k == 0, 1, 1 - m),
-        "average": 1 / (k + 1),
-        "cumulative": batch.n / np.maximum(k + batch.n, 1),
-    }.get(kind, (1 - m) / (1 - m ** (k + 1)))
-
-    def learn(batch: Moments) -> Moments:
-        if kind == "cumulative":
-            return running.moved(batch, share, union=True)
-        ratio = batch.n / np.maximum(batch.n - case.unbiased, 1)
-        return running.moved(batch._replace(variance=batch.variance * ratio), share)
-
-    after = used = learn(batch)
-    if kind == "accumulated":  # Adam(m), every=2
-        share = batch.n / np.maximum(pending.n + batch.n, 1)
-        whole, empty = pending.moved(batch, share, union=True), 0 * waiting
-        share = (1 - m) / (1 - m ** (k + 1))
-        later, last = Memory(running, whole, waiting + 1), Memory(learn(whole), pending, empty)
-        last = last._replace(pending=jax.tree.map(np.zeros_like, pending))
-        return used, chosen(waiting == 1, last, later)
-    if kind == "smooth_start":
-        used = batch._replace(n=batch.n + 1).moved(after, 1 - m ** (k + 1))
-    elif kind == "renorm":
-        square, sigma = batch.variance + eps, np.sqrt(value(running.variance) + case.eps)
-        of_batch = times(square, rsqrt(square))
-        r = np.where(k == 0, 1, np.clip(value(of_batch) / sigma, 1 / LD(1.5), 1.5))
-        d = np.where(k == 0, 0, value(batch.mean - running.mean) / sigma)
-        d = d * np.minimum(1, 0.5 / np.maximum(np.abs(d), 0.5))
-        used = Moments(batch.n, batch.mean - of_batch * (d / r), square / r**2 - eps)
-    elif kind not in ("ema", "adam"):
-        used = batch
-    return used, memory._replace(running=after)
-
-
-def chosen(condition: Any, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: np.where(condition, a, b), one, other)
 
 
 class Oracle:
@@ -167,11 +72,9 @@ class Oracle:
         self.over, self.all = (*batch, *own), (*batch, *memory, *own)
         self.learns = case.layer == "BatchNorm" and case.approach != "frozen"
         shape = [n if role == "apart" else 1 for role, n in case.axes]
-        zero = np.zeros((*shape, case.channels, *[1] * (1 + spatial)), LD)  # of a batch norm
-        empty = Moments(zero, number(zero), number(zero))
-        self.memory = Memory(empty._replace(variance=number(zero + 1)), empty, zero)
-        self.accepted = self.rejected = 0 * self.for_each_state(zero)
-        self.largest = zero  # |mean| + standard deviation so far
+        self.memory = Memory.empty(*shape, case.channels, *[1] * (1 + spatial))
+        self.largest = self.memory.waiting  # |mean| + standard deviation so far
+        self.accepted = self.rejected = self.for_each_state(self.largest) * 0
 
     def for_each_state(self, array: Any) -> Any:
         return array.all(self.channels, keepdims=True)
@@ -191,7 +94,7 @@ class Oracle:
         case, x = self.case, np.where(mask, z["x"], 0)
         used = moments(x, mask, self.over, centred="RMS" not in case.layer)
         if self.learns and train:
-            used, _ = update(case, self.memory, used)
+            used, _ = reference(case, self.memory, used)
         elif case.layer == "BatchNorm":
             used = self.memory.running
         rstd = rsqrt(used.variance + constant(case.eps, used.variance))
@@ -208,7 +111,7 @@ class Oracle:
             return
         most = np.finfo(np.float64 if self.case.x64 else np.float32).max
         batch = moments(number(np.where(mask, x, 0)), mask, self.all)
-        after = update(self.case, self.memory, batch)[1]
+        after = reference(self.case, self.memory, batch)[1]
         all_finite = [batch.mean, batch.variance * batch.n, *after.running[1:]]
         finite = [self.for_each_state(np.abs(value(a)) <= most) for a in all_finite]
         finite = np.all(np.broadcast_arrays(*finite), 0)

@@ -17,6 +17,8 @@ from eqx_norm.determinism import fingerprint, monitor, recorded
 
 from .ways import mesh_of
 
+pytestmark = pytest.mark.long
+
 # Sums and products of small integers are exact in any order: differences come from the probe.
 X = jnp.asarray(np.random.RandomState(0).randint(-4, 5, (8, 8, 8)), jnp.float32)
 W = jnp.asarray(np.random.RandomState(1).randint(-2, 3, (8, 8)), jnp.float32)

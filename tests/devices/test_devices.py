@@ -5,17 +5,16 @@ import pytest
 from tests.compiling import XLA_FLAGS
 from tests.processes import on_devices
 
-LONG = [("uses", 8, "long"), ("probes", 8, ""), *(("many", n, "") for n in (2, 4, 8, 64))]
-
 
 @pytest.mark.parametrize(
-    ("name", "devices", "marked"),
+    ("devices", "marked", "names"),
     [
-        ("uses", 8, "not long"),
-        ("many", 16, ""),
-        *(pytest.param(*run, marks=pytest.mark.long) for run in LONG),
+        (16, "not long", ("uses", "many")),
+        pytest.param(8, "long", ("uses", "probes"), marks=pytest.mark.long),
+        pytest.param(64, "long", ("many",), marks=pytest.mark.long),
     ],
 )
-def test_on_devices(name, devices, marked):
+def test_on_devices(devices, marked, names):
+    files = (f"tests/devices/over_{name}.py" for name in names)
     options = "-m", "pytest", "-p", "no:cacheprovider", "-m", marked
-    on_devices(devices, *options, f"tests/devices/over_{name}.py", flags=XLA_FLAGS)
+    on_devices(devices, *options, *files, flags=XLA_FLAGS)

@@ -83,15 +83,20 @@ class Way(NamedTuple):
     forward: Callable[..., Any]
     step: Callable[..., Any]
     names: Any = ("batch", "devices")
-    # Arrays of examples as the programs take them, and outputs as those of one device.
-    split: Callable[[Any], Any] = lambda arrays: arrays
+    # Arrays as the programs take them, split over devices or whole, and outputs as those of one
+    # device.
+    placed: Callable[[P, Any], Any] = lambda spec, tree: tree
     joined: Callable[[Any], Any] = lambda outputs: outputs
-    copied: Callable[[Any], Any] = lambda arrays: arrays  # to all devices
     mesh: Any = None  # one that is set while the programs are made and called
 
 
 def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def placed(mesh: Any, spec: P, tree: Any) -> Any:
+    arrays, static = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, NamedSharding(mesh, spec)), static)
 
 
 def of_arrays(f: Any, mapped: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,28 +137,23 @@ def shard_map(check_vma: bool, inside: bool = False, devices: int = DEVICES) -> 
 def pmap() -> Way:
     mapped = functools.partial(jax.pmap, axis_name="devices", in_axes=(None, None, 0))
 
-    def split(array: Any) -> Any:
-        return array.reshape(DEVICES, -1, *array.shape[1:])
+    def split(spec: P, tree: Any) -> Any:
+        return tree if spec == WHOLE else tree.reshape(DEVICES, -1, *tree.shape[1:])
 
     def joined(outputs: Any) -> Any:
-        y, state, dmodel, dx = outputs
-        state, dmodel = jax.tree.map(lambda leaf: leaf[0], (state, dmodel))
-        return y.reshape(N, C, L), state, dmodel, dx.reshape(N, C, L)
+        y, *others, dx = outputs
+        others = jax.tree.map(lambda leaf: leaf[0], others)
+        return y.reshape(N, C, L), *others, dx.reshape(N, C, L)
 
     step = of_arrays(step_of(forward, "devices"), mapped)
-    return Way(of_arrays(forward, mapped), step, split=split, joined=joined)
+    return Way(of_arrays(forward, mapped), step, placed=split, joined=joined)
 
 
 def automatic(kind: AxisType) -> Way:
     """Returns what `jit` makes of arrays that lie on several devices."""
     mesh = mesh_of(kind, devices=DEVICES)
-
-    def placed(spec: P, tree: Any) -> Any:
-        arrays, static = eqx.partition(tree, eqx.is_array)
-        return eqx.combine(jax.device_put(arrays, NamedSharding(mesh, spec)), static)
-
-    whole, split = (functools.partial(placed, spec) for spec in (WHOLE, SPLIT))
-    return Way(forward, step_of(forward), "batch", split=split, copied=whole, mesh=mesh)
+    how: Any = {"placed": functools.partial(placed, mesh), "mesh": mesh}
+    return Way(forward, step_of(forward), "batch", **how)
 
 
 def filter_shard() -> Way:
@@ -166,7 +166,7 @@ def filter_shard() -> Way:
         y, *others, dx = step_of(forward)(model, state, *eqx.filter_shard(arrays, split))
         return y, *eqx.filter_shard(others, whole), dx
 
-    return Way(forward, step, "batch", split=functools.partial(jax.device_put, device=split))
+    return Way(forward, step, "batch", placed=functools.partial(placed, mesh))
 
 
 WAYS: dict[str, Callable[[], Way]] = {
@@ -186,8 +186,8 @@ def take_step(case: Case, way: Way) -> Any:
     """Returns the outputs of a step in this way, what its program sends, and what that of the
     forward pass sends."""
     options = {"approach": case.approach, "activation": case.activation}
-    model = way.copied(make(C, way.names, **options))
-    x, dy, mask = map(way.split, arguments(case))
+    model = way.placed(WHOLE, make(C, way.names, **options))
+    x, dy, mask = (way.placed(SPLIT, array) for array in arguments(case))
     mask = mask if case.masked else None
     with jax.set_mesh(way.mesh) if way.mesh else contextlib.nullcontext():
         outputs, sent = run(way.step, *model, x, dy, mask)
@@ -218,10 +218,8 @@ def collectives(compiled: Any) -> list[tuple[str, int]]:
 
 def error(outputs: Any, expected: Any) -> float:
     """Returns the largest error of any leaf, relative to its largest value or to 1."""
-    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True)
-    differences = (
-        (np.abs(np.subtract(a, b, dtype=np.float64)).max(), np.abs(np.float64(b)).max())
-        for a, b in pairs
-        if jnp.issubdtype(b.dtype, jnp.inexact)
+    leaves = map(jax.tree.leaves, (outputs, expected))
+    pairs = (
+        map(np.float64, pair) for pair in zip(*leaves, strict=True) if pair[1].dtype != int
     )
-    return max(float(difference / max(size, 1)) for difference, size in differences)
+    return max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1)) for a, b in pairs)

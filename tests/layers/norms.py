@@ -22,7 +22,14 @@ class Norm(NamedTuple):
 
     make: Callable[..., Any]
     exact: Callable[..., exact.Exact]
-    call: Any = None  # for a batch; `None` maps the layer over examples
+
+
+def along_channels(kind):
+    return lambda shape, **options: kind(shape[0], axis=0, **options)
+
+
+def batch_norm(shape, approach="batch", **options):
+    return make(shape[0], "batch", approach=approach, **options)
 
 
 def group_norm(shape, **options):
@@ -33,21 +40,12 @@ def instance_norm(shape, **options):
     return InstanceNorm(shape[0], affine=True, **options)
 
 
-def along_channels(kind):
-    return lambda shape, **options: kind(shape[0], axis=0, **options)
-
-
 def exact_instance_norm(batch, mask=None):
     return exact.group_norm(batch, batch.x.shape[1], mask)
 
 
 NORMS = {
-    "BatchNorm": Norm(
-        lambda shape, approach="batch", **options: make(
-            shape[0], "batch", approach=approach, **options
-        ),
-        exact.batch_norm,
-    ),
+    "BatchNorm": Norm(batch_norm, exact.batch_norm),
     "LayerNorm": Norm(LayerNorm, exact.layer_norm),
     "RMSNorm": Norm(RMSNorm, functools.partial(exact.layer_norm, centred=False)),
     "LayerNorm, axis=0": Norm(along_channels(LayerNorm), exact.channel_norm),
@@ -61,35 +59,39 @@ NAMES = [*NORMS]
 EXAMPLE_NORMS = [name for name in NORMS if name != "BatchNorm"]
 each_norm = pytest.mark.parametrize("name", NAMES)
 each_example_norm = pytest.mark.parametrize("name", EXAMPLE_NORMS)
+# A norm of channels over a batch, of values, of positions, and of channels in groups.
+each_layout = pytest.mark.parametrize(
+    "name", ["BatchNorm", "LayerNorm", "LayerNorm, axis=0", "GroupNorm"]
+)
 
 
 def made(name, shape, **options):
-    """Returns a layer, and `call(layer, x, mask=None)`, which maps it over a batch and returns
-    y and the new state, which is `None` for a norm of one example."""
-    layer, mapped = NORMS[name].make(shape, **options), NORMS[name].call or over_examples
+    """Returns a layer, and `call(layer, x, mask=None, **weights)`, which maps it over a batch
+    and returns y and the new state, which is `None` for a norm of one example."""
+    layer = NORMS[name].make(shape, **options)
     if name != "BatchNorm":
-        return layer, lambda layer, x, mask=None: (mapped(layer, x, mask), None)
+        return layer, lambda *arrays, **weights: (over_examples(*arrays, **weights), None)
     layer, state = layer
 
-    def call(layer, x, mask=None):
-        def one(x, mask):
-            return layer(x, copy(state), mask=mask)
+    def call(layer, x, mask=None, **weights):
+        def one(x, mask, weights):
+            return layer(x, copy(state), mask=mask, **weights)
 
-        return jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask)
+        return jax.vmap(one, axis_name="batch", out_axes=(0, None))(x, mask, weights)
 
     return layer, call
 
 
-def over_examples(layer, x, mask=None):
-    return jax.vmap(lambda x, mask: layer(x, mask=mask))(x, mask)
+def over_examples(layer, x, mask=None, **weights):
+    def one(x, mask, weights):
+        return layer(x, mask=mask, **weights)
+
+    return jax.vmap(one)(x, mask, weights)
 
 
 def mask_shape(name, shape):
-    """Returns the shape of a mask of a batch of this shape. A split norm along the channels
-    takes the mask of each part from the first channel of the part."""
-    kind, *how = name.split(", ")
-    of_values = kind in ("LayerNorm", "RMSNorm") and how != ["axis=0"]
-    return shape if of_values else shape[:1] + shape[2:]
+    """Returns the shape of a mask of a batch of this shape."""
+    return shape if name in ("LayerNorm", "RMSNorm") else shape[:1] + shape[2:]
 
 
 def moved(layer):
@@ -104,50 +106,3 @@ def moved(layer):
 
 def with_parameters(layer, weight, bias):
     return eqx.tree_at(lambda m: (m.weight, m.bias), layer, (weight, bias))
-
-
-# --- Norms of examples in parts along a mapped axis. Parts are blocks of the first axis of an
-# example, or of the second axis for norms with channels.
-
-PARTS = 2
-
-
-def split(name):
-    """Returns the norm of examples in parts, whose layer has the weights of all parts."""
-    has_channels = name in ("GroupNorm", "InstanceNorm")
-    axis = 1 + has_channels  # of a batch
-    axes: Any = None if has_channels else 0, axis, 1  # of a layer, a batch and its mask
-
-    def make(shape, **options):
-        sizes = [n // PARTS if i == axis else n for i, n in enumerate(shape, 1)]
-        whole, part = (
-            NORMS[name].make(shape),
-            NORMS[name].make(sizes, axis_name="part", **options),
-        )
-        return with_parameters(part, whole.weight, whole.bias)
-
-    def one_part(layer, x, mask):
-        # Each part has a mask of its own positions.
-        if mask is not None and "axis=0" in name:
-            mask = mask[:, 0]
-        return over_examples(layer, x, mask)
-
-    def over_parts(layer, x, mask=None):
-        arrays = (in_parts(*pair) for pair in zip((layer, x, mask), axes, strict=True))
-        in_axes = eqx.if_array(axes[0]), 0, 0
-        y = eqx.filter_vmap(one_part, in_axes=in_axes, axis_name="part")(*arrays)
-        return jnp.concatenate(y, axis)
-
-    return Norm(make, NORMS[name].exact, over_parts)
-
-
-def in_parts(tree, axis):
-    """Splits arrays into parts along an axis, and stacks the parts; `None`: no split."""
-    if axis is None:
-        return tree
-    arrays, static = eqx.partition(tree, eqx.is_array)
-    cut = jax.tree.map(lambda array: jnp.stack(jnp.split(array, PARTS, axis)), arrays)
-    return eqx.combine(cut, static)
-
-
-NORMS |= {f"{name}, split": split(name) for name in EXAMPLE_NORMS}

@@ -1,4 +1,4 @@
-"""Compares derivatives up to second order through each strategy with tests/oracle.py."""
+"""Compares second derivatives through each strategy, over a mesh, with tests/oracle.py."""
 
 import pytest
 
@@ -7,18 +7,24 @@ from tests.processes import on_devices
 CODE = """
 from tests.fuzz import STRATEGIES, Case, run
 
-options = {"layer": "BatchNorm", "channels": 2, "spatial": (3,), "weights": "own"}
-steps = "train", "train", "infer"
+options = {
+    "layer": "BatchNorm",
+    "channels": 2,
+    "axes": (("batch", 4),),
+    "devices": "checked",
+    "weights": "own",
+    "spatial": (3,),
+    "mask": "position",
+    "activation": "gelu",
+    "steps": ("train", "train", "infer"),
+    "of": "vjp of vjp",
+}
 for approach in STRATEGIES:
-    for others in (
-        {"of": "vjp of vjp", "activation": "gelu", "steps": steps[:2]},
-        {"of": "vjp", "mask": "position", "steps": steps},
-    ):
-        problems = run(Case(approach=approach, **options, **others))
-        assert not problems, (approach, problems)
+    problems = run(Case(approach=approach, **options))
+    assert not problems, (approach, problems)
 """
 
 
 @pytest.mark.long
-def test_derivatives_through_each_strategy():
+def test_second_derivatives_through_each_strategy():
     on_devices(8, "-c", CODE)

@@ -1,53 +1,143 @@
-"""Computes the recursion of each strategy in NumPy, in the precision of its inputs."""
+"""Computes the recursion of each strategy in NumPy, in extended precision.
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+Every mean and variance is a *number* a + b s + c t + d st with s^2 = t^2 = 0, an array
+(4, directions s, ...). Thus f(x + v s + w t) has the derivatives of f at x along v, along w,
+and along both, which tests/oracle.py needs. Axes of size 1 are broadcast.
+"""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
 import numpy as np
-from numpy.typing import NDArray
 
-from tests.exact import EPS
+from eqx_norm import strategies
+
+LD = np.longdouble
+STRATEGIES: dict[str, Callable[[float], Any]] = {  # functions of the momentum
+    "batch": strategies.Batch,
+    "ema": strategies.Ema,
+    "adam": strategies.Adam,
+    "smooth_start": strategies.SmoothStart,
+    "renorm": lambda m: strategies.Renorm(
+        m, r_max=strategies.Ramp(1, 2, 0, 4), d_max=strategies.Ramp(0, 1, 0, 4)
+    ),
+    "clip": lambda m: strategies.VarianceClip(strategies.Ema(m), ratio=1.5, start=1),
+    "average": lambda _: strategies.Average(),
+    "cumulative": lambda _: strategies.Cumulative(),
+    "accumulated": lambda m: strategies.Accumulated(strategies.Adam(m), every=2),
+    "frozen": lambda m: strategies.Frozen(strategies.Batch(m)),
+}
 
 
-def reference(
-    approach: str,
-    batches: Iterable[Any],
-    m: Any,
-    ratio: float = np.inf,
-    start: int = 0,
-    r_max: Any = 1.0,
-    d_max: Any = 0.0,
-) -> Iterator[tuple[NDArray, NDArray]]:
-    """Yields the statistics that normalise each batch in training, and inference afterwards.
+def number(a: Any, s: Any = 0, t: Any = 0) -> Any:
+    return np.stack(np.broadcast_arrays(np.asarray(a)[None], s, t, LD(0)))
 
-    `batches` are pairs (mean, variance), and `m` is the momentum. If `start` is not 0, batches
-    after the first `start` are clipped. `r_max` and `d_max`, numbers or functions of the step,
-    belong to `renorm`.
+
+def constant(a: float, like: Any) -> Any:
+    return number(np.full(like.shape[2:], LD(a)))
+
+
+def value(a: Any) -> Any:
+    return a[0, 0]
+
+
+def times(a: Any, b: Any) -> Any:
+    both = a[0] * b[3] + a[3] * b[0] + a[1] * b[2] + a[2] * b[1]
+    return np.stack([a[0] * b[0], *(a[0] * b[i] + a[i] * b[0] for i in (1, 2)), both])
+
+
+def squared(a: Any) -> Any:
+    """Returns the square of the absolute value."""
+    return times(a, a.conj()).real
+
+
+def chained(a: Any, f: Any, slope: Any, bend: Any) -> Any:
+    """Returns f(a), given the value, the first and the second derivative of f at a."""
+    return np.stack([f, slope * a[1], slope * a[2], slope * a[3] + bend * a[1] * a[2]])
+
+
+def rsqrt(a: Any) -> Any:
+    r = 1 / np.sqrt(a[0])
+    return chained(a, r, r**3 / -2, r**5 * 3 / 4)
+
+
+class Moments(NamedTuple):
+    n: Any  # the number of values; of batches in a running average
+    mean: Any  # a *number*, like the variance
+    variance: Any
+
+    def moved(self, to: "Moments", share: Any, union: bool = False) -> "Moments":
+        """Returns these moments, moved towards `to` by a share; those of `to` if n is 0. The
+        variance of a union includes that between both means."""
+        pairs = zip(self[1:], to[1:], strict=True)
+        mean, variance = (np.where(self.n == 0, number(value(b)), a) for a, b in pairs)
+        between = union * share * (1 - share) * squared(to.mean - mean)
+        variance = variance + share * (to.variance - variance) + between
+        n = self.n + (to.n if union else 1)
+        return Moments(n, mean + share * (to.mean - mean), variance)
+
+
+class Memory(NamedTuple):
+    running: Moments
+    pending: Moments  # of the micro-batches so far
+    waiting: Any  # the number of these micro-batches
+
+    @classmethod
+    def empty(cls, *shape: int) -> "Memory":
+        """Returns the memory before any batch: mean 0 and variance 1."""
+        zero = np.zeros(shape, LD)
+        nothing = Moments(zero, number(zero), number(zero))
+        return cls(nothing._replace(variance=number(zero + 1)), nothing, zero)
+
+
+def chosen(condition: Any, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: np.where(condition, a, b), one, other)
+
+
+def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memory]:
+    """Returns the moments that normalise a batch, and the memory after the batch.
+
+    `case.approach` is a name in `STRATEGIES`; the case has also its momentum, and the layer's
+    eps, unbiased and spatial axes, which come after the channels (groups, 1).
     """
-    h = w = r = remembered = np.zeros(())
-    for k, b in enumerate(map(np.array, batches), start=1):
-        if 0 < start < k:
-            g = remembered[1]
-            b[1] = np.clip(b[1], g / ratio, ratio * (g + g.mean()))
-        bounds: list[Any] = [f(k - 1) if callable(f) else f for f in (r_max, d_max)]
-        corrected = renormed(b, remembered if k > 1 else b, *bounds)
-        h, w = m * h + (1 - m) * b, m * w + (1 - m)
-        r = m * r + (1 - m) * b if k > 1 else b
-        used, remembered = {
-            "batch": (b, h / w),
-            "ema": (r, r),
-            "adam": (h / w, h / w),
-            "smooth_start": (h + m**k * b, h / w),
-            "renorm": (corrected, h / w),
-        }[approach]
-        yield used, remembered
+    kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
+    (running, pending, waiting), k = memory, memory.running.n
+    if kind == "clip":
+        g, now = value(running.variance), value(batch.variance)
+        whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
+        low, high = g / LD(1.5), LD(1.5) * (g + whole)
+        is_free = (k < 1) | (whole <= case.eps) | ((now >= low) & (now <= high))
+        clipped = np.where(is_free, batch.variance, number(np.clip(now, low, high)))
+        kind, batch = "ema", batch._replace(variance=clipped)
+    share = {
+        "ema": np.where(k == 0, 1, 1 - m),
+        "average": 1 / (k + 1),
+        "cumulative": batch.n / np.maximum(k + batch.n, 1),
+    }.get(kind, (1 - m) / (1 - m ** (k + 1)))
 
+    def learn(batch: Moments) -> Moments:
+        if kind == "cumulative":
+            return running.moved(batch, share, union=True)
+        ratio = batch.n / np.maximum(batch.n - case.unbiased, 1)
+        return running.moved(batch._replace(variance=batch.variance * ratio), share)
 
-def renormed(
-    b: NDArray, running: NDArray, r_max: float, d_max: float, eps: float = EPS
-) -> NDArray:
-    """Returns the mean and variance that give ((x - mean_b) / sigma_b) r + d."""
-    sigma_b, sigma = np.sqrt(b[1] + eps), np.sqrt(running[1] + eps)
-    r = np.clip(sigma_b / sigma, 1 / r_max, r_max)
-    d = np.clip((b[0] - running[0]) / sigma, -d_max, d_max)
-    return np.array([b[0] - d * sigma_b / r, (sigma_b / r) ** 2 - eps])
+    after = used = learn(batch)
+    if kind == "accumulated":
+        of_batch = batch.n / np.maximum(pending.n + batch.n, 1)
+        whole = pending.moved(batch, of_batch, union=True)
+        last = Memory(learn(whole), *jax.tree.map(np.zeros_like, (pending, waiting)))
+        return used, chosen(waiting == 1, last, Memory(running, whole, waiting + 1))
+    if kind == "smooth_start":
+        used = batch._replace(n=batch.n + 1).moved(after, 1 - m ** (k + 1))
+    elif kind == "renorm":
+        square, sigma = batch.variance + eps, np.sqrt(value(running.variance) + case.eps)
+        of_batch = times(square, rsqrt(square))
+        bound = np.minimum(k / 4, 1)  # of d; that of r is 1 larger
+        r = np.clip(value(of_batch) / sigma, 1 / (1 + bound), 1 + bound)
+        d = value(batch.mean - running.mean) / sigma
+        d = np.where(np.abs(d) > bound, bound * np.sign(d), d)
+        used = Moments(batch.n, batch.mean - of_batch * (d / r), square / r**2 - eps)
+    elif kind not in ("ema", "adam"):
+        used = batch
+    return used, memory._replace(running=after)

@@ -1,6 +1,7 @@
 """Tests the contract of all strategies, and how the layer uses and checks a user's strategy."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -31,43 +32,47 @@ C = 3
 X = normal(0, (6, C, 4), 1, 2)
 ALL = [*(made(0.9) for made in NAMED.values()), Average(), strategies.Cumulative()]
 ALL += [Accumulated(Batch(), 2), Frozen(Batch()), Cumulative()]
+each_strategy = pytest.mark.parametrize("strategy", ALL, ids=repr)
+LEARNT = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]))
 
 
-@pytest.mark.parametrize("strategy", ALL, ids=repr)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def update(strategy, batch, memory):
+    """Fails for a memory with one array in two leaves, which a user cannot donate:
+    https://github.com/liesel-devs/liesel/issues/272"""
+    return strategy.update(at_step(0, batch), memory)
+
+
+@each_strategy
 def test_strategy_contract(strategy):
     """Checks, too, that loaded statistics are not debiased, and stay after an equal batch."""
     memory = strategy.init(C, float)
     identity = strategy.infer(memory)
     assert (identity.mean.tolist(), identity.variance.tolist()) == ([0] * C, [1] * C)
-    learnt = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]))
-    batch = at_step(0, learnt)
-    used, after = strategy.update(batch, memory)
+    used, after = update(strategy, LEARNT, strategy.init(C, float))
     assert isinstance(used, Moments)
     assert jax.eval_shape(lambda: after) == jax.eval_shape(lambda: memory)
-    # No array is in two leaves: https://github.com/liesel-devs/liesel/issues/272
-    donating = jax.jit(lambda memory: strategy.update(batch, memory)[1], donate_argnums=0)
-    donating(donating(strategy.init(C, float)))
+    update(strategy, LEARNT, after)
     if isinstance(strategy, Cumulative):
         with pytest.raises(NotImplementedError, match="Cumulative cannot take over.*`load"):
-            strategy.load(learnt)
+            strategy.load(LEARNT)
         return
-    loaded = strategy.load(learnt)
-    for memory in (loaded, strategy.update(batch, loaded)[1]):
+    loaded = strategy.load(LEARNT)
+    for memory in (loaded, update(strategy, LEARNT, jax.tree.map(jnp.copy, loaded))[1]):
         inferred = strategy.infer(memory)
-        np.testing.assert_array_equal(inferred.mean, learnt.mean)
-        np.testing.assert_array_equal(inferred.variance, learnt.variance)
+        np.testing.assert_array_equal(inferred.mean, LEARNT.mean)
+        np.testing.assert_array_equal(inferred.variance, LEARNT.variance)
         # Averages of states may multiply a leaf by 0, so all leaves are finite.
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(memory))
 
 
-@pytest.mark.parametrize("strategy", ALL, ids=repr)
+@each_strategy
 def test_untrained_memory_counts_as_mean_0_and_variance_1_in_averages(strategy):
     """Averages states from the first step on, or of clients, which starts from variance 1:
     https://github.com/pytorch/ignite/issues/2590, https://github.com/TsingZ0/PFLlib/issues/260
     """
-    learnt = Moments.of(floats([3, 0, -1]), floats([4, 1.2, 0]))
     empty = strategy.init(C, float)
-    _, memory = strategy.update(at_step(0, learnt), empty)
+    _, memory = update(strategy, LEARNT, strategy.init(C, float))
     averaged = jax.tree.map(
         lambda a, b: 0.999 * a + 0.001 * b if eqx.is_inexact_array(a) else a, empty, memory
     )
@@ -79,13 +84,13 @@ def test_untrained_memory_counts_as_mean_0_and_variance_1_in_averages(strategy):
     np.testing.assert_allclose(inferred.variance, running, rtol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ALL, ids=repr)
+@each_strategy
 def test_infer_takes_the_memory_of_an_ensemble(strategy):
     """Uses as many members as channels."""
     memories = [strategy.init(C, float)]
     for scale in (1, 2):
-        batch = at_step(0, Moments(floats(7), floats([3, 0, scale]), floats([scale, 1, 0])))
-        memories.append(strategy.update(batch, memories[-1])[1])
+        batch = Moments(floats(7), floats([3, 0, scale]), floats([scale, 1, 0]))
+        memories.append(update(strategy, batch, strategy.init(C, float))[1])
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *memories)
     for infer in (strategy.infer, jax.vmap(strategy.infer)):
         inferred = infer(stacked)
@@ -101,14 +106,11 @@ def half(step):
 
 # The function, its argument, values that are refused, and the reason.
 NUMBERS: list[Any] = [
-    *(
-        (
-            made,
-            "momentum",
-            (0.0, 1.0, -0.5, 99.0, float("nan"), None, "0.9", True),
-            "the weight of the past .* strictly between 0 and 1",
-        )
-        for made in NAMED.values()
+    (
+        Batch,
+        "momentum",
+        (0.0, 1.0, -0.5, 99.0, float("nan"), None, "0.9", True),
+        "the weight of the past .* strictly between 0 and 1",
     ),
     (VarianceClip, "ratio", (1.0, None), "must be a number greater than 1"),
     (VarianceClip, "start", (0, 1.5, True), "after 1 batch at the earliest; give an int"),
@@ -214,18 +216,12 @@ TRAINING = {
     "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
     r"m2 of shape \(2,\), but this layer has 3 channels",
     "(batch, 0.5)": r"another structure, shape or dtype.*f\d\d\[\]\s+where `init` has made",
-    "(batch, None)": r"Answers\.update returned a memory of another structure"
-    r".*averages=Pair\(parts=f\d\d\[2,2,3\]",
     f"(batch, {HALVES})": r"returned a memory of another structure, shape or dtype"
     r".*averages=Pair\(parts=f16\[2,2,3\].*has made.*averages=Pair\(parts=f\d\d\[2,2,3\]",
 }
-INFERENCE = {
-    "memory": r"Answers\.infer returned Running\(.*Return the \.moments of this",
-    "None": r"infer returned nothing \(None\), but the layer normalises by Moments",
-    "(memory.mean, memory.variance)": r"infer returned a tuple of 2",
-}
 WRONG = [(Answers(answer), False, words) for answer, words in TRAINING.items()]
-WRONG += [(Answers(inference_=answer), True, words) for answer, words in INFERENCE.items()]
+PAIR = Answers(inference_="(memory.mean, memory.variance)")
+WRONG += [(PAIR, True, "infer returned a tuple of 2, .* but the layer normalises by Moments")]
 
 
 @pytest.mark.parametrize(("approach", "inference", "words"), WRONG, ids=str)

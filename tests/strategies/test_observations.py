@@ -1,7 +1,8 @@
 """Tests `Cumulative`, as the observation normaliser of docs/reinforcement_learning.md."""
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ from eqx_norm.strategies import Cumulative, Moments
 from tests.compiling import jit
 from tests.helpers import at_step, exact, floats, make, normal, remembered
 
-STEPS, C, LIMIT = 60, 3, 2.0
+STEPS, C = 60, 3
 
 
 class RunningMeanStd(Cumulative):
@@ -18,45 +19,40 @@ class RunningMeanStd(Cumulative):
         return memory.moments, memory
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize(("envs", "is_masked"), [(8, False), (8, True), (1, False)])
+@pytest.mark.parametrize(("mean", "envs", "every"), [(0.0, 8, 3), (1e4, 1, STEPS)])
 @pytest.mark.filterwarnings("ignore:.* hold one value per channel")
-def test_cumulative_normalises_each_step_by_all_observations_so_far(mean, envs, is_masked):
+def test_cumulative_normalises_each_step_by_all_observations_so_far(mean, envs, every):
+    """Masks out one observation of `every`."""
     drift = np.linspace(0, 4, STEPS)[:, None, None]
     x = np.asarray(floats(np.asarray(normal(0, (STEPS, envs, C), mean, 0.5)) + drift))
-    counts = np.arange(STEPS * envs).reshape(STEPS, envs) % 3 > 0
-    counts |= not is_masked
-    options = {"approach": RunningMeanStd(), "channelwise_affine": False}
-    layer, state = make(C, "env", activation=lambda u: jnp.clip(u, -LIMIT, LIMIT), **options)
-
-    def one(x, state, mask):
-        return layer(x, state, mask=mask if is_masked else None)
-
-    normalised = jax.vmap(one, axis_name="env", in_axes=(0, None, 0), out_axes=(0, None))
+    counts = np.arange(STEPS * envs).reshape(STEPS, envs) % every != 1
+    layer, state = make(C, "env", approach=RunningMeanStd(), channelwise_affine=False)
+    normalised: Any = jax.vmap(
+        lambda x, mask, state: layer(x, state, mask=mask),
+        axis_name="env",
+        in_axes=(0, 0, None),
+        out_axes=(0, None),
+    )
 
     def push(state, step):
-        x, mask = step
-        y, state = normalised(x, state, mask)
+        y, state = normalised(*step, state)
         return state, y
 
     after, y = jit(lambda *xs: jax.lax.scan(push, *xs))(state, (x, counts))
 
-    ulp, is_clipped = float(np.finfo(x.dtype).eps), 0
+    ulp = float(np.finfo(x.dtype).eps)
     for step in range(STEPS):
         seen = np.asarray(x[: step + 1][counts[: step + 1]], np.longdouble)
-        scale = np.sqrt(seen.var(0) + 1e-5)
-        expected = np.clip((x[step] - seen.mean(0)) / scale, -LIMIT, LIMIT)
+        expected = (x[step] - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-5)
         expected[~counts[step]] = 0
-        is_clipped += (abs(expected) == LIMIT).sum()
         np.testing.assert_allclose(y[step], expected, rtol=32 * ulp, atol=32 * ulp)
-    assert 0 < is_clipped < y.size / 2
     seen, (mean, variance) = np.asarray(x[counts], np.longdouble), remembered(layer, after)
     np.testing.assert_allclose(mean, seen.mean(0), rtol=2 * ulp)
     np.testing.assert_allclose(variance, seen.var(0), rtol=16 * ulp)
 
 
 @pytest.mark.x32  # pairs of float64 are more precise than the reference
-@pytest.mark.parametrize("count", [2.0**24, 3e9, 1e12])
+@pytest.mark.parametrize("count", [2.0**24, 1e12])
 def test_cumulative_counts_batches_after_billions_of_observations_in_full(count):
     """Checks the change by 200 batches to the precision of a float, however small it is."""
     strategy, size = RunningMeanStd(), 251  # no multiple of the spacing of such floats

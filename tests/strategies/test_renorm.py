@@ -9,29 +9,30 @@ import numpy as np
 import pytest
 
 from eqx_norm.strategies import Batch, Ramp, Renorm
-from tests.helpers import call, call_and_grad, f32, make, normal, same
+from tests.helpers import call_and_grad, f32, make, normal, same
 
 pytestmark = pytest.mark.x32  # the values are chosen for float32
 C, MOMENTUM = 3, 0.9
+DY = normal(1, (6, C, 4))
 
-
-CLOSED = [Renorm(MOMENTUM), Renorm.crossq(MOMENTUM), Renorm(MOMENTUM, r_max=1.0, d_max=0.0)]
-CLOSED += [Renorm(MOMENTUM, lambda step: 1.0 - step, lambda step: -1.0 * step)]  # too small
+CLOSED = Renorm(MOMENTUM)
+TOO_SMALL = Renorm(MOMENTUM, lambda step: 1.0 - step, lambda step: -1.0 * step)
 OPEN = Renorm(MOMENTUM, r_max=3.0, d_max=5.0)
 
 
 @pytest.mark.parametrize(
-    ("approach", "batches"), [*((closed, 1) for closed in CLOSED), (OPEN, 0)], ids=str
+    ("approach", "batches"),
+    [(CLOSED, 1), (TOO_SMALL, 1), (OPEN, 0)],
+    ids=["closed", "bounds too small", "at the first batch"],
 )
 def test_renorm_equals_batch_to_the_bit_if_closed_or_at_the_first_batch(approach, batches):
-    scale = f32([[1e-3], [1.0], [30.0]])
-    x, dy = 1e4 + scale * normal(0, (6, C, 4)), normal(1, (6, C, 4))
+    x = 1e4 + f32([[1e-3], [1.0], [30.0]]) * normal(0, DY.shape)
     results = []
     for strategy in (approach, Batch(MOMENTUM)):
         layer, state = make(C, "batch", approach=strategy)
         for _ in range(batches):  # move the memory far away from x
-            _, state = call(layer, state, normal(2, (6, C, 4)))
-        y, state, (gradient, dx) = call_and_grad(layer, state, x, dy)
+            _, state, _ = call_and_grad(layer, state, normal(2, DY.shape), DY)
+        y, state, (gradient, dx) = call_and_grad(layer, state, x, DY)
         results.append((y, gradient.weight, gradient.bias, dx, state))
     assert same(*results)
 
@@ -40,10 +41,10 @@ def test_renorm_equals_batch_to_the_bit_if_closed_or_at_the_first_batch(approach
 def test_renorm_of_a_constant_channel_gives_the_bias_and_finite_gradients(steps):
     layer, state = make(C, "batch", approach=OPEN)
     layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
-    x = jnp.broadcast_to(f32([[1e-3], [121.0], [65504.0]]), (7, C, 3))
+    x = jnp.broadcast_to(f32([[1e-3], [121.0], [65504.0]]), DY.shape)
     for _ in range(steps):
-        _, state = call(layer, state, x)
-    y, _, (gradient, dx) = call_and_grad(layer, state, x, normal(0, x.shape))
+        _, state, _ = call_and_grad(layer, state, x, DY)
+    y, _, (gradient, dx) = call_and_grad(layer, state, x, DY)
     np.testing.assert_array_equal(y, np.broadcast_to(layer.bias[:, None], x.shape))
     assert np.isfinite(dx).all()
     np.testing.assert_array_equal(gradient.weight, np.zeros(C))

@@ -10,6 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
 
 from eqx_norm._normalise.kernels import gpu_columns, gpu_rows
 from eqx_norm._normalise.row_norm import RowNorm
+from tests.helpers import normal
+from tests.operation.cases import standardised
+
+from .test_columns import check
 
 mosaic_gpu: Any = _mosaic_gpu  # the oldest jax lacks parts of this module
 pytestmark = pytest.mark.skipif(
@@ -21,12 +25,6 @@ def interpreted(function, *arrays, finds_races):
     how = mosaic_gpu.InterpretGPUParams(detect_races=finds_races)
     with mosaic_gpu.force_gpu_interpret_mode(how):
         return jax.jit(function)(*arrays)
-
-
-def formula(x, weight, bias, activation):
-    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    y = (x - mean) / jax.numpy.sqrt(variance + 1e-5) * weight + bias
-    return y if activation is None else activation(y)
 
 
 # Shapes of x, (examples, groups, length), and of weights. In the last two cases, blocks overlap
@@ -45,29 +43,27 @@ def test_row_kernels_in_the_mosaic_interpreter(shape, affine, activation, finds_
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, *shape)).astype(np.float32)
     weight, bias = random.standard_normal((2, 1, *affine)).astype(np.float32)
-    norm, run = (
-        RowNorm(1e-5, centred=True, activation=activation),
-        functools.partial(interpreted, finds_races=finds_races),
-    )
+    norm = RowNorm(1e-5, centred=True, activation=activation)
+    run = functools.partial(interpreted, finds_races=finds_races)
     y = run(functools.partial(gpu_rows.forward, norm=norm), x, weight, bias)
     gradients = functools.partial(gpu_rows.backward, norm=norm, shape=(1, *affine))
     found = *y, *run(gradients, dy, x, weight, bias)
     with jax.enable_x64(True):
         x, dy, weight, bias = (v.astype(np.float64) for v in (x, dy, weight, bias))
-        f = functools.partial(formula, activation=activation)
-        y, pull_back = jax.vjp(f, x, weight, bias)
-        expected = [np.asarray(v) for v in (y, *pull_back(dy))]
+
+        def formula(weight, bias, x):
+            y = standardised(x, -1) * weight + bias
+            return y if activation is None else activation(y)
+
+        y, pull_back = jax.vjp(formula, weight, bias, x)
+        dweight, dbias, dx = pull_back(dy)
+        expected = [np.asarray(v) for v in (y, dx, dweight, dbias)]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("shape", [(1, 768, 32), (2, 5, 6), (1, 700, 33)])
 def test_column_kernel_in_the_mosaic_interpreter(shape):
-    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) + 1e3
     finds_races = shape[1] == 768
-    found = interpreted(gpu_columns.moments, x, finds_races=finds_races)
-    mean, m2, rest = (np.asarray(v, np.float64) for v in found)
-    x = x.astype(np.float64)
-    np.testing.assert_allclose(mean, x.mean(1, keepdims=True), rtol=1e-7)
-    np.testing.assert_allclose(mean + rest, x.mean(1, keepdims=True), rtol=1e-10)
-    np.testing.assert_allclose(m2, shape[1] * x.var(1, keepdims=True), rtol=1e-6)
+    statistics = functools.partial(interpreted, gpu_columns.moments, finds_races=finds_races)
+    check(statistics, normal(0, shape, 1e3))
