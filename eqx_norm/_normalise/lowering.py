@@ -81,7 +81,9 @@ def device_axes(array: Any) -> frozenset[Hashable]:
     return aval.manual_axis_type.varying
 
 
-def like(array: Array, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+def like(
+    array: Array | jax.ShapeDtypeStruct, shape: Sequence[int], dtype: Any
+) -> jax.ShapeDtypeStruct:
     """Returns the type of an array that varies over the mesh as `array` does."""
     varies = jax.typeof(array).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies)
