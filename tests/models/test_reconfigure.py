@@ -51,10 +51,14 @@ def memory(model, state) -> Any:
 RUNNING: list[Any] = [*APPROACHES, VarianceClip(SmoothStart(0.9)), Frozen(Batch(0.9))]
 ALL = [*RUNNING, Accumulated(Batch(0.9), 2), Cumulative(), Loading()]
 PAIRS = [*zip(ALL, ALL[4:] + ALL[:4], strict=True)]
+# Each pair in a trained ensemble; some also in one model, and before any step.
+CASES = [(*pair, 3, 2) for pair in PAIRS]
+CASES += [
+    (*pair, members, steps) for members, steps in ((0, 2), (3, 0)) for pair in PAIRS[2::3]
+]
 
 
-@pytest.mark.parametrize(("members", "steps"), [(0, 2), (3, 2), (3, 0)])
-@pytest.mark.parametrize(("old", "new"), PAIRS, ids=str)
+@pytest.mark.parametrize(("old", "new", "members", "steps"), CASES, ids=str)
 def test_reconfigured_model_equals_a_new_model_and_infers_as_before(old, new, members, steps):
     model, state = trained(old, members, steps)
     other, other_state = reconfigure(model, state, approach=new, eps=1e-3)
