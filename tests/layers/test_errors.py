@@ -163,7 +163,7 @@ with jax.enable_x64(OTHER_X64):
     OTHER_STATE = single(3)[1]
 # Arguments that replace or complete x of shape (3, 2) and its state; the error, and its words.
 CALLS = [
-    ({"x": jnp.ones((4, 2))}, ValueError(r"\(4, 2\).*input_size=3.*the input_size= of its in")),
+    ({"x": jnp.ones((4, 2))}, ValueError(r"\(4, 2\).*input_size=3.*the input_size= of its")),
     ({"x": jnp.ones((4, 3))}, ValueError(r"\(4, 3\).*This looks like a batch.*jax.vmap")),
     ({"x": jnp.ones((4, 5, 3))}, ValueError(r"channels are last.*moveaxis\(x, -1, 0\)")),
     ({"x": (jnp.ones((3, 2)), None)}, TypeError(r"x is a tuple of 2.*y, state = layer\(x")),
@@ -180,7 +180,7 @@ CALLS = [
     ({"state": single(4)[1]}, ValueError("belongs to another layer.*input_size=3")),
     ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
-    ({"state": AVERAGED}, ValueError(r"holds float\d\d, but.* counts in int32.*only the fl")),
+    ({"state": AVERAGED}, ValueError(r"holds float\d\d, but.* counts in int32.*only the")),
     ({"state": OTHER_STATE}, ValueError(f"'jax_enable_x64', {OTHER_X64}.*state = jax.tree")),
 ]
 OTHER_NAME, _ = make(3, "another", approach="batch")
