@@ -82,7 +82,7 @@ def device_axes(array: Any) -> frozenset[Hashable]:
 
 
 def like(
-    array: Array | jax.ShapeDtypeStruct, shape: Sequence[int], dtype: Any
+    array: Array | jax.ShapeDtypeStruct, shape: Sequence[Any], dtype: Any
 ) -> jax.ShapeDtypeStruct:
     """Returns the type of an array that varies over the mesh as `array` does."""
     varies = jax.typeof(array).manual_axis_type
