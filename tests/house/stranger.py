@@ -1,4 +1,4 @@
-"""Defines a user's strategy and model for the type checkers of test_wheel.py, not to import."""
+"""Defines a user's strategy and calls for the type checkers of test_wheel.py, not to import."""
 
 from typing import assert_type
 
@@ -35,32 +35,20 @@ class Running(AbstractStrategy[Average]):
         return Moments.of(memory.mean, memory.variance)
 
 
-class Network(eqx.Module):
-    norm: BatchNorm
-    linear: eqx.nn.Linear
-
-    def __init__(self, key: jax.Array) -> None:
-        self.norm = BatchNorm(8, "batch", approach=Running(0.99), activation=jax.nn.relu)
-        self.linear = eqx.nn.Linear(8, 10, key=key)
-
-    def __call__(self, x: Array, state: eqx.nn.State) -> tuple[Array, eqx.nn.State]:
-        x, state = self.norm(x, state)
-        return self.linear(x), state
-
-
-def types(model: Network, state: eqx.nn.State, x: Array) -> None:
+def types(model: eqx.nn.MLP, norm: BatchNorm, state: eqx.nn.State, x: Array) -> None:
     """Checks that a type checker infers types, and not Any."""
     BatchNorm(8, ("batch", "devices"), mode="ema", approach=Batch(0.5), unbiased=True)
+    BatchNorm(8, "batch", approach=Running(), activation=jax.nn.relu)
     BatchNorm(8, "batch", momentum="0.9")  # type: ignore[arg-type]
-    assert_type(model.norm(x, state, mask=x[0] > 0), tuple[Array, eqx.nn.State])
+    assert_type(norm(x, state, mask=x[0] > 0), tuple[Array, eqx.nn.State])
     for layer in (GroupNorm(2, 8), InstanceNorm(8), LayerNorm(8), RMSNorm((4,))):
         assert_type(layer(x), Array)
-    assert_type(swap(model, state, approach=Running()), tuple[Network, eqx.nn.State])
+    assert_type(swap(model, state, approach=Running(0.99)), tuple[eqx.nn.MLP, eqx.nn.State])
     assert_type(swap(LayerNorm(8)), tuple[LayerNorm, None])
-    assert_type(freeze(model), Network)
-    assert_type(from_torch(model, state, {}), tuple[Network, eqx.nn.State, TorchReport])
-    assert_type(from_torch(model, None, {}), tuple[Network, None, TorchReport])
+    assert_type(freeze(model), eqx.nn.MLP)
+    assert_type(from_torch(model, state, {}), tuple[eqx.nn.MLP, eqx.nn.State, TorchReport])
+    assert_type(from_torch(model, None, {}), tuple[eqx.nn.MLP, None, TorchReport])
     assert_type(recalibrate(model, state, [x]), eqx.nn.State)
     assert_type(monitor(x, "x"), Array)
-    assert_type(monitor_module(model), Network)
+    assert_type(monitor_module(model), eqx.nn.MLP)
     assert_type(compare("a", "b").same, bool)

@@ -1,4 +1,4 @@
-"""Builds nested models of Equinox's norms or of this package's, and calls them."""
+"""Builds models of Equinox's norms or of this package's, and calls them."""
 
 from typing import Any
 
@@ -11,28 +11,6 @@ from tests.compiling import filter_jit
 C, KEY = 3, jax.random.key(0)
 THEIRS: Any = eqx.nn
 OURS: Any = eqx_norm
-NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
-
-
-class Two(eqx.Module):
-    first: Any
-    second: Any
-
-
-def network(nn: Any, key: Any) -> Any:
-    """Returns a nested model with the norms of `nn`, one of which is used twice."""
-    keys = jax.random.split(key)
-    twice = nn.BatchNorm(C, "batch", mode="ema", momentum=0.5)
-    return {
-        "stem": [eqx.nn.Linear(C, C, key=keys[0]), nn.BatchNorm(C, "batch", mode="batch")],
-        "body": [
-            eqx.nn.SpectralNorm(eqx.nn.Linear(C, C, key=key), "weight", key=key),
-            eqx.nn.Shared(Two(twice, twice), lambda two: two.second, lambda two: two.first),
-            Two(nn.GroupNorm(1, C), nn.LayerNorm(C, use_bias=False)),
-        ],
-        "last": nn.BatchNorm(C, "batch", 1e-3, False, 0.9, inference=True, mode="batch"),
-        "head": [nn.RMSNorm(C, use_weight=False), eqx.nn.Linear(C, C, key=keys[1])],
-    }
 
 
 def norm(nn: Any, key: Any = None, mode: Any = "batch", momentum: float = 0.9) -> Any:
@@ -45,17 +23,16 @@ def made(build: Any, nn: Any, *args: Any, members: int = 0) -> tuple[Any, Any]:
     def make(key):
         return eqx.nn.make_with_state(build)(nn, key, *args)
 
-    return eqx.filter_vmap(make)(jax.random.split(KEY, members)) if members else make(KEY)
+    if members:
+        return filter_jit(eqx.filter_vmap(make))(jax.random.split(KEY, members))
+    return filter_jit(make)(KEY)
 
 
 def apply(model: Any, x: Any, state: Any) -> Any:
     """Returns the model's output for one example, with its parts called in order."""
     match model:
-        case eqx.nn.Shared():
-            return apply(model(), x, state)
-        case list() | dict() | Two():
-            parts = vars(model) if isinstance(model, Two) else model
-            for part in parts.values() if isinstance(parts, dict) else parts:
+        case list() | dict():
+            for part in model.values() if isinstance(model, dict) else model:
                 x, state = apply(part, x, state)
             return x, state
         case eqx.nn.StatefulLayer():
@@ -75,6 +52,15 @@ def forward(model: Any, state: Any, x: Any) -> Any:
 
 
 call = filter_jit(forward)
+
+
+def donatable(tree: Any) -> bool:
+    """Returns whether `jax.jit` can be given the pytree for good: no array is in two leaves.
+
+    https://github.com/liesel-devs/liesel/issues/272
+    """
+    buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(tree) if eqx.is_array(a)]
+    return len(set(buffers)) == len(buffers)
 
 
 def shapes(tree: Any) -> Any:

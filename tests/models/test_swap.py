@@ -13,27 +13,33 @@ from eqx_norm.models import reconfigure, swap, unswap
 from eqx_norm.models._layers import entries, layers_of
 from eqx_norm.strategies import Accumulated, Batch, SmoothStart
 from tests.helpers import example, f32, normal, remembered, same
-from tests.models.nested import (
-    KEY,
-    NORMS,
-    OURS,
-    THEIRS,
-    C,
-    Two,
-    call,
-    made,
-    network,
-    norm,
-    shapes,
-)
+from tests.layers.norms import moved
+from tests.models.nested import KEY, OURS, THEIRS, C, call, donatable, made, norm, shapes
 
+NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 ULP = float(np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize(("members", "steps"), [(0, 1), (0, 40), (2, 7)])
-def test_swapped_model_equals_the_model_built_with_these_layers(members, steps):
+def network(nn, key):
+    """Returns a nested model with the norms of `nn`, one of which is used twice."""
+    keys = jax.random.split(key)
+    twice = nn.BatchNorm(C, "batch", mode="ema", momentum=0.5)
+    return {
+        "stem": [eqx.nn.Linear(C, C, key=keys[0]), nn.BatchNorm(C, "batch", mode="batch")],
+        "body": (
+            eqx.nn.SpectralNorm(eqx.nn.Linear(C, C, key=key), "weight", key=key),
+            eqx.nn.Shared([twice, twice], lambda both: both[1], lambda both: both[0]),
+            [nn.GroupNorm(1, C), nn.LayerNorm(C, use_bias=False)],
+        ),
+        "last": nn.BatchNorm(C, "batch", 1e-3, False, 0.9, inference=True, mode="batch"),
+        "head": [nn.RMSNorm(C, use_weight=False), eqx.nn.Linear(C, C, key=keys[1])],
+    }
+
+
+@pytest.mark.parametrize(("build", "members", "steps"), [(network, 0, 1), (norm, 2, 40)])
+def test_swapped_model_equals_the_model_built_with_these_layers(build, members, steps):
     """Swaps after `steps` batches, and recovers their average mean and variance."""
-    model, state = made(network, THEIRS, members=members)
+    model, state = made(build, THEIRS, members=members)
     norms, averages = layers_of(model, NORMS), {}
     for path, layer in norms.items():
         if getattr(layer, "mode", "ema") == "batch":
@@ -45,8 +51,11 @@ def test_swapped_model_equals_the_model_built_with_these_layers(members, steps):
             state = state.set(layer.batch_counter, count)
             state = state.set(layer.batch_state_index, (f32(mean), f32(variance + start)))
     new, new_state = swap(model, state)
-    assert shapes((new, new_state)) == shapes(made(network, OURS, members=members))
-    assert shapes(unswap(new, new_state)) == shapes((model, state))
+    assert shapes((new, new_state)) == shapes(made(build, OURS, members=members))
+    back = unswap(new, new_state)
+    assert shapes(back) == shapes((model, state))
+    assert donatable((new, new_state))
+    assert donatable(back)
     swapped = layers_of(new, NORMS)
     for path, layer in swapped.items():
         assert (layer.weight is norms[path].weight) & (layer.bias is norms[path].bias)
@@ -88,12 +97,12 @@ def test_swap_keeps_dtypes(dtype):
 
 def test_swapped_layers_still_share_a_state():
     first, other = norm(THEIRS), norm(THEIRS)
-    model = Two(first, [first, other])
+    model = [first, [first, other]]
     state, model = eqx.nn.State(model), eqx.nn.delete_init_state(model)
     new, new_state = swap(model, state)
-    indices = [layer.memory_index.marker for layer in (new.first, *new.second)]
+    indices = [layer.memory_index.marker for layer in (new[0], *new[1])]
     assert indices[0] == indices[1] != indices[2]
-    assert new.first.weight is new.second[0].weight
+    assert new[0].weight is new[1][0].weight
     assert (len(entries(new_state)), len(entries(unswap(new, new_state)[1]))) == (2, 4)
 
 
@@ -141,6 +150,23 @@ def test_swap_after_unswap_restores_the_layer(mode, steps):
             np.testing.assert_allclose(*y, atol=4e-6)
         # Equinox's layer cannot store the weight of few batches, so later batches weigh less.
         assert again[1].get(ours.memory_index).statistics.weight(0.9) == 1
+
+
+def test_changed_weight_offset_keeps_outputs_and_is_undone():
+    def build(nn, key):
+        norms = nn.LayerNorm(C, use_bias=False), nn.GroupNorm(1, C), nn.RMSNorm(C)
+        return [norm(nn), eqx.nn.Linear(C, C, key=key), *norms]
+
+    theirs, state = made(build, THEIRS, members=2)
+    theirs, x = moved(theirs), normal(0, (2, 8, C))
+    zero = swap(theirs, state, weight_offset=1.0)
+    one = reconfigure(*zero, weight_offset=0.0)
+    assert {layer.weight_offset for layer in zero[0][2:]} == {1.0}
+    np.testing.assert_allclose(call(*zero, x)[0], call(*one, x)[0], rtol=1e-6, atol=1e-6)
+    models = theirs, one[0], unswap(*zero)[0]
+    arrays = (jax.tree.leaves(eqx.filter(model, eqx.is_array)) for model in models)
+    for before, *after in zip(*arrays, strict=True):
+        np.testing.assert_allclose(after, [before] * 2, rtol=1e-6, atol=1e-6)
 
 
 def test_models_without_a_state_are_swapped_and_reconfigured_without_one():
