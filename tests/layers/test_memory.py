@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import BatchNorm
 from eqx_norm.strategies import Accumulated, Cumulative
-from tests.compiling import filter_jit, jit
+from tests.compiling import filter_jit
 from tests.helpers import (
     APPROACHES,
     bits,
@@ -80,39 +81,58 @@ def test_memory_is_bitwise_equal_with_and_without_a_gradient(approach):
     assert same(without, with_gradient)
 
 
+class Block(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: BatchNorm
+
+    def __init__(self, approach, key):
+        self.linear = eqx.nn.Linear(3, 3, key=key)
+        self.norm = BatchNorm(3, "batch", approach=approach, activation=jax.nn.relu)
+
+    def __call__(self, x, state):
+        y, state = self.norm(self.linear(x), state)
+        return x + y, state
+
+
 @pytest.mark.long
 @each_approach
 def test_scan_over_stacked_layers_equals_a_loop(approach):
     """Tests Equinox #934: each layer of the stack has its own running statistics."""
-    layers, states = stacked(3, approach=approach, activation=jax.nn.silu)
-    arrays, static = eqx.partition(layers, eqx.is_array)
+    make_block = eqx.nn.make_with_state(functools.partial(Block, approach))
+    blocks, states = eqx.filter_vmap(make_block)(jax.random.split(jax.random.key(0), 3))
 
-    def scanned(arrays, states, x):
+    def scanned(blocks, states, x):
+        arrays, static = eqx.partition(blocks, eqx.is_array)
+
         def step(x, layer):
-            return over_batch(eqx.combine(layer[0], static))(x, layer[1])
+            arrays, state = layer
+            return over_batch(eqx.combine(arrays, static))(x, state)
 
         return jax.lax.scan(step, x, (arrays, states))
 
-    def looped(arrays, states, x):
+    def looped(blocks, states, x):
         after = []
         for i in range(3):
-            layer = eqx.combine(member(arrays, i), static)
-            x, state = over_batch(layer)(x, copy(member(states, i)))
+            x, state = over_batch(member(blocks, i))(x, copy(member(states, i)))
             after.append(state)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
 
-    def step(forward, states):
-        def loss(arrays, x):
-            y, after = forward(arrays, states, x)
-            return jnp.sum(y**3), (y, after)
+    def training(forward):
+        def loss(blocks, states, x, dy):
+            y, states = forward(blocks, states, x)
+            return jnp.sum(y * dy), (y, states)
 
-        return jax.grad(loss, (0, 1), has_aux=True)(arrays, X)
+        return filter_jit(eqx.filter_grad(loss, has_aux=True))
 
+    x, dy = normal(5, (8, 3)), normal(6, (8, 3))
     for _ in range(2):
-        answer, expected = (jit(step, static_argnums=0)(f, states) for f in (scanned, looped))
+        answer, expected = (training(f)(blocks, states, x, dy) for f in (scanned, looped))
         chex.assert_trees_all_close(answer, expected, rtol=1e-5, atol=1e-5)
         states = answer[1][1]
-    assert (states.get(layers.memory_index).accepted == 2).all()
+    assert (states.get(blocks.norm.memory_index).accepted == 2).all()
+    inference = eqx.nn.inference_mode(blocks)
+    y, expected = (filter_jit(f)(inference, states, x)[0] for f in (scanned, looped))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def stacked(count, **options):
