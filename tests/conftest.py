@@ -14,7 +14,7 @@ from tests.processes import ROOT
 # Before anything imports eqx_norm.
 jaxtyping.install_import_hook("eqx_norm", "beartype.beartype")
 
-# A second run reads the programs that the first has compiled, and takes half the time.
+# A second run reads the programs that the first has compiled, and takes 60% of the time.
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

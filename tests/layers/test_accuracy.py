@@ -169,6 +169,25 @@ def test_the_pair_of_oneflow_6149(dtype):
     np.testing.assert_array_equal(dx, 0)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@each_case(VECTORS[1], SPATIAL[0], ROWS[1])
+def test_non_finite_values_stay_in_their_channel_or_example(case, bad):
+    random = np.random.default_rng(0)
+    batch = case.batch(random, far_from_zero)
+    place = tuple(random.integers(case.shape))
+    spoilt = batch._replace(x=batch.x.copy())
+    spoilt.x[place] = bad
+    others = np.arange(case.shape[case.axis]) != place[case.axis]
+    clean, affected = (case.train(b)[0] for b in (batch, spoilt))
+    # Weight and bias of a layer norm have gradients from all examples.
+    of_channels = ("dweight", "dbias") if case.norm == "BatchNorm" else ()
+    for name in ("y", "dx", *of_channels):
+        arrays = (np.asarray(getattr(answer, name)) for answer in (clean, affected))
+        unaffected = [np.compress(others, a, case.axis if a.ndim > 1 else 0) for a in arrays]
+        assert bits(unaffected[0]) == bits(unaffected[1]), name
+    assert not np.isfinite(np.compress(~others, affected.y, case.axis)).any()
+
+
 # All float32 numbers in the range may be drawn, also those without a short decimal form.
 constants = st.lists(
     st.floats(float(np.float32(1e-3)), 65504, width=32), min_size=8, max_size=8

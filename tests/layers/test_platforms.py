@@ -1,7 +1,7 @@
 """Tests the programs that JAX lowers for GPUs and TPUs, on a machine without either.
 
-Every layer is lowered for both, in each direction. test_accuracy.py checks the errors of
-lowered programs; `make gpu-compile-check` and `make tpu-compile-check` count the bytes that
+Every layer is lowered for both, in each direction and dtype. test_accuracy.py checks the errors
+of lowered programs; `make gpu-compile-check` and `make tpu-compile-check` count the bytes that
 compiled programs read and write.
 """
 
@@ -48,11 +48,18 @@ def halves(*shape):
 
 
 @each_norm
-def test_layers_with_masks_are_lowered_for_every_platform(name):
-    layer, call = made(name, SHAPE, activation=SILU)
+@pytest.mark.parametrize(
+    ("dtype", "masked"),
+    [(jnp.float32, True), (jnp.bfloat16, True), (jnp.bfloat16, False), (jnp.complex64, True)],
+)
+def test_layers_are_lowered_for_every_platform(name, dtype, masked):
+    is_complex = dtype == jnp.complex64
+    options = {"dtype": dtype} if is_complex else {"activation": SILU}
+    layer, call = made(name, SHAPE, **options)
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
     mask = jnp.broadcast_to(jnp.arange(W) > 0, mask_shape(name, (N, *SHAPE)))
-    lower(lambda w, x: call(eqx.combine(w, static), x, mask)[0], weights, halves(*SHAPE))
+    mask, x = mask if masked else None, jax.ShapeDtypeStruct((N, *SHAPE), dtype)
+    lower(lambda w, x: call(eqx.combine(w, static), x, mask)[0], weights, x)
 
 
 @each_norm
