@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Inexact
 
@@ -42,6 +43,12 @@ class Pair(NamedTuple):
         return lax.index_in_dim(self.parts, 0, self.parts.ndim - 2, keepdims=False)
 
     @property
+    def _both(self) -> tuple[Array, Array]:
+        axis = self.parts.ndim - 2
+        first, second = (lax.index_in_dim(self.parts, i, axis, keepdims=False) for i in (0, 1))
+        return first, second
+
+    @property
     def rest(self) -> Inexact[Array, "*sets n"]:
         """Returns the rounding errors of `value`, which are constants to derivatives."""
         return lax.stop_gradient(
@@ -51,14 +58,7 @@ class Pair(NamedTuple):
     # For pairs `+` adds numbers; for other named tuples it concatenates.
     def __add__(self, other: "ArrayLike | Pair") -> "Pair":  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the sum with a pair, or with a float per number."""
-        other = Pair.of(other)
-        return self._plus(other.value, other.rest)
-
-    def _plus(self, value: Array, rest: Array) -> "Pair":
-        total, error = two_sum(self.value, value)
-        rest += lax.stop_gradient(error) + self.rest  # the error is 0 in exact arithmetic
-        value = total + rest
-        return Pair(_stacked(value, rest - (value - total)))  # Dekker's sum: the rest is small
+        return Pair(_sum(self.parts, Pair.of(other).parts))
 
     def __sub__(self, other: "ArrayLike | Pair") -> "Pair":
         """Returns the difference to a pair, or to a float per number."""
@@ -78,9 +78,8 @@ class Pair(NamedTuple):
         """Returns `self + share * (other - self)`, as `towards` does, for a small share. With a
         share near 1, the difference must be exact, unless `self` is 0."""
         share = jnp.asarray(share).astype(self.parts.dtype)
-        # Value and rest are subtracted one by one: XLA:CPU would materialise a pair's parts.
-        step = rounded(share * (other.value - self.value))
-        return self._plus(step, share * (other.rest - self.rest))
+        share = jnp.expand_dims(share, -2) if share.ndim else share
+        return Pair(_moved(self.parts, other.parts, share))
 
     def astype(self, dtype: DTypeLike) -> "Pair":
         """Returns the numbers in another precision; digits that `value` loses go to `rest`."""
@@ -105,6 +104,54 @@ def rounded(value: Array) -> Array:
     runs; once XLA keeps it, the barrier is the better way.)
     """
     return lax.select(value != value, -value, value)
+
+
+# The functions of parts have rules of their own, because JAX would trace the derivatives of all
+# rounding errors, which are 0, and drop them later.
+@jax.custom_jvp
+def _sum(a: Array, b: Array) -> Array:
+    return _added(*Pair(a)._both, *Pair(b)._both)
+
+
+@jax.custom_jvp
+def _moved(start: Array, end: Array, share: Array) -> Array:
+    # Value and rest are subtracted one by one: XLA:CPU would materialise a pair's parts.
+    (value, rest), (to, rest_to) = Pair(start)._both, Pair(end)._both
+    share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False) if share.ndim else share
+    return _added(value, rest, rounded(share * (to - value)), share * (rest_to - rest))
+
+
+def _added(a: Array, rest_a: Array, b: Array, rest_b: Array) -> Array:
+    total, error = two_sum(a, b)
+    rest = rest_b + (error + rest_a)  # the error is 0 in exact arithmetic
+    value = total + rest
+    return jnp.stack([value, rest - (value - total)], -2)  # Dekker's sum: the rest is small
+
+
+def _sum_jvp(primals: Any, tangents: Any) -> Any:
+    y = _sum(*primals)
+    a, b = (jnp.broadcast_to(_instantiated(t), y.shape) for t in tangents)
+    return y, a + b
+
+
+def _moved_jvp(primals: Any, tangents: Any) -> Any:
+    (start, end, share), y = primals, _moved(*primals)
+    d_start, d_end, d_share = tangents
+    # In this order equal tangents stay equal to the bit.
+    tangent = _instantiated(d_start)
+    tangent = tangent + share * (_instantiated(d_end) - tangent)
+    if not isinstance(d_share, SymbolicZero):
+        tangent = tangent + d_share * (end - start)
+    return y, jnp.broadcast_to(tangent, y.shape)
+
+
+def _instantiated(tangent: Any) -> Any:
+    is_zero = isinstance(tangent, SymbolicZero)
+    return jnp.zeros(tangent.aval.shape, tangent.aval.dtype) if is_zero else tangent
+
+
+_sum.defjvp(_sum_jvp, symbolic_zeros=True)
+_moved.defjvp(_moved_jvp, symbolic_zeros=True)
 
 
 @jax.custom_jvp

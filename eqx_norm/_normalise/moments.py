@@ -78,6 +78,22 @@ def _squares(values: Values, names: Names, mesh: Names) -> Sequence[Array]:
     return [column.reshape(-1) for column in (count, zero, m2, zero)]
 
 
+def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments) -> Moments:
+    """Returns constant moments of x as differentiable functions of x. The derivative of moments
+    that are not finite is 0."""
+    dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(values.x)
+    moments = moments.astype(values.wide.dtype)
+    vectors = moments.mean, moments.m2, moments.mean_pair.rest
+    count = moments.count if values.mask is None else jnp.expand_dims(moments.count, 0)
+    if is_complex:
+        # Only the sum of the parts' m2 counts.
+        pairs = ((v.real, v.imag if jnp.iscomplexobj(v) else 0 * v) for v in vectors)
+        values, vectors = complex_numbers.parts(values), [*map(jnp.concatenate, pairs)]
+    how: Any = {"centred": True, "safe": True}
+    found = differentiable(values, axis_name, count, *vectors, **how)
+    return (complex_numbers.whole(found) if is_complex else found).astype(dtype)
+
+
 def differentiable(
     values: Values,
     axis_name: AxisName,
@@ -87,9 +103,11 @@ def differentiable(
     rest: Array,
     *,
     centred: bool,
+    safe: bool = False,
 ) -> Moments:
     """Returns moments, of shape `(groups,)`, as differentiable functions of x. Without a mask,
-    `full_count` replaces `count`."""
+    `full_count` replaces `count`. If `safe`, the derivative of moments that are not finite is
+    0."""
     (x, wide, mask, layout), along_first = values, values.layout.groups is None
     # Without named axes, either all values of a position count or none does.
     if mask is None or (along_first and axis_name == ()):
@@ -102,7 +120,7 @@ def differentiable(
     names, mesh = collectives.split_names(axis_name)
     columns = (v.reshape(layout.moments) for v in (mean, rest, m2))
     arrays = (wide, x, *columns, n, *([] if mask is None else [mask]))
-    where: Any = {"blocks": layout.of_moments, "shape": layout.moments}
+    where: Any = {"blocks": layout.of_moments, "shape": layout.moments, "safe": safe}
     columns = MOMENTS.bind(*arrays, names=names, mesh=mesh, centred=centred, **where)
     mean, m2 = (column.reshape(-1) for column in columns)
     return Moments(count, Pair.of(mean, rest) if centred else mean, m2)

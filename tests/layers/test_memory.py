@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import Accumulated, Cumulative
+from eqx_norm.models import swap
+from eqx_norm.strategies import Accumulated, Adam, Average, Batch, Cumulative, Frozen
 from tests.compiling import filter_jit
 from tests.helpers import (
     APPROACHES,
@@ -152,25 +153,93 @@ def test_running_returns_what_a_layer_and_each_member_of_an_ensemble_infers_by()
         make(4, "batch", approach="adam")[0].running(state)
 
 
-@each_approach
-def test_no_gradient_flows_into_or_out_of_memory(approach):
+# Own strategies hold parameters, and read values from outside.
+class Scaled(Cumulative):
+    scale: jax.Array = eqx.field(default_factory=lambda: jnp.asarray(2.0))
+
+    def update(self, batch, memory):
+        _, memory = super().update(batch, memory)
+        return memory.moments.towards(batch, 0.5 / self.scale), memory
+
+
+STRATEGIES = [*APPROACHES, Average(), Cumulative(), Accumulated(Adam(0.9), 1), Scaled()]
+
+
+@pytest.mark.parametrize("memory_axis_name", [(), "ghost"])
+@pytest.mark.parametrize("approach", STRATEGIES, ids=str)
+def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
+    """Tests GradAttack #4, pytorch-flows #8, higher #55: derivatives of inference after a step,
+    of a second step and of the running statistics, in x and in the memory before."""
+    with jax.enable_x64(True):
+        momentum = {"momentum": 0.9} if approach in APPROACHES else {}
+        options = {"approach": approach, "memory_axis_name": memory_axis_name, **momentum}
+        layer, state = make(3, "batch", **options)
+        x, later, along, weight = np.random.default_rng(0).normal(1, 2, (4, 2, 4, 3, 2))
+
+        def train(x, state, model=layer):
+            return over_batch(over_batch(model), memory_axis_name or None)(x, state)
+
+        state = train(later**2, state)[1]
+        memory = state.get(layer.memory_index).statistics
+
+        def results(x, change):
+            # Rests of pairs, behind their values, are constants to derivatives.
+            moved = jax.tree.map(
+                lambda a: a.at[..., 0, :].add(change) if a.ndim > 1 else a, memory
+            )
+            _, after = train(x, remember(layer, copy(state), moved))
+            inferred, _ = train(later, copy(after), eqx.nn.inference_mode(layer))
+            running = layer.running(after)
+            y, _ = train(later, after)
+            sums = [(v**3).sum() for v in (running.mean, running.variance)]
+            return jnp.stack([(inferred * weight).sum(), (y * weight).sum(), *sums])
+
+        at, step = (jnp.asarray(x), jnp.zeros(())), 1e-5
+        gradient, change = jax.jit(jax.jacrev(results, (0, 1)))(*at)
+        _, tangent = jax.jit(lambda *at: jax.jvp(results, at, (along, jnp.ones(()))))(*at)
+        found = (gradient * along).sum((1, 2, 3, 4)) + change
+        plus, minus = (jax.jit(results)(x + h * along, h) for h in (step, -step))
+        expected = (plus - minus) / (2 * step)
+        np.testing.assert_allclose(found, tangent, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        assert (abs(expected[[0, 2, 3]]) > 1e-3).all()
+
+
+def test_gradient_through_the_memory_equals_that_of_equinox():
+    """Tests a second step of `mode="ema"` in one differentiated program."""
+    theirs, before = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
+    ours = swap(theirs, copy(before))
+
+    def loss(x, layer, state):
+        _, state = over_batch(layer)(x, copy(state))
+        return (over_batch(layer)(X**2, state)[0] * X).sum()
+
+    gradient, expected = (jax.grad(loss)(X, *pair) for pair in (ours, (theirs, before)))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-5)
+    assert abs(expected).max() > 1e-2
+
+
+@pytest.mark.nans
+@pytest.mark.parametrize("approach", [*STRATEGIES, Frozen(Batch())], ids=str)
+def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
+    """Tests NaN, overflow and a batch that is masked out, and a frozen layer."""
     layer, state = make(3, "batch", approach=approach)
-    _, state = call(layer, state, X)
+    state = quick_call(layer, state, X)[1]
 
-    def remembered_after(layer_and_x):
-        layer, x = layer_and_x
-        _, new_state = over_batch(layer)(x, copy(state))
-        return sum(jnp.sum(leaf, dtype=float) for leaf in jax.tree.leaves(new_state))
-
-    def output(memory):
+    def inferred(x, memory, mask):
         before = remember(layer, copy(state), memory)
-        modes = (functools.partial(layer, inference=inference) for inference in (False, True))
-        return sum(jnp.sum(over_batch(mode)(X, copy(before))[0] ** 2) for mode in modes)
+        masked = lambda x, state: layer(x, state, mask=mask)  # noqa: E731
+        _, after = over_batch(masked)(x, before)
+        return (over_batch(eqx.nn.inference_mode(layer))(X, after)[0] ** 3).sum()
 
-    into = filter_jit(eqx.filter_grad(remembered_after))((layer, X))
-    out_of = filter_jit(eqx.filter_grad(output))(state.get(layer.memory_index).statistics)
-    for gradient in jax.tree.leaves((into, out_of)):
-        np.testing.assert_array_equal(gradient, np.zeros(gradient.shape))
+    memory = state.get(layer.memory_index).statistics
+    gradient = filter_jit(lambda *a: eqx.filter_grad(lambda z: inferred(*z, a[2]))(a[:2]))
+    for bad, mask in ((np.nan, None), (np.inf, None), (1e30, None), (1, np.asarray(False))):
+        dx, d_memory = gradient(X.at[3, 1, 2].set(bad), memory, mask)
+        np.testing.assert_array_equal(dx, np.zeros(X.shape))
+        leaves = jax.tree.leaves(d_memory)
+        assert all(np.isfinite(leaf).all() for leaf in leaves)
+        assert any(leaf.any() for leaf in leaves) == layer.approach.learns
 
 
 @pytest.mark.nans
