@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Inexact
 from ._base import AbstractStrategy
 from ._moments import Moments
 from ._numbers import number
-from ._pair import Pair
+from ._pair import Pair, capped, with_zeros
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -92,7 +92,8 @@ class Running(NamedTuple):
         """Returns the average after one more batch; it uses the batch's `memory_variance`."""
         # The variance is computed outside of the compiled call, so that a program run op by op
         # divides: inside of a larger program XLA may multiply by a reciprocal instead.
-        return _pushed(self, batch.mean_pair, Pair.of(batch.memory_variance), momentum)
+        variance = Pair(with_zeros(capped(batch.memory_variance)))
+        return _pushed(self, batch.mean_pair, variance, momentum)
 
     @property
     def moments(self) -> Moments:

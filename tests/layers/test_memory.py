@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import Accumulated, Cumulative
+from eqx_norm.strategies import Accumulated, Cumulative, Renorm
 from tests.compiling import filter_jit
 from tests.helpers import (
     APPROACHES,
@@ -190,15 +190,20 @@ def test_non_finite_batch_is_not_remembered_but_counted(approach):
     assert not same(before.statistics, after.statistics)
 
 
-@pytest.mark.parametrize("approach", [*APPROACHES, Accumulated(Cumulative(), 2)], ids=str)
-def test_a_memory_that_overflows_is_not_remembered(approach):
-    """Tests batches of finite mean and variance, whose difference or its square overflows."""
+@pytest.mark.parametrize(
+    "approach", [*APPROACHES, Renorm(r_max=3, d_max=5), Accumulated(Cumulative(), 2)], ids=str
+)
+def test_what_overflows_is_not_remembered(approach):
+    """Tests batches whose squares overflow, with finite y and dx, and batches of finite mean
+    and variance, whose difference or its square overflows."""
     layer, state = make(3, "batch", approach=approach)
-    for x in (X, *(jnp.full_like(X, value) for value in (1e20, -3e38, 3e38)), X):
-        _, state = call(layer, state, x)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    wide = X.at[:, 0].mul(1e30)
+    for x in (wide, X, wide, *(jnp.full_like(X, value) for value in (1e20, -3e38, 3e38)), X):
+        y, state, (_, dx) = call_and_grad(layer, state, x, X)
+        checked = (state, y, dx) if x is wide else state
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(checked))
     held = state.get(layer.memory_index)
-    assert held.accepted + held.rejected == 5
+    assert held.accepted + held.rejected == 7
     assert held.accepted >= 2
 
 

@@ -117,7 +117,10 @@ def test_derivatives_of_a_layer_without_jit():
 def test_debug_nans_names_the_pass(name):
     """Fails if a pass, which JAX runs again without jit, calls its compiled program again."""
     layer, call = made(name, (3,))
-    loss = lambda x: call(layer, x)[0].sum()
+
+    def loss(x):
+        return call(layer, x)[0].sum()
+
     x = X.at[0, 0].set(jnp.inf)
     with jax.debug_nans(True):
         for function in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(loss))):
