@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.strategies import Accumulated, Cumulative, Renorm
+from eqx_norm.strategies import Accumulated, Batch, Cumulative, Renorm
 from tests.compiling import filter_jit
 from tests.helpers import (
     APPROACHES,
@@ -207,14 +207,22 @@ def test_what_overflows_is_not_remembered(approach):
     assert held.accepted >= 2
 
 
+class Windows(Batch):
+    """Remembers the variances of the last 5 and of the last 2 batches; at first infinities."""
+
+    def init(self, channels, dtype):
+        return [jnp.full((size, channels), jnp.inf, dtype) for size in (5, 2)]
+
+    def update(self, batch, memory):
+        return batch, [jnp.concatenate([old[1:], batch.variance[None]]) for old in memory]
+
+
 @pytest.mark.nans
-def test_a_memory_may_hold_infinities():
-    """Tests a memory of infinities, from which a user's strategy may start."""
-    layer, state = make(3, "batch", approach=Cumulative())
-    memory = state.get(layer.memory_index).statistics
-    memory = jax.tree.map(lambda leaf: jnp.full_like(leaf, np.inf), memory)
-    _, state = call(layer, remember(layer, state, memory), X)
-    assert state.get(layer.memory_index).counts.tolist() == [1, 0]
+def test_a_memory_may_hold_infinities_and_arrays_of_several_shapes():
+    layer, state = make(3, "batch", approach=Windows())
+    for x in (X, X.at[0].set(jnp.nan)):
+        _, state = call(layer, state, x)
+    assert state.get(layer.memory_index).counts.tolist() == [1, 1]
 
 
 @each_approach
