@@ -1,8 +1,7 @@
 """Defines `Running`, the memory of most strategies, and the base classes of such strategies."""
 
-import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
-from ._moments import Moments
+from ._moments import Moments, select
 from ._numbers import number
 from ._pair import Pair, capped, with_zeros
 
@@ -78,9 +77,10 @@ class Running(NamedTuple):
         variance = self.averages.value[..., 1, :].real
         return jnp.where(jnp.expand_dims(self.batches, -1) > 0, variance, 1)
 
-    def weight(self, momentum: float) -> Float[Array, "*members"]:
+    def weight(self, momentum: Float[ArrayLike, ""]) -> Float[Array, "*members"]:
         """Returns the weight of all batches, $w_k$."""
-        return -jnp.expm1(self.batches * math.log(momentum))
+        log = math.log(momentum) if isinstance(momentum, float) else jnp.log(momentum)
+        return -jnp.expm1(self.batches * log)
 
     def at_momentum(self, old: float, new: float) -> "Running":
         """Returns the average for another momentum, with the number of batches that has the
@@ -88,12 +88,14 @@ class Running(NamedTuple):
         batches = jnp.minimum(self.batches * (math.log(old) / math.log(new)), MANY)
         return self._replace(batches=jnp.where(self.batches < MANY, batches, self.batches))
 
-    def push(self, batch: Moments, momentum: float) -> "Running":
-        """Returns the average after one more batch; it uses the batch's `memory_variance`."""
+    def push(self, batch: Moments, momentum: Float[ArrayLike, ""]) -> "Running":
+        """Returns the average after one more batch; it uses the batch's `memory_variance`. The
+        momentum may be an array, as of a schedule."""
         # The variance is computed outside of the compiled call, so that a program run op by op
         # divides: inside of a larger program XLA may multiply by a reciprocal instead.
         variance = Pair(with_zeros(capped(batch.memory_variance)))
-        return _pushed(self, batch.mean_pair, variance, momentum)
+        pushed = _pushed_at_once if isinstance(momentum, float) else _pushed
+        return pushed(self, batch.mean_pair, variance, momentum)
 
     @property
     def moments(self) -> Moments:
@@ -101,18 +103,21 @@ class Running(NamedTuple):
         return Moments.of(self.mean_pair, self.variance)
 
 
-# Run op by op, `_pushed` is one call. `inline` saves the time that XLA takes to inline calls.
-@functools.partial(jax.jit, static_argnums=3, inline=True)
-def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Running:
+def _pushed(running: Running, mean: Pair, variance: Pair, momentum: Any) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
-    old, new = running.averages, batch.averages
+    old, new, is_small = running.averages, batch.averages, momentum < 0.5
+    known = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
     # The sum starts from the average with the larger share.
-    if momentum < 0.5:
-        share = momentum * running.weight(momentum) / batch.weight(momentum)
-        return batch._replace(averages=new.moved(old, share))
-    share = (1 - momentum) / batch.weight(momentum)
-    old = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
-    return batch._replace(averages=old.moved(new, share))
+    small, large = (new, old, momentum * running.weight(momentum)), (known, new, 1 - momentum)
+    if isinstance(momentum, float):
+        start, end, share = small if is_small else large
+    else:
+        start, end, share = select(is_small, small, large)
+    return batch._replace(averages=start.moved(end, share / batch.weight(momentum)))
+
+
+# Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.
+_pushed_at_once = jax.jit(_pushed, static_argnums=3, inline=True)
 
 
 class AbstractAveragingStrategy(AbstractStrategy[Running]):
