@@ -136,7 +136,6 @@ class Moments(eqx.Module):
         A share of 0 or 1 gives `self` or `other` to the bit. The count is nominal, as in `of`.
         """
         share = jnp.asarray(share, self.m2.dtype)
-        # Capped, because the average of an overflown batch and a memory would be inf - inf.
         a, b = capped(self.variance), other.variance
         variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
         return Moments.of(self.mean_pair.towards(other.mean_pair, share), variance)

@@ -30,8 +30,7 @@ class Pair(NamedTuple):
         `value`, by default 0; returns a `Pair` unchanged."""
         if isinstance(value, Pair):
             return value
-        value = jnp.asarray(value)
-        value = value if value.ndim else value.reshape(1)
+        value = jnp.atleast_1d(value)
         if rest is None:
             return Pair(with_zeros(rounded(value)))
         return Pair(_stacked(value, jnp.asarray(rest, value.dtype)))
@@ -126,8 +125,7 @@ def with_zeros(value: Array) -> Array:
 
 
 def capped(value: Array) -> Array:
-    """Returns the value, `rounded`, or 3e38 for infinity, with derivative 0, so that averages
-    with finite numbers are finite (and a root, cast to float32, too)."""
+    """Returns the value, `rounded`, or 3e38 for infinity, whose averages would be NaN."""
     return jnp.where(value == jnp.inf, 3e38, value)
 
 

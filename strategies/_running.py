@@ -105,14 +105,12 @@ class Running(NamedTuple):
 
 def _pushed(running: Running, mean: Pair, variance: Pair, momentum: Any) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
-    old, new, is_small = running.averages, batch.averages, momentum < 0.5
+    old, new, from_new = running.averages, batch.averages, momentum < 0.5
     known = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
     # The sum starts from the average with the larger share.
-    small, large = (new, old, momentum * running.weight(momentum)), (known, new, 1 - momentum)
-    if isinstance(momentum, float):
-        start, end, share = small if is_small else large
-    else:
-        start, end, share = select(is_small, small, large)
+    ways = (new, old, momentum * running.weight(momentum)), (known, new, 1 - momentum)
+    is_float = isinstance(momentum, float)
+    start, end, share = ways[not from_new] if is_float else select(from_new, *ways)
     return batch._replace(averages=start.moved(end, share / batch.weight(momentum)))
 
 

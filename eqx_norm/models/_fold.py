@@ -209,8 +209,7 @@ def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
     if type(norm) is not BatchNorm:
         name = f"{type(norm).__module__}.{type(norm).__name__}"
         if isinstance(norm, BatchNorm):
-            field = "self.norm = eqx_norm.BatchNorm(...), and fold that"
-            return f"{name} is a subclass, which may compute more: hold it in a field, {field}"
+            return f"{name} is a subclass: give it a field, self.norm = BatchNorm(...), to fold"
         return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"

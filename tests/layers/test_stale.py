@@ -121,8 +121,6 @@ def test_debug_nans_names_the_pass(name):
     def loss(x):
         return call(layer, x)[0].sum()
 
-    x = X.at[0, 0].set(jnp.inf)
-    with jax.debug_nans(True):
-        for function in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(loss))):
-            with pytest.raises(FloatingPointError, match="encountered in eqx_norm_"):
-                function(x)
+    for function in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(loss))):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in eqx_norm_"):
+            function(X.at[0, 0].set(jnp.inf))
