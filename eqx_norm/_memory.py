@@ -105,8 +105,9 @@ def stays_finite(before: PyTree, after: PyTree, batch: Moments) -> Bool[Array, "
         if eqx.is_inexact_array(new):
             stays = jnp.isfinite(new) | ~jnp.isfinite(old)
             # One reduction serves all arrays, because XLA:CPU compiles each into a loop.
-            is_of_channels = new.shape[-1:] in ((), finite.shape[-1:])
-            stays = stays if is_of_channels else stays.all()
+            shorter, longer = sorted((new.shape, finite.shape), key=len)
+            broadcasts = longer[len(longer) - len(shorter) :] == shorter
+            stays = stays if broadcasts else stays.all()
             finite, stays = jnp.broadcast_arrays(finite, stays)
             finite &= stays
     return finite.all()

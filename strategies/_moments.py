@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._pair import Pair
+from ._pair import Pair, capped
 
 
 class Moments(eqx.Module):
@@ -136,7 +136,7 @@ class Moments(eqx.Module):
         A share of 0 or 1 gives `self` or `other` to the bit. The count is nominal, as in `of`.
         """
         share = jnp.asarray(share, self.m2.dtype)
-        a, b = self.variance, other.variance
+        a, b = capped(self.variance), other.variance
         variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
         return Moments.of(self.mean_pair.towards(other.mean_pair, share), variance)
 

@@ -31,10 +31,9 @@ class Pair(NamedTuple):
         `value`, by default 0; returns a `Pair` unchanged."""
         if isinstance(value, Pair):
             return value
-        value = jnp.asarray(value)
-        value = value if value.ndim else value.reshape(1)
+        value = jnp.atleast_1d(value)
         if rest is None:
-            return Pair(_with_zeros(rounded(value)))
+            return Pair(with_zeros(rounded(value)))
         return Pair(_stacked(value, jnp.asarray(rest, value.dtype)))
 
     @property
@@ -161,14 +160,20 @@ def _stacked(value: Array, rest: Array) -> Array:
 
 @_stacked.defjvp
 def _stacked_jvp(primals: Any, tangents: Any) -> Any:
-    return _stacked(*primals), _with_zeros(tangents[0])
+    return _stacked(*primals), with_zeros(tangents[0])
 
 
-def _with_zeros(value: Array) -> Array:
+def with_zeros(value: Array) -> Array:
+    """Returns the parts of a pair with rests of 0."""
     # A pad, because JAX cannot map a stack of which only one array is split over a mesh.
     value = jnp.expand_dims(value, -2)
     after = [(0, int(axis == value.ndim - 2), 0) for axis in range(value.ndim)]
     return lax.pad(value, jnp.zeros((), value.dtype), after)
+
+
+def capped(value: Array) -> Array:
+    """Returns the value, `rounded`, or 3e38 for infinity, whose averages would be NaN."""
+    return jnp.where(value == jnp.inf, 3e38, value)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:

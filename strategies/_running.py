@@ -1,8 +1,7 @@
 """Defines `Running`, the memory of most strategies, and the base classes of such strategies."""
 
-import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,9 +10,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
-from ._moments import Moments
+from ._moments import Moments, select
 from ._numbers import number
-from ._pair import Pair
+from ._pair import Pair, capped, with_zeros
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -78,9 +77,10 @@ class Running(NamedTuple):
         variance = self.averages.value[..., 1, :].real
         return jnp.where(jnp.expand_dims(self.batches, -1) > 0, variance, 1)
 
-    def weight(self, momentum: float) -> Float[Array, "*members"]:
+    def weight(self, momentum: Float[ArrayLike, ""]) -> Float[Array, "*members"]:
         """Returns the weight of all batches, $w_k$."""
-        return -jnp.expm1(self.batches * math.log(momentum))
+        log = math.log(momentum) if isinstance(momentum, float) else jnp.log(momentum)
+        return -jnp.expm1(self.batches * log)
 
     def at_momentum(self, old: float, new: float) -> "Running":
         """Returns the average for another momentum, with the number of batches that has the
@@ -88,11 +88,14 @@ class Running(NamedTuple):
         batches = jnp.minimum(self.batches * (math.log(old) / math.log(new)), MANY)
         return self._replace(batches=jnp.where(self.batches < MANY, batches, self.batches))
 
-    def push(self, batch: Moments, momentum: float) -> "Running":
-        """Returns the average after one more batch; it uses the batch's `memory_variance`."""
+    def push(self, batch: Moments, momentum: Float[ArrayLike, ""]) -> "Running":
+        """Returns the average after one more batch; it uses the batch's `memory_variance`. The
+        momentum may be an array, as of a schedule."""
         # The variance is computed outside of the compiled call, so that a program run op by op
         # divides: inside of a larger program XLA may multiply by a reciprocal instead.
-        return _pushed(self, batch.mean_pair, Pair.of(batch.memory_variance), momentum)
+        variance = Pair(with_zeros(capped(batch.memory_variance)))
+        pushed = _pushed_at_once if isinstance(momentum, float) else _pushed
+        return pushed(self, batch.mean_pair, variance, momentum)
 
     @property
     def moments(self) -> Moments:
@@ -100,18 +103,19 @@ class Running(NamedTuple):
         return Moments.of(self.mean_pair, self.variance)
 
 
-# Run op by op, `_pushed` is one call. `inline` saves the time that XLA takes to inline calls.
-@functools.partial(jax.jit, static_argnums=3, inline=True)
-def _pushed(running: Running, mean: Pair, variance: Pair, momentum: float) -> Running:
+def _pushed(running: Running, mean: Pair, variance: Pair, momentum: Any) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
-    old, new = running.averages, batch.averages
+    old, new, from_new = running.averages, batch.averages, momentum < 0.5
+    known = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
     # The sum starts from the average with the larger share.
-    if momentum < 0.5:
-        share = momentum * running.weight(momentum) / batch.weight(momentum)
-        return batch._replace(averages=new.moved(old, share))
-    share = (1 - momentum) / batch.weight(momentum)
-    old = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
-    return batch._replace(averages=old.moved(new, share))
+    ways = (new, old, momentum * running.weight(momentum)), (known, new, 1 - momentum)
+    is_float = isinstance(momentum, float)
+    start, end, share = ways[not from_new] if is_float else select(from_new, *ways)
+    return batch._replace(averages=start.moved(end, share / batch.weight(momentum)))
+
+
+# Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.
+_pushed_at_once = jax.jit(_pushed, static_argnums=3, inline=True)
 
 
 class AbstractAveragingStrategy(AbstractStrategy[Running]):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
@@ -77,7 +78,13 @@ def new_primitive(
 
     @functools.lru_cache
     def compiled(**parameters: Any) -> Callable[..., list[Array]]:
-        return jax.jit(functools.partial(primitive.bind, **parameters))
+        def results(*arrays: Any) -> list[Array]:
+            # Under `jax_debug_nans` JAX calls this again without jit, to name an operation.
+            if not isinstance(arrays[0], Tracer):
+                raise FloatingPointError(f"invalid value encountered in {primitive}")
+            return primitive.bind(*arrays, **parameters)
+
+        return jax.jit(results)
 
     @primitive.def_impl
     def _(*arrays: Any, **parameters: Any) -> list[Array]:

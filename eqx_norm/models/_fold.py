@@ -208,6 +208,8 @@ def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
     """Returns why a norm cannot be folded into a layer; `None` if it can."""
     if type(norm) is not BatchNorm:
         name = f"{type(norm).__module__}.{type(norm).__name__}"
+        if isinstance(norm, BatchNorm):
+            return f"{name} is a subclass: give it a field, self.norm = BatchNorm(...), to fold"
         return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"

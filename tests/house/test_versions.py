@@ -27,7 +27,7 @@ UNSTABLE = {
     "Pallas": (r"jax\.experimental", "tile tpu_rows"),
     "private and core modules": (
         r"jax\.(_src|config\.values|core)\b|jax import core",
-        "_layers _recipe lowering",
+        "_layers _recipe lowering passes",
     ),
 }
 

@@ -14,7 +14,15 @@ import pytest
 
 from eqx_norm import BatchNorm
 from eqx_norm.models import swap
-from eqx_norm.strategies import Accumulated, Adam, Average, Batch, Cumulative, Frozen
+from eqx_norm.strategies import (
+    Accumulated,
+    Adam,
+    Average,
+    Batch,
+    Cumulative,
+    Frozen,
+    Renorm,
+)
 from tests.compiling import filter_jit
 from tests.helpers import (
     APPROACHES,
@@ -33,6 +41,7 @@ from tests.helpers import (
     remembered,
     same,
 )
+from tests.helpers import Cumulative as Unloaded
 
 X = normal(0, (8, 3, 4), 1, 2)
 
@@ -243,19 +252,23 @@ def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
 
 
 @pytest.mark.nans
-@each_approach
+@pytest.mark.parametrize("approach", [*APPROACHES, Renorm(r_max=3, d_max=5)], ids=str)
 def test_non_finite_batch_is_not_remembered_but_counted(approach):
+    """Tests finite values, too, whose squares overflow: y and its derivative are finite."""
     layer, state = make(3, "batch", approach=approach)
+    y, state, (_, dx) = call_and_grad(layer, state, X.at[3, 1, 2].set(1e30), X)
+    assert np.isfinite([y, dx]).all()
     _, state = call(layer, state, X)
     before = state.get(layer.memory_index)
-    for rejected, bad in enumerate((np.nan, np.inf, 3e38), 1):
-        _, state = call(layer, state, X.at[3, 1, 2].set(bad))
+    for rejected, bad in enumerate((np.nan, np.inf, 1e30), 2):
+        y, state, (_, dx) = call_and_grad(layer, state, X.at[3, 1, 2].set(bad), X)
         after = state.get(layer.memory_index)
         assert same(before.statistics, after.statistics)
         assert (after.accepted, after.rejected) == (1, rejected)
+    assert np.isfinite([y, dx]).all()
     _, state = call(layer, state, 2 * X)
     after = state.get(layer.memory_index)
-    assert (after.accepted, after.rejected) == (2, 3)
+    assert (after.accepted, after.rejected) == (2, 4)
     assert not same(before.statistics, after.statistics)
 
 
@@ -271,14 +284,22 @@ def test_a_memory_that_overflows_is_not_remembered(approach):
     assert held.accepted >= 2
 
 
+class Windows(Unloaded):
+    """Remembers the variances of the last 5 and of the last 2 batches; at first infinities."""
+
+    def init(self, channels, dtype):
+        return [jnp.full((size, channels), jnp.inf, dtype) for size in (5, 2)]
+
+    def update(self, batch, memory):
+        return batch, [jnp.roll(old, 1, 0).at[0].set(batch.variance) for old in memory]
+
+
 @pytest.mark.nans
-def test_a_memory_may_hold_infinities():
-    """Tests a memory of infinities, from which a user's strategy may start."""
-    layer, state = make(3, "batch", approach=Cumulative())
-    memory = state.get(layer.memory_index).statistics
-    memory = jax.tree.map(lambda leaf: jnp.full_like(leaf, np.inf), memory)
-    _, state = call(layer, remember(layer, state, memory), X)
-    assert state.get(layer.memory_index).counts.tolist() == [1, 0]
+def test_a_memory_may_hold_infinities_and_arrays_of_several_shapes():
+    layer, state = make(3, "batch", approach=Windows())
+    for x in (X, X.at[0].set(jnp.nan)):
+        _, state = call(layer, state, x)
+    assert state.get(layer.memory_index).counts.tolist() == [1, 1]
 
 
 @each_approach

@@ -12,6 +12,7 @@ from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.strategies import Batch, Moments
 from tests.compiling import filter_jit
 from tests.helpers import copy, each_approach, make, normal, over_batch, same
+from tests.layers.norms import made
 
 X = normal(0, (4, 3))
 FACTOR = np.ones(3, np.float32)
@@ -110,3 +111,16 @@ def test_derivatives_of_a_layer_without_jit():
     with jax.disable_jit():
         outputs = derive(X)
     np.testing.assert_allclose(outputs, derive(X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm", "RMSNorm"])
+def test_debug_nans_names_the_pass(name):
+    """Fails if a pass, which JAX runs again without jit, calls its compiled program again."""
+    layer, call = made(name, (3,))
+
+    def loss(x):
+        return call(layer, x)[0].sum()
+
+    for function in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(loss))):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in eqx_norm_"):
+            function(X.at[0, 0].set(jnp.inf))

@@ -54,6 +54,7 @@ NORM, NORM_STATE = BOTH = make(C, "batch", approach="batch", inference=True)
 ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
 UNLOADED = make(C, "batch", approach=Unloaded())
 WRONG = make(C, "batch", approach=Wrong())
+OWN: Any = type("Own", (BatchNorm,), {})(C, "batch", approach="batch")
 X = normal(0, (4, C))
 PATH: Any = "[0]"
 ORDER: Any = "order"
@@ -160,6 +161,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: jitted(folded)(PLAIN), f"^pairs=.*{TRACED[1:]}"),
     (lambda: folded([conv(), NORM], "[2]"), r"^pairs=.*no linear .* '\[2\]'\..*: '\[0\]'"),
     (lambda: folded([conv(), norm(THEIRS)]), r"^pairs=.*equinox\S+BatchNorm.*models\.swap"),
+    (lambda: folded([conv(), OWN]), r"^pairs=.*Own is a subclass.* field, self\.norm"),
     (lambda: folded([conv(kind=Standardised), NORM]), "^pairs=.*Standardised has another"),
     (lambda: folded([conv(4), NORM]), "the norm has 3 channels, but the layer returns 4"),
     (lambda: folded([conv(), eqx.nn.inference_mode(NORM, False)]), "^pairs.* in training mode"),

@@ -114,10 +114,13 @@ def test_repeated_first_batch_is_remembered_to_the_bit(strategy):
             np.testing.assert_array_equal(moments.variance, [first.variance] * 50)
 
 
-def test_running_averages_at_a_momentum_near_0():
-    """Fails if r + share (b - r) cancels, which loses 4% of the variance."""
-    running = Running.empty(1, jnp.float32)
+@pytest.mark.parametrize("momentum", [0.75, 1e-6])
+@pytest.mark.parametrize("given", [float, f32])
+def test_running_averages_of_two_batches(momentum, given):
+    """Fails for an array of a schedule, and if r + share (b - r) cancels: near a momentum of 0
+    that loses 4% of the variance."""
+    m, running = given(momentum), Running.empty(1, jnp.float32)
     for variance in (1e6, 1.0):
-        running = running.push(Moments.of(f32([0.0]), f32([variance])), 1e-6)
-    expected = (1e-6 * 1e6 + 1) / (1 + 1e-6)
+        running = running.push(Moments.of(f32([0.0]), f32([variance])), m)
+    expected = (momentum * 1e6 + 1) / (1 + momentum)
     np.testing.assert_allclose(running.variance, [expected], rtol=4 * ULP)
