@@ -33,7 +33,7 @@ X = normal(0, (6, C, 4), 1, 2)
 ALL = [*(made(0.9) for made in NAMED.values()), Average(), strategies.Cumulative()]
 ALL += [Accumulated(Batch(), 2), Frozen(Batch()), Cumulative()]
 each_strategy = pytest.mark.parametrize("strategy", ALL, ids=repr)
-LEARNT = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]))
+LEARNT = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]), 1)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

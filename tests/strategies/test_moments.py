@@ -70,4 +70,4 @@ def test_moments_towards_others_are_exact_at_the_shares_0_and_1():
     for end, at in ((a, share == 0), (b, share == 1)):
         assert same(*((m.mean_pair.parts[:, at], m.variance[at]) for m in (moved, end)))
     assert type(moved) is Moments
-    assert moved.count == 1
+    assert moved.count is None
