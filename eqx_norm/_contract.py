@@ -55,11 +55,11 @@ def _memory(returned: PyTree, given: PyTree, name: str, must_count: bool = False
     1, unless it `must_count`."""
 
     def alike(node: PyTree, given: PyTree) -> PyTree:
-        node = node.moments if isinstance(node, TrainingBatch) else node
         if not (isinstance(node, Moments) and isinstance(given, Moments)):
             return node
         if given.count is None:
-            return Moments(None, node.mean_pair, node.variance, given.ddof)
+            return Moments(None, node.mean_pair, node.memory_variance, given.ddof)
+        node = node.moments if isinstance(node, TrainingBatch) else node
         is_nominal = node.count is None and not must_count
         count = jnp.ones_like(given.count) if is_nominal else node.known_count
         return dataclasses.replace(node, count=count, ddof=given.ddof)

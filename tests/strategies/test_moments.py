@@ -27,6 +27,15 @@ def test_zero_moments_are_neutral_to_the_bit_and_have_variance_1():
     zero, merge = Moments.zero(5, jnp.float32), jax.jit(Moments.merge)
     assert same((merge(a, zero), merge(zero, a), merge(zero, zero)), (a, a, zero))
     np.testing.assert_array_equal(zero.variance, [1] * 5)
+    np.testing.assert_array_equal(Moments.zero((2, 5), jnp.float32).variance, [[1] * 5] * 2)
+
+
+def test_moments_of_numbers_without_a_count_have_no_weight():
+    moments, a = Moments.of(np.ones(3), 2.0), Moments.of(np.ones(3), 2.0, 7)
+    assert (moments.variance.tolist(), moments.count) == ([2] * 3, None)
+    for weigh in (moments.pooled, lambda: moments.merge(moments), lambda: a.merge(moments)):
+        with pytest.raises(ValueError, match=r"values=n in .*Moments\.of\(mean, variance, n\)"):
+            weigh()
 
 
 def test_moments_of_equal_constants_merge_to_the_constant():
