@@ -57,7 +57,9 @@ class Moments(eqx.Module):
     ) -> "Moments":
         """Returns moments with this mean and variance, `(channels,)` or numbers.
 
-        `merge`, and strategies that weigh by the number of values, need this number as `count`.
+        `count` is the number of values, above 0: give it if you know it, because `merge`, and
+        strategies that weigh by it, need it. With `ddof=1` the variance is the unbiased one.
+
         If the mean is an array, its rounding error divided by the standard deviation becomes an
         error of the outputs. A `Pair` avoids this error.
         """
@@ -155,7 +157,7 @@ class Moments(eqx.Module):
             mean += (share * distances()).sum(0, keepdims=True)
         delta = distances()
         m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
-        count = count.reshape(self.known_count.shape[1:])
+        count = count.reshape(self.count.shape[1:])
         return Moments(count, Pair(mean.parts[0]), m2, self.ddof)
 
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":

@@ -115,10 +115,10 @@ class Oracle:
 
     def reload(self) -> None:
         """Drops pending micro-batches; loaded averages are those of many batches."""
-        running, *pending, steps = self.memory
+        running, steps, *pending = self.memory
         if self.case.approach != "cumulative":
             running = running._replace(n=np.where(running.n > 0, LD(2) ** 40, 0))
-        self.memory = Memory(running, *jax.tree.map(np.zeros_like, pending), steps)
+        self.memory = Memory(running, steps, *jax.tree.map(np.zeros_like, pending))
         self.accepted = steps.min(self.channels, keepdims=True)
 
     def learn(self, x: Any, mask: Any, train: bool) -> None:

@@ -47,7 +47,7 @@ def carry(
     except jax.errors.ConcretizationTypeError:
         is_untrained = is_uncounted = False
     if batches is not None:
-        accepted = jnp.where(fresh, accepted, batches)
+        accepted = jnp.where(fresh, accepted, int(batches))
     elif is_uncounted and [isinstance(a, Average) for a in inner] == [False, True]:
         raise ValueError(
             f"{new.approach} weighs the statistics by their number of batches, which is not "

@@ -146,7 +146,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: reconfigure(MODEL, STATE, approach=Cumulative()), rf"^\[0\]: {UNKNOWN}"),
     (lambda: reconfigure(NORM, SMALL, approach=Average()), "weighs .*: batches=n in reconf"),
     (lambda: reconfigure(MODEL, STATE, values=9), r"^\[0\]: values=9, .* a new approach="),
-    (lambda: reconfigure(MODEL, STATE, approach="ema", batches=0.5), "batches=0.5: .* of 1 or"),
+    (lambda: reconfigure(MODEL, STATE, approach="ema", batches=0), "batches=0: .* of 1 or"),
     (lambda: reconfigure(MODEL, STATE, approach=lambda s: None), r"^\[0\]: approach= is None"),
     (lambda: reconfigure(STATE, MODEL, eps=1.0), EXCHANGED),
     (lambda: reconfigure(MODEL, mapped(STATE), eps=1.0), STACKED),

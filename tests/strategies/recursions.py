@@ -80,16 +80,16 @@ class Moments(NamedTuple):
 
 class Memory(NamedTuple):
     running: Moments
+    steps: Any  # the number of batches so far
     pending: Moments  # of the micro-batches so far
     waiting: Any  # the number of these micro-batches
-    steps: Any  # the number of batches so far
 
     @classmethod
     def empty(cls, *shape: int) -> "Memory":
         """Returns the memory before any batch: mean 0 and variance 1."""
         zero = np.zeros(shape, LD)
         nothing = Moments(zero, number(zero), number(zero))
-        return cls(nothing._replace(variance=number(zero + 1)), nothing, zero, zero)
+        return cls(nothing._replace(variance=number(zero + 1)), zero, nothing, zero)
 
 
 def chosen(condition: Any, one: Any, other: Any) -> Any:
@@ -110,7 +110,7 @@ def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memor
     eps, unbiased and spatial axes, which come after the channels (groups, 1).
     """
     kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
-    (running, pending, waiting, step), k = memory, memory.running.n
+    (running, step, pending, waiting), k = memory, memory.running.n
     if kind == "clip":
         g, now = value(running.variance), value(batch.variance)
         whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
@@ -133,8 +133,8 @@ def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memor
     if kind == "accumulated":
         of_batch = batch.n / np.maximum(pending.n + batch.n, 1)
         whole = pending.moved(batch, of_batch, union=True)
-        last = Memory(learn(whole), *jax.tree.map(np.zeros_like, (pending, waiting)), step + 1)
-        return used, chosen(waiting == 1, last, Memory(running, whole, waiting + 1, step))
+        last = Memory(learn(whole), step + 1, *jax.tree.map(np.zeros_like, (pending, waiting)))
+        return used, chosen(waiting == 1, last, Memory(running, step, whole, waiting + 1))
     if kind == "smooth_start":
         used = batch._replace(n=batch.n + 1).moved(after, 1 - m ** (k + 1))
     elif kind == "renorm":
