@@ -57,8 +57,8 @@ def test_loaded_statistics_weigh_as_many_values_as_they_stand_for(case, approach
     16/17."""
     layer, state = LOADED[case](approach)
     np.testing.assert_allclose(remembered(layer, state), (MEAN, VARIANCE), rtol=4e-7)
-    x = normal(0, (16, C), 5, 2)
-    _, state = call(layer, state, x)
+    x = np.asarray(normal(0, (16, C), 5, 2), float)
+    _, state = call(layer, state, floats(x))
     mean, count = np.mean(x, 0), N + 16
     m2 = (
         VARIANCE * (N - layer.unbiased)
@@ -72,8 +72,8 @@ def test_loaded_statistics_weigh_as_many_values_as_they_stand_for(case, approach
 
 def test_average_continues_with_the_number_of_batches_given():
     layer, state = swap(*of_equinox(), Average(), batches=9)
-    x = normal(0, (16, C), 5, 2)
-    _, state = call(layer, state, x)
+    x = np.asarray(normal(0, (16, C), 5, 2), float)
+    _, state = call(layer, state, floats(x))
     expected = 0.9 * MEAN + 0.1 * x.mean(0), 0.9 * VARIANCE + 0.1 * x.var(0)
     np.testing.assert_allclose(remembered(layer, state), expected, rtol=1e-6)
     assert state.get(layer.memory_index).accepted == 10
@@ -82,9 +82,9 @@ def test_average_continues_with_the_number_of_batches_given():
 @each_that_counts
 def test_every_reader_gets_the_unbiased_variance(approach):
     """tt-metal#55438, pytorch#106366: the variance of these values was 5.25, not 7."""
-    x = jnp.tile(floats([[0], [3], [5], [6]]), (1, C)) + floats([0, 10, 100])
+    x = np.add.outer([0.0, 3, 5, 6], [0, 10, 100])
     layer, state = make(C, "batch", approach=approach, unbiased=True)
-    _, state = call(layer, state, x)
+    _, state = call(layer, state, floats(x))
     infer, linear = eqx.nn.inference_mode(layer), eqx.nn.Linear(C, C, key=KEY)
     theirs, their_state = models.unswap(layer, state, "batch")
     of_flag = jax.jit(lambda x, s, flag: over_batch(lambda *a: layer(*a, inference=flag))(x, s))
@@ -95,9 +95,9 @@ def test_every_reader_gets_the_unbiased_variance(approach):
         (remembered(layer, models.recalibrate(layer, state, [x[:2], x[2:]]))[1], variance),
         (models.to_torch(layer, state)["running_var"], variance),
         (their_state.get(theirs.batch_state_index)[1], variance),
-        (models.fold(linear, infer, state).weight, linear.weight * scale[:, None]),
-        (of_flag(x, copy(state), jnp.array(True))[0], (x - x.mean(0)) * scale),
-        (call(infer, copy(state), x)[0], (x - x.mean(0)) * scale),
+        (models.fold(linear, infer, state).weight, np.asarray(linear.weight) * scale[:, None]),
+        (of_flag(floats(x), copy(state), jnp.array(True))[0], (x - x.mean(0)) * scale),
+        (call(infer, copy(state), floats(x))[0], (x - x.mean(0)) * scale),
         (remembered(layer, state)[1], variance),
     ):
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)

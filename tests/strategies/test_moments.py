@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_norm.strategies import Moments, Pair
-from tests.helpers import exact, f32, same
+from tests.helpers import at_step, exact, f32, same
 
 
 def moments_of(values: np.ndarray) -> Moments:
@@ -33,6 +33,8 @@ def test_zero_moments_are_neutral_to_the_bit_and_have_variance_1():
 def test_moments_of_numbers_without_a_count_have_no_weight():
     moments, a = Moments.of(np.ones(3), 2.0), Moments.of(np.ones(3), 2.0, 7)
     assert (moments.variance.tolist(), moments.count) == ([2] * 3, None)
+    taken = at_step(0, a).with_moments(moments)  # as many values as the batch
+    assert (taken.count, taken.variance.tolist()) == (7, [2] * 3)
     for weigh in (moments.pooled, lambda: moments.merge(moments), lambda: a.merge(moments)):
         with pytest.raises(ValueError, match=r"values=n in .*Moments\.of\(mean, variance, n\)"):
             weigh()
