@@ -1,5 +1,6 @@
 """Checks the results of a strategy; an error names the method and quotes the result."""
 
+import dataclasses
 import textwrap
 
 import equinox as eqx
@@ -24,21 +25,53 @@ def update(
         )
     used, learnt = result
     used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
-    return used, _memory(_plain(learnt), memory, name)
+    return used, _memory(learnt, memory, name)
 
 
-def infer(approach: AbstractStrategy[PyTree], memory: PyTree, channels: int) -> Moments:
-    """Returns `approach.infer(memory)`; raises unless it is `Moments` of all channels."""
+def infer(
+    approach: AbstractStrategy[PyTree], memory: PyTree, channels: int, unbiased: bool
+) -> Moments:
+    """Returns `approach.infer(memory)`, with the `ddof` of the layer; raises unless it is
+    `Moments` of all channels."""
     name = f"{type(approach).__name__}.infer"
-    return _moments(approach.infer(memory), (channels,), f"{name} returned")
+    return _moments(approach.infer(memory), (channels,), f"{name} returned", int(unbiased))
+
+
+def running(layer: PyTree, memory: PyTree) -> Moments:
+    """Returns the moments by which a `BatchNorm` with this memory infers."""
+    return infer(layer.approach, memory, layer.input_size, layer.unbiased)
 
 
 def load(approach: AbstractStrategy[PyTree], learnt: Moments, empty: PyTree) -> PyTree:
-    """Returns `approach.load(learnt)`; raises unless it has the form of the `empty` memory."""
-    return _memory(_plain(approach.load(learnt)), empty, f"{type(approach).__name__}.load")
+    """Returns `approach.load(learnt)`; raises unless it has the form of the `empty` memory, and
+    counts that are known."""
+    name = f"{type(approach).__name__}.load"
+    return _memory(approach.load(learnt), empty, name, must_count=True)
 
 
-def _memory(returned: PyTree, given: PyTree, name: str) -> PyTree:
+def _memory(returned: PyTree, given: PyTree, name: str, must_count: bool = False) -> PyTree:
+    """Returns the memory with arrays in place of numbers, plain `Moments` in place of each
+    `TrainingBatch`, and `ddof` and a count as in `given`. A count that is not known is nominal,
+    1, unless it `must_count`."""
+
+    def alike(node: PyTree, given: PyTree) -> PyTree:
+        if not (isinstance(node, Moments) and isinstance(given, Moments)):
+            return node
+        if given.count is None:
+            return Moments(None, node.mean_pair, node.memory_variance, given.ddof)
+        node = node.moments if isinstance(node, TrainingBatch) else node
+        is_nominal = node.count is None and not must_count
+        count = jnp.ones_like(given.count) if is_nominal else node.known_count
+        return dataclasses.replace(node, count=count, ddof=given.ddof)
+
+    def is_moments(node: PyTree) -> bool:
+        return isinstance(node, Moments)
+
+    nodes, structure = jax.tree.flatten(returned, is_leaf=is_moments)
+    like = jax.tree.leaves(given, is_leaf=is_moments)
+    if len(nodes) == len(like):
+        nodes = map(alike, nodes, like)
+    returned = jax.tree.map(jnp.asarray, jax.tree.unflatten(structure, nodes))
     if form(returned) != form(given):
         raise ValueError(
             f"{name} returned a memory of another structure, shape or dtype:\n"
@@ -49,7 +82,7 @@ def _memory(returned: PyTree, given: PyTree, name: str) -> PyTree:
     return returned
 
 
-def _moments(used: object, shape: tuple[int, ...], returned: str) -> Moments:
+def _moments(used: object, shape: tuple[int, ...], returned: str, ddof: int = 0) -> Moments:
     if not isinstance(used, Moments):
         has_moments = isinstance(getattr(used, "moments", None), Moments)
         raise ValueError(
@@ -66,20 +99,7 @@ def _moments(used: object, shape: tuple[int, ...], returned: str) -> Moments:
             f"{returned} Moments with a mean of shape {used.mean.shape} and an m2 of shape "
             f"{used.m2.shape}, but this layer has {shape[0]} channels: give one value for each."
         )
-    # `ddof` and the fields of a subclass are dropped, so that the moments of training and
-    # inference are the same pytree, and the program can select one of the two.
-    return Moments(used.count, used.mean_pair, used.m2)
-
-
-def _plain(memory: PyTree) -> PyTree:
-    """Returns the memory with plain `Moments` in place of each `TrainingBatch`, and arrays in
-    place of numbers."""
-
-    def is_batch(node: PyTree) -> bool:
-        return isinstance(node, TrainingBatch)
-
-    memory = jax.tree.map(lambda n: n.moments if is_batch(n) else n, memory, is_leaf=is_batch)
-    return jax.tree.map(jnp.asarray, memory)
+    return Moments(used.count, used.mean_pair, used.m2, ddof)
 
 
 def described(value: object) -> str:

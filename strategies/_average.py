@@ -12,7 +12,8 @@ class Average(AbstractAveragingStrategy):
     of means and of variances, as PyTorch's `BatchNorm(momentum=None)`. The weight of early
     batches decreases only as 1/k. $k$ is `TrainingBatch.step` plus one, which the layer counts
     (`accepted`). To continue loaded statistics of n batches, set that count to n, as
-    `from_torch` does; if the count is 0, the first batch replaces them, as in PyTorch.
+    `from_torch` and `reconfigure(..., batches=n)` do; if the count is 0 after `from_torch`, the
+    first batch replaces them, as in PyTorch.
 
     https://pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html
     """

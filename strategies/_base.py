@@ -66,7 +66,7 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
         """Returns a memory whose running statistics are those of `learnt`.
 
         `reconfigure`, `recalibrate` and `from_torch` of `eqx_norm.models` call it. The running
-        variance is `learnt.memory_variance`.
+        variance is `learnt.variance`; `learnt.count` is `None` if it is not known.
 
         **Raises:** `NotImplementedError` unless a subclass implements it.
         """

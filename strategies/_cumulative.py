@@ -57,4 +57,4 @@ class Cumulative(AbstractStrategy[Seen]):
         return memory.moments
 
     def load(self, learnt: Moments) -> Seen:
-        return Seen(learnt.count, learnt.mean_pair, learnt.m2)
+        return Seen(learnt.known_count, learnt.mean_pair, learnt.m2)

@@ -1,6 +1,7 @@
 """Defines `Moments`: count, mean and variance of a set of values, which can be merged."""
 
 import functools
+import math
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
+from ._numbers import number
 from ._pair import Pair, capped
 
 
@@ -24,34 +26,52 @@ class Moments(eqx.Module):
 
     **Fields:**
 
-    - `count`: the number of values, a scalar or `(channels,)`. A count known while tracing is a
-        NumPy number, and the program then has no operations for a count of 0.
+    - `count`: the number of values, a scalar or `(channels,)`; `None` if it is not known, as of
+        a running average. A count known while tracing is a NumPy number, and the program then
+        has no operations for a count of 0.
     - `mean_pair`: the mean, `(channels,)`, float or complex, to twice the precision: a `Pair`,
         or an array, which becomes a `Pair`. `mean` is the pair's value, an array.
-    - `m2`: the sum of squared deviations from the mean, `(channels,)`, real.
-    - `ddof`: 0 or 1, static; subtracted from `count` in `memory_variance`. 0 gives the biased
-        variance (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN).
+    - `m2`: the sum of squared deviations from the mean, `(channels,)`, real; the variance if
+        `count` is `None`.
+    - `ddof`: 0 or 1, static; subtracted from `count` in `variance`. 0 gives the biased variance
+        (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN).
     """
 
-    count: Float[Any, "*#channels"]
+    count: Float[Any, "*#channels"] | Any
     mean_pair: Pair = eqx.field(converter=Pair.of)
     m2: Float[Array, "*channels"]
     ddof: int = eqx.field(default=0, static=True)
 
     @staticmethod
-    def zero(channels: int, dtype: DTypeLike) -> "Moments":
-        """Returns the moments of no values; `dtype` is that of the mean."""
-        mean = jnp.zeros((channels,), dtype)
+    def zero(channels: int | tuple[int, ...], dtype: DTypeLike) -> "Moments":
+        """Returns the moments of no values; `channels` may be a shape; `dtype`: of the mean."""
+        mean = jnp.zeros(channels, dtype)
         return Moments(jnp.zeros((), mean.real.dtype), mean, mean.real)
 
     @staticmethod
-    def of(mean: Array | Pair, variance: Array) -> "Moments":
-        """Returns moments with this mean and variance, `(channels,)`, and a nominal count of 1.
+    def of(
+        mean: ArrayLike | Pair,
+        variance: ArrayLike,
+        count: ArrayLike | None = None,
+        ddof: int = 0,
+    ) -> "Moments":
+        """Returns moments with this mean and variance, `(channels,)` or numbers.
+
+        `count` is the number of values, above 0: give it if you know it, because `merge`, and
+        strategies that weigh by it, need it. With `ddof=1` the variance is the unbiased one.
 
         If the mean is an array, its rounding error divided by the standard deviation becomes an
         error of the outputs. A `Pair` avoids this error.
         """
-        return Moments(jnp.ones((), variance.dtype), mean, variance)
+        mean = Pair.of(mean)
+        m2 = jnp.full_like(mean.value.real, variance)
+        if count is None:
+            return Moments(None, mean, m2, ddof)
+        given, count = number(count), jnp.asarray(count, m2.dtype)
+        if isinstance(given, float) and not 0 < given < math.inf:
+            raise ValueError(f"{given:g} is no number of values: give one above 0, or None.")
+        divisor = (count - ddof).clip(min=1) if ddof else count
+        return Moments(count, mean, m2 * divisor, ddof)
 
     @property
     def mean(self) -> Inexact[Array, "*channels"]:
@@ -60,28 +80,38 @@ class Moments(eqx.Module):
 
     @property
     def variance(self) -> Float[Array, "*channels"]:
-        """Returns `m2 / count`, the biased variance; 1 where `count` is 0, so that the moments
-        of no values normalise by the identity."""
+        """Returns `m2 / (count - ddof)`; 1 where `count` is 0, so that the moments of no values
+        normalise by the identity. It is finite even for a `count` of `ddof`."""
+        if self.count is None:
+            return self.m2
         count = self._count_of_each
-        seen = count > 0
+        seen, divisor = count > 0, (count - 1).clip(min=1) if self.ddof else count
         if not isinstance(seen, jax.Array) and seen.all():
-            return self.m2 / count
-        return jnp.where(seen, self.m2 / jnp.where(seen, count, 1), 1)
+            return self.m2 / divisor
+        return jnp.where(seen, self.m2 / jnp.where(seen, divisor, 1), 1)
 
     @property
     def memory_variance(self) -> Float[Array, "*channels"]:
-        """Returns `m2 / (count - ddof)`, the variance for the running statistics.
+        """Returns the variance for the running statistics, here `variance`."""
+        return self.variance
 
-        It is finite even for `count <= ddof`, where it is not defined; the layer does not
-        remember such a batch.
-        """
-        return self.m2 / (self._count_of_each - self.ddof).clip(min=1)
+    @property
+    def known_count(self) -> Any:
+        """Returns `count`; raises `ValueError` if it is `None`."""
+        if self.count is None:
+            raise ValueError(
+                "The weight of these moments is the number of their values, which running "
+                "averages and PyTorch checkpoints do not hold. Give it, per channel: values=n "
+                "in from_torch, reconfigure or swap, or Moments.of(mean, variance, n)."
+            )
+        return self.count
 
     @property
     def _count_of_each(self) -> Any:
         """Returns the count with the axes that it lacks to broadcast to m2."""
-        missing = range(self.count.ndim, self.m2.ndim)
-        return jnp.expand_dims(self.count, missing) if self.count.ndim else self.count
+        count = self.known_count
+        missing = range(count.ndim, self.m2.ndim)
+        return jnp.expand_dims(count, missing) if count.ndim else count
 
     def merge(self, other: "Moments") -> "Moments":
         r"""Returns the moments of the union of two sets, with the `ddof` of this one.
@@ -92,9 +122,9 @@ class Moments(eqx.Module):
           \text{m2} = \text{m2}_a + \text{m2}_b + |\delta|^2 \frac{n_a n_b}{n}$$
 
         (Chan, Golub and LeVeque, 1979). Sets of equal means are merged exactly, and merging
-        with `Moments.zero` changes nothing.
+        with `Moments.zero` changes nothing. A count that is not known is a `ValueError`.
         """
-        count = self.count + other.count
+        count = self.known_count + other.known_count
         share = other.count / jnp.where(count > 0, count, 1)
         delta = (other.mean_pair - self.mean_pair).value
         squared = (delta * delta.conj()).real
@@ -133,7 +163,7 @@ class Moments(eqx.Module):
     def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, for the mean and for the variance.
 
-        A share of 0 or 1 gives `self` or `other` to the bit. The count is nominal, as in `of`.
+        A share of 0 or 1 gives `self` or `other` to the bit. The count is not known.
         """
         share = jnp.asarray(share, self.m2.dtype)
         a, b = capped(self.variance), other.variance
@@ -144,7 +174,8 @@ class Moments(eqx.Module):
         """Returns the moments in another precision; `dtype` is that of the mean."""
         real = jnp.zeros((), dtype).real.dtype
         mean = self.mean_pair.astype(dtype)
-        return Moments(self.count.astype(real), mean, self.m2.astype(real), self.ddof)
+        count = None if self.count is None else self.count.astype(real)
+        return Moments(count, mean, self.m2.astype(real), self.ddof)
 
     @property
     def finite(self) -> Bool[Array, ""]:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import equinox as eqx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from ._moments import Moments
 
@@ -18,17 +18,28 @@ class TrainingBatch(Moments):
 
     - `eps`: the layer's `eps`, a Python float, static.
     - `step`: the number of batches remembered before this one, an int32 scalar.
+    - `unbiased`: the layer's `unbiased`, a bool, static.
     """
 
     eps: float = eqx.field(static=True, kw_only=True)
     step: Int[Array, ""] = eqx.field(kw_only=True)
+    unbiased: bool = eqx.field(default=False, static=True, kw_only=True)
+
+    @property
+    def memory_variance(self) -> Float[Array, "*channels"]:
+        """Returns `m2 / (count - unbiased)`, the variance for the running statistics. It is
+        finite even for `count <= unbiased`; the layer does not remember such a batch."""
+        return self.m2 / (self._count_of_each - int(self.unbiased)).clip(min=1)
 
     @property
     def moments(self) -> Moments:
-        """Returns the moments without `eps` and `step`."""
+        """Returns the moments without `eps`, `step` and `unbiased`."""
         return Moments(self.count, self.mean_pair, self.m2, self.ddof)
 
     def with_moments(self, moments: Moments) -> "TrainingBatch":
-        """Returns a batch with these moments and the same `ddof`, `eps` and `step`."""
+        """Returns a batch with these moments (if their `count` is `None`, with that of this
+        one), and the same `eps`, `step` and `unbiased`."""
+        if moments.count is None:
+            moments = Moments.of(moments.mean_pair, moments.m2, self.count)
         count, mean, m2 = moments.count, moments.mean_pair, moments.m2
         return dataclasses.replace(self, count=count, mean_pair=mean, m2=m2)

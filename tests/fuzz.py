@@ -30,13 +30,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from eqx_norm import models
+from eqx_norm import models, strategies
 from tests.compiling import XLA_FLAGS
 
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {XLA_FLAGS}"
 
 from tests.exact import half_ulp
-from tests.helpers import make
+from tests.helpers import Loading, make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle
 from tests.strategies.recursions import STRATEGIES, number, value
@@ -138,6 +138,7 @@ RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     # XLA's derivatives of these functions overflow at large values.
     ("activation", lambda c: c.data in LARGE and c.activation in SMOOTH, "relu"),
 ]
+MODES = ("train", "train", "train", "infer", "load")  # "load": reloads the memory, and infers
 LARGE = ("offset", "far", "outlier", "huge")
 MOST = {"": 2000, "jvp": 2000, "vjp": 120}  # values of x; 60 for second derivatives
 
@@ -155,7 +156,7 @@ def draw(seed: int) -> Case:
         return tuple(r.choice(values) for _ in range(r.choice(counts)))
 
     drawn = {f.name: r.choice(f.metadata["values"]) for f in fields(Case) if f.metadata}
-    case = Case(seed, **drawn, steps=some(["train", "train", "infer"], 1, 2, 3, 5))
+    case = Case(seed, **drawn, steps=some(MODES, 1, 2, 3, 5))
     case = replace(case, inner=some(INNER, 0, 0, 1, 2), outer=some(INNER, 0, 0, 1))
     case = replace(case, around=(*some(INNER, 0, 0, 1), *some(["jit", "export"], 0, 1, 1, 1)))
     roles, size = ["batch", "batch", "memory", "apart"], np.inf
@@ -223,6 +224,20 @@ def built(case: Case) -> tuple[Any, Any]:
     layer, state = make(case.channels, memory_axis_name=tuple(named["memory"]), **options)
     sizes = [n for role, n in case.axes if role == "apart"]
     return layer, jax.tree.map(lambda a: jnp.broadcast_to(a, (*sizes, *a.shape)), state)
+
+
+def loaded(case: Case, layer: Any, state: Any) -> Any:
+    """Returns the state after another strategy has taken it over, and the layer's has again."""
+    counts = case.approach == "cumulative"
+    other, values = (Loading(), None) if counts else (strategies.Cumulative(), 7)
+
+    def there_and_back(state: Any) -> Any:
+        there = models.reconfigure(layer, state, approach=other, values=values)
+        return models.reconfigure(*there, approach=layer.approach)[1]
+
+    for role, _ in case.axes:
+        there_and_back = jax.vmap(there_and_back) if role == "apart" else there_and_back
+    return there_and_back(state)
 
 
 def one_example(case: Case, layer: Any, train: bool) -> Any:
@@ -321,6 +336,9 @@ def run(case: Case) -> list[str]:
 def problems(case: Case) -> Iterator[str]:
     oracle, (layer, state), programs = Oracle(case), built(case), {}
     for step, mode in enumerate(case.steps):
+        if mode == "load" and state is not None:
+            oracle.reload()
+            state = loaded(case, layer, state)
         train, (z, aux) = mode == "train", arrays(case, step)
         exact = {k: oracle.layout(a) for k, a in z.items()}
         mask = oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool)))

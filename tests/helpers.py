@@ -97,6 +97,13 @@ Cumulative: Any = example(AbstractStrategy, AbstractStrategy=AbstractStrategy, M
 ]
 
 
+class Loading(Cumulative):
+    """Adds `load` to the user's strategy."""
+
+    def load(self, learnt):
+        return learnt
+
+
 def normal(seed: int, shape: tuple[int, ...], mean: float = 0.0, std: float = 1.0) -> Array:
     values = np.random.RandomState(seed).standard_normal(shape)
     return jnp.asarray(mean + std * values, jnp.float32)

@@ -5,6 +5,7 @@ All arrays have the case's mapped axes, then (groups, channels of a group, *spat
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from tests.layers.norms import GROUPS
@@ -20,6 +21,7 @@ from tests.strategies.recursions import (
     rsqrt,
     squared,
     times,
+    unbiased,
     value,
 )
 
@@ -96,7 +98,7 @@ class Oracle:
         if self.learns and train:
             used, _ = reference(case, self.memory, used)
         elif case.layer == "BatchNorm":
-            used = self.memory.running
+            used = self.running
         rstd = rsqrt(used.variance + constant(case.eps, used.variance))
         u = times(x - used.mean, rstd)
         if "weight" in z:
@@ -104,6 +106,20 @@ class Oracle:
             u = times(u, weight) + z["bias"]
         y = ACTIVATIONS[case.activation](u, z.get("slope"))
         return np.where(mask, y, 0), used.mean, rstd, u
+
+    @property
+    def running(self) -> Moments:
+        """Returns the moments of inference."""
+        running = self.memory.running
+        return unbiased(self.case, running) if self.case.approach == "cumulative" else running
+
+    def reload(self) -> None:
+        """Drops pending micro-batches; loaded averages are those of many batches."""
+        running, steps, *pending = self.memory
+        if self.case.approach != "cumulative":
+            running = running._replace(n=np.where(running.n > 0, LD(2) ** 40, 0))
+        self.memory = Memory(running, steps, *jax.tree.map(np.zeros_like, pending))
+        self.accepted = steps.min(self.channels, keepdims=True)
 
     def learn(self, x: Any, mask: Any, train: bool) -> None:
         """Remembers a batch of enough values whose statistics are finite in all channels."""
@@ -201,7 +217,7 @@ class Oracle:
 
     def remembered(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the remembered values by name, and the bounds of their errors."""
-        mean, variance = map(value, self.memory.running[1:])
+        mean, variance = map(value, self.running[1:])
         unit = 1e-6 * (2.0**-29 if self.case.dtype == "float64" else 1)
         bounds = unit / 2 * self.largest, unit * (variance + self.case.eps)
         names = "running mean", "running variance", "accepted", "rejected"

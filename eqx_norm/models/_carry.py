@@ -1,6 +1,5 @@
 """Carries the running statistics of one layer over to another layer."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -11,29 +10,49 @@ from jaxtyping import Array, Bool, Int, PyTree
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
-from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Running
+from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Average, Moments, Running
+from eqx_norm.strategies._numbers import is_count
 from eqx_norm.strategies._running import AbstractAveragingStrategy
 
 from ._layers import over_members
 
 
-def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
+def carry(
+    old: BatchNorm, new: BatchNorm, memory: Remembered, values: Any = None, batches: Any = None
+) -> tuple[Remembered]:
     """Returns the new layer's memory, which gives the old layer's results in inference.
 
     If the memories of both strategies have the same meaning and form, the memory is reused;
-    otherwise the new strategy `load`s the moments. A memory without batches becomes a new
-    memory. Pending micro-batches are dropped. Micro-batches without an update do not count.
+    otherwise the new strategy `load`s the moments, with `values` for their count. A memory
+    without batches becomes a new memory. Pending micro-batches are dropped. Micro-batches
+    without an update do not count. `batches` replaces the count of accepted batches.
     """
     fresh = over_members(lambda m: is_new(old, m), memory.accepted)(memory)
-    if old.approach == new.approach:
+    is_kept = old.approach == new.approach
+    has_numbers = values is not None or batches is not None
+    if (is_kept and has_numbers) or not (batches is None or is_count(batches)):
+        raise ValueError(
+            f"values={values!r}, batches={batches!r}: they are the numbers of values per "
+            "channel and of batches (an int of 1 or more) of statistics that a new approach= "
+            "takes over. Leave them out, or by where= a layer that keeps its approach."
+        )
+    if is_kept:
         return (memory,)
+    accepted = batches_of(old, memory)
     inner = [_innermost(layer.approach) for layer in (old, new)]
     is_same = type(inner[0]) is type(inner[1]) or all(map(_is_average, inner))
     momenta: list[Any] = [getattr(approach, "momentum", None) for approach in inner]
     try:
-        is_untrained = bool(fresh.all())
+        is_untrained, is_uncounted = bool(fresh.all()), bool((~fresh & (accepted == 0)).any())
     except jax.errors.ConcretizationTypeError:
-        is_untrained = False
+        is_untrained = is_uncounted = False
+    if batches is not None:
+        accepted = jnp.where(fresh, accepted, int(batches))
+    elif is_uncounted and [isinstance(a, Average) for a in inner] == [False, True]:
+        raise ValueError(
+            f"{new.approach} weighs the statistics by their number of batches, which is not "
+            "known here. Give it: batches=n in reconfigure or swap."
+        )
 
     def one(statistics: PyTree, fresh: Bool[Array, ""]) -> PyTree:
         start = new.approach.init(new.input_size, _memory.dtype_of(statistics))
@@ -47,14 +66,15 @@ def carry(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembere
             )
         if is_untrained:  # no `load` is needed
             return start
-        moments = old.approach.infer(statistics)
-        # A strategy that stores counts computes the unbiased variance from its count.
-        learnt = dataclasses.replace(moments, ddof=int(new.unbiased))
+        learnt = _contract.running(old, statistics)
+        if values is not None:
+            ddof = int(new.unbiased)
+            learnt = Moments.of(learnt.mean_pair, learnt.variance, values, ddof)
         loaded = _contract.load(new.approach, learnt, start)
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
 
     statistics = over_members(one, memory.accepted)(memory.statistics, fresh)
-    return (with_statistics(old, memory, statistics),)
+    return (Remembered(statistics, jnp.stack([accepted, memory.rejected], -1)),)
 
 
 def with_statistics(layer: BatchNorm, memory: Remembered, statistics: PyTree) -> Remembered:

@@ -189,7 +189,7 @@ def _folded(layer: Linear, norm: PyTree, state: eqx.nn.State) -> Linear:
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
     memory = _memory.recall(norm, state)
-    moments = _contract.infer(norm.approach, memory.statistics, norm.input_size)
+    moments = _contract.running(norm, memory.statistics)
     mean = _vector(moments.mean) + _vector(moments.mean_pair.rest)
     weight = 1.0 if norm.weight is None else norm.weight_offset + _vector(norm.weight)
     scale = weight / np.sqrt(_vector(moments.variance) + norm.eps)

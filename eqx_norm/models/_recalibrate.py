@@ -107,7 +107,7 @@ def recalibrate(
         if skipped := np.max(new.rejected - old.rejected):
             notes.append(f"{path or 'the model'} skipped {skipped} that were not finite")
         if np.all(new.statistics.count_pair.value > 0):
-            (memory,) = carry(pooling(norm), norm, new)
+            (memory,) = carry(pooling(norm, unbiased=norm.unbiased), norm, new)
         else:
             memory = Remembered(old.statistics, jnp.stack([old.accepted, new.rejected], -1))
             unseen += 1

@@ -1,7 +1,10 @@
 """Defines `reconfigure`, which changes settings of existing layers and keeps statistics."""
 
 import dataclasses
+import functools
 from typing import Any
+
+from jaxtyping import ArrayLike
 
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._example import AbstractExampleNorm
@@ -30,6 +33,9 @@ def reconfigure(
     model: Model,
     state: State = None,  # pyright: ignore[reportArgumentType] (see `State`)
     where: Where | None = None,
+    *,
+    values: ArrayLike | None = None,
+    batches: int | None = None,
     **settings: Any,
 ) -> tuple[Model, State]:
     """Returns the model with other settings in its layers, and a state that fits them.
@@ -47,6 +53,10 @@ def reconfigure(
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to change it. By default all layers of this package are changed. Layers
         that share one state (`eqx.nn.State(model)`) must change their approach together.
+    - `values`: the number of values per channel in the running statistics, by which
+        `Cumulative` weighs them. Needed if the old approach, a running average, does not know.
+    - `batches`: their number of batches, the new count `accepted`, by which `Average` weighs
+        them. Needed if that count is 0, as after `swap` from `mode="ema"`.
     - `settings`: `approach`, `momentum`, `eps`, `unbiased`, `activation`, `implementation`,
         `weight_offset`, `axis_name` and `memory_axis_name`, as `BatchNorm` takes them. The
         other layers have `eps`, `activation`, `implementation` and `weight_offset`, and ignore
@@ -59,10 +69,11 @@ def reconfigure(
     settings. The running statistics are carried over, so inference gives the same results; a
     layer that has seen no batch becomes a new layer. Between named approaches the memory (the
     strategy's running statistics) stays bitwise equal; other strategies `load` the statistics.
-    A new `unbiased=` applies to later batches only.
+    A new `unbiased=` applies to later batches only, with `Cumulative` to all values.
 
     **Raises:** `ValueError` if no layer is chosen, for a setting that no chosen layer has, for
-    an invalid value, for a strategy without `load`, and for a state of another model.
+    an invalid value, for `values` or `batches` that are needed, or have no new approach, for a
+    strategy without `load`, and for a state of another model.
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
     layers = chosen(layers_of(model, _OURS), where, "reconfigure", what)
@@ -74,7 +85,8 @@ def reconfigure(
             f"{', '.join(known)}. Use eqx.tree_at for weights, and eqx.nn.inference_mode for "
             "training and inference mode."
         )
-    return replaced(model, state, layers, lambda layer: _changed(layer, settings), carry)
+    carrying = functools.partial(carry, values=values, batches=batches)
+    return replaced(model, state, layers, lambda layer: _changed(layer, settings), carrying)
 
 
 def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:

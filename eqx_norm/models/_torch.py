@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import ArrayLike
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -34,6 +35,7 @@ def from_torch(
     names: Names | Literal["order"] = None,
     *,
     strict: bool = True,
+    values: ArrayLike | None = None,
 ) -> tuple[Model, State, TorchReport]:
     r"""Returns the model and its state with weights and statistics of a PyTorch model.
 
@@ -64,7 +66,9 @@ def from_torch(
 
     **Statistics** are loaded without debiasing: as in PyTorch, further training averages the
     mean of 0 and variance of 1 of an untrained layer like other statistics. The count of
-    accepted batches becomes `num_batches_tracked`, or 0 if there is none.
+    accepted batches becomes `num_batches_tracked`, or 0 if there is none. (With 0, `Average`
+    lets the next batch replace the statistics, as PyTorch does.) PyTorch does not store how
+    many values they stand for, by which `Cumulative` weighs: give it as `values`.
 
     **Arguments:**
 
@@ -74,6 +78,8 @@ def from_torch(
     - `names`: see above.
     - `strict`: whether unmatched entries on either side are an error. A wrong shape always is,
         and so is a `state_dict` in which no layer is found.
+    - `values`: the number of values per channel that the running statistics stand for; `None`
+        if it is not known. With it, statistics are loaded up to rounding, else to the bit.
 
     **Returns:** the model, the state, and a `TorchReport`, which prints as a table.
 
@@ -96,7 +102,8 @@ def from_torch(
         if mean is not None and variance is not None:
             with located(path, norm):
                 before = _memory.recall(norm, state).statistics
-                memory = _contract.load(norm.approach, Moments.of(mean, variance), before)
+                given = Moments.of(mean, variance, values, int(norm.unbiased))
+                memory = _contract.load(norm.approach, given, before)
             counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
             learnt[norm.memory_index.marker] = Remembered(memory, counts)
     lines = [listed(problems, "\n    ")] if problems else []

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from eqx_norm import _memory
+from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
@@ -134,7 +134,7 @@ def _statistics(path: str, norm: PyTree, state: eqx.nn.State | None) -> dict[str
     if state is None:
         raise ValueError("its statistics are in the model's state: pass state, too.")
     memory = _memory.recall(norm, state)
-    moments = norm.approach.infer(memory.statistics)
+    moments = _contract.running(norm, memory.statistics)
     count = np.array(batches_of(norm, memory), np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
     return {name: Slot(f"{path}.{name}", array) for name, array in arrays.items()}

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from eqx_norm import BatchNorm
+from eqx_norm import BatchNorm, _contract
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Accumulated, Batch, Ema
 
@@ -114,7 +114,7 @@ def _carry_back(
 
     def one(memory: Remembered, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
         count = fresh = is_new(old, memory)
-        moments = old.approach.infer(memory.statistics)
+        moments = _contract.running(old, memory.statistics)
         mean, variance = moments.mean, moments.variance
         if new.mode == "ema":
             variance = jnp.where(fresh, 0, variance)

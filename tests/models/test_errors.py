@@ -21,9 +21,9 @@ from eqx_norm.models import (
     unfreeze,
     unswap,
 )
-from eqx_norm.strategies import Batch
+from eqx_norm.strategies import Average, Batch, Cumulative
 from tests.helpers import Cumulative as Unloaded
-from tests.helpers import copy, load, make, normal
+from tests.helpers import Loading, copy, load, make, normal
 from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm
 
 
@@ -55,6 +55,7 @@ ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.re
 UNLOADED = make(C, "batch", approach=Unloaded())
 WRONG = make(C, "batch", approach=Wrong())
 OWN: Any = type("Own", (BatchNorm,), {})(C, "batch", approach="batch")
+LOADING = make(C, "batch", approach=Loading())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
 ORDER: Any = "order"
@@ -94,6 +95,7 @@ NO_WEIGHT, ITS = made(lambda nn, key: nn.BatchNorm(C, "batch", 1e-5, False, mode
 jitted = eqx.filter_jit
 EXCHANGED = r"^The model given is an eqx.nn.State.* \(model, state, "
 STACKED = r"^\[0\]: The state given has one more axis in front: .*not stacked"
+UNKNOWN = r"The weight of these moments .* values=n in from_torch, reconfigure or swap"
 STACKED_WEIGHT = r" is stacked, as in an ensemble .*\(3, 3, 3, 3\)\..*blocks.0"
 TRACED = "^This function reads the values of arrays, .* outside of jit"
 
@@ -142,6 +144,10 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: reconfigure(*BOTH, approach=Unloaded(), momentum=0.5), "momentum=0.5: .*Cumul"),
     (lambda: reconfigure(NORM, UNLOADED[1], approach="ema"), "^BatchNorm: .*another layer"),
     (lambda: reconfigure(MODEL, STATE, approach=Wrong()), r"(?s)^\[0\]: Wrong\.load .*has m"),
+    (lambda: reconfigure(MODEL, STATE, approach=Cumulative()), rf"^\[0\]: {UNKNOWN}"),
+    (lambda: reconfigure(NORM, SMALL, approach=Average()), "weighs .*: batches=n in reconf"),
+    (lambda: reconfigure(MODEL, STATE, values=9), r"^\[0\]: values=9, .* a new approach="),
+    (lambda: reconfigure(MODEL, STATE, approach="ema", batches=0), "batches=0: .* of 1 or"),
     (lambda: reconfigure(MODEL, STATE, approach=lambda s: None), r"^\[0\]: approach= is None"),
     (lambda: reconfigure(STATE, MODEL, eps=1.0), EXCHANGED),
     (lambda: reconfigure(MODEL, mapped(STATE), eps=1.0), STACKED),
@@ -202,6 +208,8 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(MODEL, None, {}), r"^\[0\]: .*in the model's state"),
     (lambda: from_torch(*UNLOADED, LOADED, strict=False), "^BatchNorm: Cumulative cannot take"),
     (lambda: from_torch(*WRONG, LOADED, strict=False), "^BatchNorm: Wrong.load returned"),
+    (lambda: from_torch(*LOADING, LOADED, strict=False), f"^BatchNorm: {UNKNOWN}"),
+    (lambda: from_torch(*LOADING, LOADED, strict=False, values=-5), "-5 is no number of val"),
     (lambda: from_torch(*BLOCKS, {}), STACKED_WEIGHT),
     (lambda: to_torch(*BLOCKS), STACKED_WEIGHT),
     (lambda: from_torch(NORM, NORM_STATE, PATH), r"a str\. .* module\.state_dict\(\) returns"),

@@ -22,16 +22,9 @@ from eqx_norm.strategies import (
     SmoothStart,
     VarianceClip,
 )
-from tests.helpers import APPROACHES, example, normal, same
+from tests.helpers import APPROACHES, Loading, example, normal, same
 from tests.helpers import Cumulative as Unloaded
 from tests.models.nested import OURS, C, call, donatable, made, norm, shapes
-
-
-class Loading(Unloaded):
-    """Adds `load` to a user's strategy with its own kind of memory."""
-
-    def load(self, learnt):
-        return Moments.of(learnt.mean_pair, learnt.memory_variance)
 
 
 def trained(approach: Any = "batch", members=0, steps=2) -> Any:
@@ -61,7 +54,7 @@ CASES += [
 @pytest.mark.parametrize(("old", "new", "members", "steps"), CASES, ids=str)
 def test_reconfigured_model_equals_a_new_model_and_infers_as_before(old, new, members, steps):
     model, state = trained(old, members, steps)
-    other, other_state = reconfigure(model, state, approach=new, eps=1e-3)
+    other, other_state = reconfigure(model, state, approach=new, eps=1e-3, values=64)
     expected: Any = trained(new, members, 0)
     if isinstance(new, str) and model[0].momentum is not None:  # kept
         expected = reconfigure(*expected, momentum=model[0].momentum)
@@ -153,7 +146,7 @@ def test_momentum_of_a_reconfigured_layer_is_that_of_its_strategy():
     assert (slow[0].momentum, slow[0].approach) == (0.9, VarianceClip(Batch(0.9)))
     cases: list[Any] = [
         ({"approach": "ema", "momentum": 0.5}, Ema(0.5)),
-        ({"approach": Loading()}, Loading()),
+        ({"approach": Loading(), "values": 9}, Loading()),
         ({"approach": lambda s: Accumulated(s.strategy, 2)}, Accumulated(Batch(0.9), 2)),
         ({"approach": Frozen(Batch(0.5)), "momentum": 0.8}, Frozen(Batch(0.8))),
     ]

@@ -80,6 +80,7 @@ class Moments(NamedTuple):
 
 class Memory(NamedTuple):
     running: Moments
+    steps: Any  # the number of batches so far
     pending: Moments  # of the micro-batches so far
     waiting: Any  # the number of these micro-batches
 
@@ -88,11 +89,18 @@ class Memory(NamedTuple):
         """Returns the memory before any batch: mean 0 and variance 1."""
         zero = np.zeros(shape, LD)
         nothing = Moments(zero, number(zero), number(zero))
-        return cls(nothing._replace(variance=number(zero + 1)), nothing, zero)
+        return cls(nothing._replace(variance=number(zero + 1)), zero, nothing, zero)
 
 
 def chosen(condition: Any, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: np.where(condition, a, b), one, other)
+
+
+def unbiased(case: Any, moments: Moments) -> Moments:
+    """Returns the moments with the variance that a layer remembers."""
+    n = np.maximum(moments.n, 1)
+    ratio = n / np.maximum(n - case.unbiased, 1)
+    return moments._replace(variance=moments.variance * ratio)
 
 
 def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memory]:
@@ -102,42 +110,41 @@ def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memor
     eps, unbiased and spatial axes, which come after the channels (groups, 1).
     """
     kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
-    (running, pending, waiting), k = memory, memory.running.n
+    (running, step, pending, waiting), k = memory, memory.running.n
     if kind == "clip":
         g, now = value(running.variance), value(batch.variance)
         whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
         low, high = g / LD(1.5), LD(1.5) * (g + whole)
-        is_free = (k < 1) | (whole <= case.eps) | ((now >= low) & (now <= high))
+        is_free = (step < 1) | (whole <= case.eps) | ((now >= low) & (now <= high))
         clipped = np.where(is_free, batch.variance, number(np.clip(now, low, high)))
         kind, batch = "ema", batch._replace(variance=clipped)
     share = {
         "ema": np.where(k == 0, 1, 1 - m),
-        "average": 1 / (k + 1),
+        "average": 1 / (step + 1),
         "cumulative": batch.n / np.maximum(k + batch.n, 1),
     }.get(kind, (1 - m) / (1 - m ** (k + 1)))
 
     def learn(batch: Moments) -> Moments:
         if kind == "cumulative":
             return running.moved(batch, share, union=True)
-        ratio = batch.n / np.maximum(batch.n - case.unbiased, 1)
-        return running.moved(batch._replace(variance=batch.variance * ratio), share)
+        return running.moved(unbiased(case, batch), share)
 
     after = used = learn(batch)
     if kind == "accumulated":
         of_batch = batch.n / np.maximum(pending.n + batch.n, 1)
         whole = pending.moved(batch, of_batch, union=True)
-        last = Memory(learn(whole), *jax.tree.map(np.zeros_like, (pending, waiting)))
-        return used, chosen(waiting == 1, last, Memory(running, whole, waiting + 1))
+        last = Memory(learn(whole), step + 1, *jax.tree.map(np.zeros_like, (pending, waiting)))
+        return used, chosen(waiting == 1, last, Memory(running, step, whole, waiting + 1))
     if kind == "smooth_start":
         used = batch._replace(n=batch.n + 1).moved(after, 1 - m ** (k + 1))
     elif kind == "renorm":
         square, sigma = batch.variance + eps, np.sqrt(value(running.variance) + case.eps)
         of_batch = times(square, rsqrt(square))
-        bound = np.minimum(k / 4, 1)  # of d; that of r is 1 larger
+        bound = np.minimum(step / 4, 1)  # of d; that of r is 1 larger
         r = np.clip(value(of_batch) / sigma, 1 / (1 + bound), 1 + bound)
         d = value(batch.mean - running.mean) / sigma
         d = np.where(np.abs(d) > bound, bound * np.sign(d), d)
         used = Moments(batch.n, batch.mean - of_batch * (d / r), square / r**2 - eps)
     elif kind not in ("ema", "adam"):
         used = batch
-    return used, memory._replace(running=after)
+    return used, memory._replace(running=after, steps=step + 1)

@@ -33,7 +33,7 @@ X = normal(0, (6, C, 4), 1, 2)
 ALL = [*(made(0.9) for made in NAMED.values()), Average(), strategies.Cumulative()]
 ALL += [Accumulated(Batch(), 2), Frozen(Batch()), Cumulative()]
 each_strategy = pytest.mark.parametrize("strategy", ALL, ids=repr)
-LEARNT = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]))
+LEARNT = Moments.of(floats([3, 0, -1]), floats([4, 1, 0]), 1)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -179,14 +179,32 @@ class Last(Told):
         return batch, batch
 
 
-@pytest.mark.parametrize("approach", [Last(), VarianceClip(Last(), start=1)], ids=repr)
+class Moved(Last):
+    """Remembers moments without a count, where `init` makes one."""
+
+    def update(self, batch, memory):
+        return batch, memory.towards(Moments.of(batch.mean_pair, batch.memory_variance), 1.0)
+
+
+class Begun(Last):
+    """Remembers moments with a count, where `init` makes none."""
+
+    def init(self, channels, dtype):
+        return Moments.of(jnp.zeros(channels, dtype), 1)
+
+
+LASTS = [Last(), VarianceClip(Last(), start=1), Moved(), Begun()]
+
+
+@pytest.mark.parametrize("approach", LASTS, ids=repr)
 def test_strategy_can_remember_the_batch_itself(approach):
-    layer, state = make(C, "batch", approach=approach)
+    layer, state = make(C, "batch", approach=approach, unbiased=True)
     for scale in (1, 2):
-        y, state = call(layer, state, scale * X)
+        _, state = call(layer, state, scale * X)
     assert type(state.get(layer.memory_index).statistics) is Moments
-    inferred, _ = call(eqx.nn.inference_mode(layer), state, 2 * X)
-    np.testing.assert_allclose(inferred, y, rtol=1e-6, atol=1e-6)
+    used = layer.running(state)
+    np.testing.assert_allclose(used.mean, 2 * X.mean((0, 2)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(used.variance, np.var(2 * X, (0, 2), ddof=1), rtol=1e-6)
 
 
 class Answers(AbstractStrategy[Running]):

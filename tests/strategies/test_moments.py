@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_norm.strategies import Moments, Pair
-from tests.helpers import exact, f32, same
+from tests.helpers import at_step, exact, f32, same
 
 
 def moments_of(values: np.ndarray) -> Moments:
@@ -27,6 +27,17 @@ def test_zero_moments_are_neutral_to_the_bit_and_have_variance_1():
     zero, merge = Moments.zero(5, jnp.float32), jax.jit(Moments.merge)
     assert same((merge(a, zero), merge(zero, a), merge(zero, zero)), (a, a, zero))
     np.testing.assert_array_equal(zero.variance, [1] * 5)
+    np.testing.assert_array_equal(Moments.zero((2, 5), jnp.float32).variance, [[1] * 5] * 2)
+
+
+def test_moments_of_numbers_without_a_count_have_no_weight():
+    moments, a = Moments.of(np.ones(3), 2.0), Moments.of(np.ones(3), 2.0, 7)
+    assert (moments.variance.tolist(), moments.count) == ([2] * 3, None)
+    taken = at_step(0, a).with_moments(moments)  # as many values as the batch
+    assert (taken.count, taken.variance.tolist()) == (7, [2] * 3)
+    for weigh in (moments.pooled, lambda: moments.merge(moments), lambda: a.merge(moments)):
+        with pytest.raises(ValueError, match=r"values=n in .*Moments\.of\(mean, variance, n\)"):
+            weigh()
 
 
 def test_moments_of_equal_constants_merge_to_the_constant():
@@ -70,4 +81,4 @@ def test_moments_towards_others_are_exact_at_the_shares_0_and_1():
     for end, at in ((a, share == 0), (b, share == 1)):
         assert same(*((m.mean_pair.parts[:, at], m.variance[at]) for m in (moved, end)))
     assert type(moved) is Moments
-    assert moved.count == 1
+    assert moved.count is None

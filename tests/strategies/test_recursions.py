@@ -52,7 +52,7 @@ def test_strategy_equals_its_recursion(approach, momentum):
     means = size * random.standard_normal((40, C))
     variances = size**2 * random.uniform(0.1, 10, (40, C))
     strategy = STRATEGIES[approach](momentum)
-    batches = jax.vmap(Moments.of)(f32(means), f32(variances))
+    batches = jax.vmap(Moments.of)(f32(means), f32(variances), np.ones(40))
     both = trained(strategy, strategy.init(C, jnp.float32), batches)
     actual = np.array([[moments.mean, moments.variance] for moments in both])
     settings = {"eps": 1e-5, "unbiased": False, "spatial": ()}
@@ -77,7 +77,7 @@ def test_running_averages_over_thousands_of_steps(momentum):
     means = f32(1e4 + random.standard_normal((len(steps), C)))
     variances = f32(random.uniform(0.5, 2, (len(steps), C)))
     strategy = SmoothStart(momentum)
-    batches = jax.vmap(Moments.of)(means, variances)
+    batches = jax.vmap(Moments.of)(means, variances, np.ones(3000))
     both = trained(strategy, strategy.init(C, jnp.float32), batches)
     weights = -np.expm1(steps * np.log(momentum))
     h, expected = np.zeros((2, C)), []
