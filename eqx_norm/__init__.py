@@ -1,6 +1,7 @@
 """Provides normalisation layers for Equinox; `approach=` chooses how batch norm trains.
 
 `BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm` replace Equinox's layers of these names.
+`moments` and `normalise` are the two halves of a norm, for plain arrays.
 `strategies` has the values of `BatchNorm(approach=...)` and the base class for your own.
 `models` converts, freezes, folds and recalibrates existing models. `determinism` finds the
 first value in which two runs differ.
@@ -9,6 +10,8 @@ first value in which two runs differ.
 from typing import TYPE_CHECKING
 
 from . import strategies as strategies
+from ._arrays import moments as moments
+from ._arrays import normalise as normalise
 from ._batch_norm import BatchNorm as BatchNorm
 from ._group_norm import GroupNorm as GroupNorm
 from ._instance_norm import InstanceNorm as InstanceNorm
@@ -38,6 +41,8 @@ __all__ = [
     "RMSNorm",
     "determinism",
     "models",
+    "moments",
+    "normalise",
     "strategies",
 ]
 

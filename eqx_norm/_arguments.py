@@ -190,10 +190,10 @@ def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -
         columns = (*mask.shape, *(1,) * (x.ndim - mask.ndim))
         column = f"mask[{', '.join([':'] * mask.ndim + ['None'] * (x.ndim - mask.ndim))}]"
         ways = {column: columns, "mask": mask.shape}
-        fitting = [way for way, shape in ways.items() if _broadcasts(shape, x.shape)]
+        fitting = [way for way, shape in ways.items() if broadcasts(shape, x.shape)]
         calls = " or ".join(f"mask=jnp.broadcast_to({way}, x.shape)" for way in fitting)
         how = f"one for each value, of shape {x.shape}" + (f": {calls}" if calls else "")
-    elif of_values or _broadcasts(mask.shape, spatial):
+    elif of_values or broadcasts(mask.shape, spatial):
         return mask
     else:
         how = f"one for each position, of shape {spatial}; the channels share it"
@@ -203,7 +203,8 @@ def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -
     )
 
 
-def _broadcasts(shape: Shape, to: Shape) -> bool:
+def broadcasts(shape: Shape, to: Shape) -> bool:
+    """Returns whether an array of one shape broadcasts to another shape."""
     try:
         return jnp.broadcast_shapes(shape, to) == to
     except ValueError:

@@ -14,7 +14,8 @@ def parts(values: Values) -> Values:
     x, mask, groups = values.x, values.mask, values.layout.groups
     both = [x.real, x.imag]
     if groups is None:
-        return Values.of(jnp.stack(both, 1), mask, groups=None, channels=1)
+        axes = tuple(axis + 1 for axis in values.layout.axes)
+        return Values.along(jnp.stack(both), axes, None if mask is None else mask[None])
     if groups > 1:  # both parts share a mask of positions
         mask = None if mask is None else mask[0]
         return Values.of(jnp.concatenate(both), mask, groups=2 * groups, channels=2 * groups)

@@ -80,25 +80,32 @@ class Layout(NamedTuple):
     | batch norm, instance norm | channels of x | channels of x |
     | layer norm, RMS norm | 1 | 1 |
     | group norm | groups | channels of x |
-    | layer norm, RMS norm along the first axis | `None` | 1 |
+    | layer norm, RMS norm along the first axis; `eqx_norm.moments` | `None` | 1 |
 
     **Fields:**
 
     - `groups`: the number of moments; x is cut into this number of equal, consecutive blocks.
-        If `None`, each position has its own moments, taken along the first axis.
+        If `None`, each position along the other axes has its own moments, taken along `axes`.
     - `channels`: the number of weights and biases: the size of the first axis of x, or 1.
+    - `axes`: by default the first axis, as of the channels of an image.
     """
 
     shape: Shape
     groups: int | None
     channels: int
+    axes: tuple[int, ...] = (0,)
 
     @property
     def moments(self) -> Shape:
         """Returns the shape of moments, with as many axes as x."""
         if self.groups is None:
-            return (1, *self.shape[1:])
+            return tuple(1 if i in self.axes else n for i, n in enumerate(self.shape))
         return (self.groups, *self._ones)[: len(self.shape)]
+
+    @property
+    def kept(self) -> Shape:
+        """Returns the shape of moments along `axes` without those, `(1,)` if none is left."""
+        return tuple(n for i, n in enumerate(self.shape) if i not in self.axes) or (1,)
 
     @property
     def weights(self) -> Shape:
@@ -113,8 +120,17 @@ class Layout(NamedTuple):
     @property
     def of_moments(self) -> Blocks:
         """Returns the blocks of a pass whose vectors have one number for each group; without
-        groups, for each position."""
-        return Blocks(len(self.shape), self.groups or self.shape[0])
+        groups, for each position; the last axes are merged if all are summed, or all kept."""
+        if self.groups is not None:
+            return Blocks(len(self.shape), self.groups)
+        is_summed = [axis in self.axes for axis in range(len(self.shape))]
+        start = len(is_summed)
+        while start > 0 and is_summed[start - 1] == is_summed[-1]:
+            start -= 1
+        if is_summed[-1:] == [True]:
+            return Blocks(len(self.shape) - start, 1)
+        start = max(start - 1, 0)  # of the last summed axis
+        return Blocks(len(self.shape) - start, self.shape[start] if self.shape else 1)
 
     @property
     def of_weights(self) -> Blocks:

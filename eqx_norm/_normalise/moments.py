@@ -109,8 +109,10 @@ def differentiable(
     `full_count` replaces `count`. If `safe`, the derivative of moments that are not finite is
     0."""
     (x, wide, mask, layout), along_first = values, values.layout.groups is None
-    # Without named axes, either all values of a position count or none does.
-    if mask is None or (along_first and axis_name == ()):
+    # A mask of positions leaves all of a position's values or none, unless axes have names.
+    is_of_positions = along_first and axis_name == ()
+    is_of_positions &= mask is None or all(mask.shape[axis] == 1 for axis in layout.axes)
+    if mask is None or is_of_positions:
         size = full_count(values, axis_name)
         full = np.full if isinstance(size, int) else jnp.full
         count, n = [full(s, size, m2.dtype) for s in ((), (1,) * x.ndim)]

@@ -1,0 +1,142 @@
+"""Defines `moments` and `normalise`, the two halves of a norm, for plain arrays."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Inexact
+from numpy.lib.array_utils import normalize_axis_tuple
+
+from eqx_norm import _activation, _arguments, _normalise
+from eqx_norm._normalise import Activation, Affine, Values
+from eqx_norm.strategies import Moments, Pair
+
+Axis = int | Sequence[int] | None
+
+
+def moments(
+    x: Array | np.ndarray,
+    axis: Axis = None,
+    *,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    axis_name: Hashable | Sequence[Hashable] = (),
+) -> Moments:
+    r"""Returns count, mean and variance of x along some axes, as exact as those of the layers.
+
+    $$\mu = \frac{1}{n} \sum_i x_i, \qquad \sigma^2 = \frac{1}{n} \sum_i |x_i - \mu|^2$$
+
+    ```python
+    of_batch = moments(x, (0, 2, 3))                     # x is [N, C, H, W]
+    y = normalise(x, of_batch, axis=(0, 2, 3))
+    both = of_batch.merge(moments(other, (0, 2, 3)))     # of the values of both
+    ```
+
+    The moments are float32 or better, and differentiable functions of x, of which x is the only
+    residual of its size.
+
+    **Arguments:**
+
+    - `x`: an array, float or complex.
+    - `axis`: as for `jnp.var`: the axes to reduce, an int or several; by default all.
+    - `mask`: bools that broadcast to x; where it is false, x does not count.
+    - `axis_name`: names of axes of `jax.vmap` or of a mesh, over which moments are merged.
+
+    **Returns:** `Moments`: `mean` and `m2` have the shape of `jnp.var(x, axis)`, or `(1,)` for a
+    single number; `count` too, if there is a mask.
+
+    **Raises:** `ValueError` or `TypeError` for an invalid argument; `NameError` for an
+    `axis_name` that is not bound.
+    """
+    values = _checked(x, axis, mask)
+    (names,) = _arguments.checked_names(axis_name=axis_name)
+    _normalise.size(names, of_examples=True)
+    kept = values.layout.kept
+    if values.x.size == 0:
+        return Moments.zero(kept, values.wide.dtype)
+    found = _normalise.moments(values, names)
+    mean, rest, m2 = (v.reshape(kept) for v in (found.mean, found.mean_pair.rest, found.m2))
+    count = found.count
+    if values.mask is not None:
+        # A count without axes is that of positions that are not masked.
+        count = count if count.ndim else jnp.where(values.mask, count, 0)
+        count = (
+            count if count.size == m2.size else jnp.broadcast_to(count, values.layout.moments)
+        )
+        count = count.reshape(kept)
+    return Moments(count, Pair.of(mean, rest), m2)
+
+
+def normalise(
+    x: Array | np.ndarray,
+    moments: Moments,
+    weight: Inexact[ArrayLike, "..."] | None = None,
+    bias: Inexact[ArrayLike, "..."] | None = None,
+    *,
+    axis: Axis = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    eps: float = 1e-5,
+    activation: Activation | None = None,
+) -> Array:
+    r"""Returns x, normalised by moments that need not be those of x.
+
+    $$y = f\Big(\frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \cdot \gamma + \beta\Big)$$
+
+    All values up to that of f are float32 or better. y is differentiable in all arrays, and x
+    is the only residual of its size.
+
+    **Arguments:**
+
+    - `x`: an array, float or complex.
+    - `moments`: $\mu$ and $\sigma^2$, of the shape of `jnp.var(x, axis)`: from `moments`, merged
+        ones, or `Moments.of(mean, variance)`.
+    - `weight`, `bias`: $\gamma$ and $\beta$, arrays that broadcast to x.
+    - `axis`: the axes along which values share moments, as for `moments`.
+    - `mask`: bools that broadcast to x; where it is false, y and its gradient are 0.
+    - `eps`: $\varepsilon$, 1e-20 or more; `activation`: f, elementwise.
+
+    **Returns:** y, of the shape and dtype of x.
+
+    **Raises:** `ValueError` or `TypeError` for an invalid argument.
+    """
+    values = _checked(x, axis, mask)
+    kept = values.layout.kept
+    if not (isinstance(moments, Moments) and moments.m2.shape == moments.mean.shape == kept):
+        shape = getattr(getattr(moments, "mean", None), "shape", type(moments).__name__)
+        raise ValueError(
+            f"moments: {shape}, but for x of shape {values.x.shape} and axis={axis!r} they are Moments "
+            f"with a mean and m2 of shape {kept}. Give normalise the axis= of moments(x, axis=...)."
+        )
+    weight, bias = (
+        None if w is None else _like_x(name, jnp.asarray(w), values)
+        for name, w in (("weight", weight), ("bias", bias))
+    )
+    activation = _activation.comparable(_activation.checked(activation))
+    affine, eps = Affine(weight, bias, activation), _arguments.checked_eps(eps)
+    return _normalise.normalise(values, moments, affine, eps=eps)
+
+
+def _checked(x: Any, axis: Axis, mask: Any) -> Values:
+    x = _arguments.checked_x(x)
+    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim, "axis")
+    values = Values.along(x, axes)
+    if mask is None:
+        return values
+    if (mask := jnp.asarray(mask)).dtype != bool:
+        raise TypeError(f"mask has dtype {mask.dtype}: give booleans, for example mask > 0.")
+    return values._replace(mask=_like_x("mask", mask, values))
+
+
+def _like_x(name: str, array: Array, values: Values) -> Array:
+    """Returns the array with as many axes as x; raises unless it broadcasts to x."""
+    x, shape = values.x, (*[1] * (values.x.ndim - array.ndim), *array.shape)
+    if not _arguments.broadcasts(shape, x.shape):
+        raise ValueError(
+            f"{name} has shape {array.shape}, which does not broadcast to that of x, {x.shape}: "
+            f"give it the axes that it lacks at the end, for example {name}[:, None]."
+        )
+    array, start = array.reshape(shape), x.ndim - values.layout.of_moments.ndim
+    if set(shape[start:]) <= {1}:
+        return array
+    # A pass may merge the last axes into one.
+    return jnp.broadcast_to(array, (*shape[:start], *x.shape[start:]))

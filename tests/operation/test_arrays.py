@@ -1,0 +1,122 @@
+"""Tests `eqx_norm.moments` and `eqx_norm.normalise`, the halves of a norm for plain arrays."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_norm
+from eqx_norm import BatchNorm, GroupNorm, LayerNorm
+from eqx_norm.strategies import Moments
+from tests.helpers import make, normal, over_batch
+
+X = normal(0, (4, 6, 5, 3), 100, 2)
+AXES = [None, 1, -1, (0, 2, 3), (1, -1), (2, 3), (0, 1, 2), ()]
+MASKS = {
+    "": None,
+    "values": X > 99,
+    "positions": X[:1, :1] > 100,
+    "examples": X[:, 0, 0, 0] > 100,
+}
+MASKS["examples"] = MASKS["examples"][:, None, None, None]
+
+
+CASES = [("float32", mask) for mask in MASKS] + [("bfloat16", ""), ("complex64", "values")]
+
+
+@pytest.mark.parametrize(("dtype", "mask"), CASES)
+@pytest.mark.parametrize("axis", AXES)
+def test_moments_are_those_of_numpy(axis, mask, dtype):
+    x, counted = X.astype(dtype), MASKS[mask]
+    x = x * (1 + 1j) if dtype == "complex64" else x
+    exact = np.asarray(x.astype("complex64" if dtype == "complex64" else "float32"))
+    exact = exact.astype(np.clongdouble if dtype == "complex64" else np.longdouble)
+    where = np.broadcast_to(True if counted is None else np.asarray(counted), x.shape)
+    axes = tuple(range(4)) if axis is None else axis
+    count = where.sum(axes, keepdims=True)
+    mean = np.where(where, exact, 0).sum(axes, keepdims=True) / np.maximum(count, 1)
+    m2 = np.where(where, abs(exact - mean) ** 2, 0).sum(axes, keepdims=True)
+    found = eqx_norm.moments(x, axis, mask=counted)
+    shape = np.squeeze(mean, axes).shape or (1,)
+    assert found.mean.shape == found.m2.shape == shape
+    np.testing.assert_array_equal(jnp.broadcast_to(found.count, shape), count.reshape(shape))
+    np.testing.assert_allclose(found.mean, mean.reshape(shape), rtol=3e-7)
+    np.testing.assert_allclose(found.m2, m2.reshape(shape), rtol=2e-6, atol=1e-4)
+
+
+def test_both_halves_are_the_layers():
+    """Compares values and gradients with those of the layers."""
+    x, dy, weight, bias = X, normal(1, X.shape), normal(2, (6,)), normal(3, (6,))
+    norm, state = make(6, "batch", approach="batch", activation=jax.nn.relu)
+    norm = eqx.tree_at(lambda norm: (norm.weight, norm.bias), norm, (weight, bias))
+    layer = LayerNorm(3, use_weight=False, use_bias=False)
+    groups = GroupNorm(3, channelwise_affine=False)
+    column = weight[:, None, None], bias[:, None, None]
+
+    def of(axis, *weights, shape=X.shape, **options):
+        def norm(x):
+            x = x.reshape(shape)
+            moments = eqx_norm.moments(x, axis)
+            y = eqx_norm.normalise(x, moments, *weights, axis=axis, **options)
+            return y.reshape(X.shape)
+
+        return norm
+
+    for ours, theirs in (
+        (
+            of((0, 2, 3), *column, activation=jax.nn.relu),
+            lambda x: over_batch(norm)(x, state)[0],
+        ),
+        (of(-1), jax.vmap(jax.vmap(jax.vmap(layer)))),
+        (of((2, 3, 4), shape=(4, 3, 2, 5, 3)), jax.vmap(groups)),
+    ):
+        (y, pull), (expected, pull_expected) = (jax.vjp(jax.jit(f), x) for f in (ours, theirs))
+        np.testing.assert_allclose(y, expected, rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(pull(dy)[0], pull_expected(dy)[0], rtol=1e-5, atol=3e-6)
+
+
+def test_moments_over_named_axes_and_of_tiles_are_those_of_the_whole():
+    whole = eqx_norm.moments(X, (0, 2, 3))
+    of_one = lambda x: eqx_norm.moments(x, (1, 2), axis_name="batch")  # noqa: E731
+    mapped = jax.vmap(of_one, axis_name="batch", out_axes=None)(X)
+    tiles = [eqx_norm.moments(tile, (0, 2, 3)) for tile in jnp.split(X, 5, 2)]
+    merged = tiles[0]
+    for tile in tiles[1:]:
+        merged = merged.merge(tile)
+    for found in (mapped, merged):
+        assert found.count == whole.count == 60
+        np.testing.assert_allclose(found.mean, whole.mean, rtol=2e-7)
+        np.testing.assert_allclose(found.variance, whole.variance, rtol=2e-6)
+
+
+def test_a_constant_is_exact_and_the_residual_is_x():
+    constant = jnp.full((7, 121), 1234.567)
+    y = eqx_norm.normalise(constant, eqx_norm.moments(constant, 1), axis=1)
+    np.testing.assert_array_equal(y, np.zeros(y.shape))
+    half = X.astype(jnp.bfloat16)
+
+    def norm(x):
+        moments = eqx_norm.moments(x, (0, 2, 3))
+        return eqx_norm.normalise(x, moments, axis=(0, 2, 3), activation=jnp.tanh)
+
+    kept = [a for a in jax.tree.leaves(jax.vjp(norm, half)[1]) if a.size == X.size]
+    assert {a.dtype.name for a in kept} <= {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: eqx_norm.moments(X, 4), r"axis 4 is out of bounds"),
+        (lambda: eqx_norm.moments(X, (1, 1)), r"repeated axis"),
+        (lambda: eqx_norm.moments(X, mask=X[:, 0] > 0), r"mask has shape \(4, 5, 3\), which"),
+        (lambda: eqx_norm.normalise(X, eqx_norm.moments(X, 0)), r"moments: \(6, 5, 3\), but"),
+        (
+            lambda: eqx_norm.normalise(X, Moments.of(0.0, 1.0), normal(0, (6,))),
+            r"weight has shape \(6,\).*weight\[:, None\]",
+        ),
+    ],
+)
+def test_errors_quote_what_was_given(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
