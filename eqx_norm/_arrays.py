@@ -42,8 +42,8 @@ def moments(
     - `mask`: bools that broadcast to x; where it is false, x does not count.
     - `axis_name`: names of axes of `jax.vmap` or of a mesh, over which moments are merged.
 
-    **Returns:** `Moments`: `mean` and `m2` have the shape of `jnp.var(x, axis)`, or `(1,)` for a
-    single number; `count` too, if there is a mask.
+    **Returns:** `Moments`. `mean` and `m2` have the shape of `jnp.var(x, axis)`, or `(1,)` for
+    a single number; with a mask, `count` has this shape, too.
 
     **Raises:** `ValueError` or `TypeError` for an invalid argument; `NameError` for an
     `axis_name` that is not bound.
@@ -88,8 +88,8 @@ def normalise(
     **Arguments:**
 
     - `x`: an array, float or complex.
-    - `moments`: $\mu$ and $\sigma^2$, of the shape of `jnp.var(x, axis)`: from `moments`, merged
-        ones, or `Moments.of(mean, variance)`.
+    - `moments`: $\mu$ and $\sigma^2$, of the shape of `jnp.var(x, axis)`: from `moments`,
+        merged ones, or `Moments.of(mean, variance)`.
     - `weight`, `bias`: $\gamma$ and $\beta$, arrays that broadcast to x.
     - `axis`: the axes along which values share moments, as for `moments`.
     - `mask`: bools that broadcast to x; where it is false, y and its gradient are 0.
@@ -104,8 +104,8 @@ def normalise(
     if not (isinstance(moments, Moments) and moments.m2.shape == moments.mean.shape == kept):
         shape = getattr(getattr(moments, "mean", None), "shape", type(moments).__name__)
         raise ValueError(
-            f"moments: {shape}, but for x of shape {values.x.shape} and axis={axis!r} they are Moments "
-            f"with a mean and m2 of shape {kept}. Give normalise the axis= of moments(x, axis=...)."
+            f"moments: {shape}, but for x of shape {values.x.shape} and axis={axis!r} they are "
+            f"Moments with a mean and m2 of shape {kept}. Give the axis= of moments(x, axis)."
         )
     weight, bias = (
         None if w is None else _like_x(name, jnp.asarray(w), values)
@@ -132,8 +132,8 @@ def _like_x(name: str, array: Array, values: Values) -> Array:
     x, shape = values.x, (*[1] * (values.x.ndim - array.ndim), *array.shape)
     if not _arguments.broadcasts(shape, x.shape):
         raise ValueError(
-            f"{name} has shape {array.shape}, which does not broadcast to that of x, {x.shape}: "
-            f"give it the axes that it lacks at the end, for example {name}[:, None]."
+            f"{name} has shape {array.shape}, which does not broadcast to that of x, {x.shape}. "
+            f"Add the axes that it lacks at the end, for example {name}[:, None]."
         )
     array, start = array.reshape(shape), x.ndim - values.layout.of_moments.ndim
     if set(shape[start:]) <= {1}:

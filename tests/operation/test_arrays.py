@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_norm
-from eqx_norm import BatchNorm, GroupNorm, LayerNorm
+from eqx_norm import GroupNorm, LayerNorm
 from eqx_norm.strategies import Moments
 from tests.helpers import make, normal, over_batch
 
