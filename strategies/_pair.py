@@ -129,24 +129,21 @@ def _added(a: Array, rest_a: Array, b: Array, rest_b: Array) -> Array:
 
 def _sum_jvp(primals: Any, tangents: Any) -> Any:
     y = _sum(*primals)
-    a, b = (jnp.broadcast_to(_instantiated(t), y.shape) for t in tangents)
+    a, b = (jnp.broadcast_to(t, y.shape) for t in map(_instantiated, primals, tangents))
     return y, a + b
 
 
 def _moved_jvp(primals: Any, tangents: Any) -> Any:
     (start, end, share), y = primals, _moved(*primals)
-    d_start, d_end, d_share = tangents
-    # In this order equal tangents stay equal to the bit.
-    tangent = _instantiated(d_start)
-    tangent = tangent + share * (_instantiated(d_end) - tangent)
-    if not isinstance(d_share, SymbolicZero):
-        tangent = tangent + d_share * (end - start)
+    d_start, d_end = map(_instantiated, primals[:2], tangents)
+    tangent = d_start + share * (d_end - d_start)  # equal tangents stay equal to the bit
+    if not isinstance(tangents[2], SymbolicZero):
+        tangent = tangent + tangents[2] * (end - start)
     return y, jnp.broadcast_to(tangent, y.shape)
 
 
-def _instantiated(tangent: Any) -> Any:
-    is_zero = isinstance(tangent, SymbolicZero)
-    return jnp.zeros(tangent.aval.shape, tangent.aval.dtype) if is_zero else tangent
+def _instantiated(primal: Array, tangent: Any) -> Array:
+    return jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
 
 
 _sum.defjvp(_sum_jvp, symbolic_zeros=True)

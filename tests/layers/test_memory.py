@@ -23,7 +23,7 @@ from eqx_norm.strategies import (
     Frozen,
     Renorm,
 )
-from tests.compiling import filter_jit
+from tests.compiling import filter_jit, jit
 from tests.helpers import (
     APPROACHES,
     bits,
@@ -174,19 +174,22 @@ class Scaled(Cumulative):
 STRATEGIES = [*APPROACHES, Average(), Cumulative(), Accumulated(Adam(0.9), 1), Scaled()]
 
 
-@pytest.mark.parametrize("memory_axis_name", [(), "ghost"])
-@pytest.mark.parametrize("approach", STRATEGIES, ids=str)
+@pytest.mark.parametrize(
+    ("approach", "memory_axis_name"),
+    [*((strategy, ()) for strategy in STRATEGIES), ("ema", "ghost"), (Scaled(), "ghost")],
+    ids=str,
+)
 def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
     """Tests GradAttack #4, pytorch-flows #8, higher #55: derivatives of inference after a step,
     of a second step and of the running statistics, in x and in the memory before."""
     with jax.enable_x64(True):
         momentum = {"momentum": 0.9} if approach in APPROACHES else {}
         options = {"approach": approach, "memory_axis_name": memory_axis_name, **momentum}
-        layer, state = make(3, "batch", **options)
+        layer, state = make(3, "batch" if memory_axis_name else ("batch", "ghost"), **options)
         x, later, along, weight = np.random.default_rng(0).normal(1, 2, (4, 2, 4, 3, 2))
 
         def train(x, state, model=layer):
-            return over_batch(over_batch(model), memory_axis_name or None)(x, state)
+            return over_batch(over_batch(model), "ghost")(x, state)
 
         state = train(later**2, state)[1]
         memory = state.get(layer.memory_index).statistics
@@ -204,14 +207,14 @@ def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
             return jnp.stack([(inferred * weight).sum(), (y * weight).sum(), *sums])
 
         at, step = (jnp.asarray(x), jnp.zeros(())), 1e-5
-        gradient, change = jax.jit(jax.jacrev(results, (0, 1)))(*at)
-        _, tangent = jax.jit(lambda *at: jax.jvp(results, at, (along, jnp.ones(()))))(*at)
+        gradient, change = jit(jax.jacrev(results, (0, 1)))(*at)
+        _, tangent = jit(lambda *at: jax.jvp(results, at, (along, jnp.ones(()))))(*at)
         found = (gradient * along).sum((1, 2, 3, 4)) + change
-        plus, minus = (jax.jit(results)(x + h * along, h) for h in (step, -step))
+        plus, minus = (jit(results)(x + h * along, h) for h in (step, -step))
         expected = (plus - minus) / (2 * step)
         np.testing.assert_allclose(found, tangent, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-        assert (abs(expected[[0, 2, 3]]) > 1e-3).all()
+        assert (abs(expected[jnp.array([0, 2, 3])]) > 1e-3).all()
 
 
 def test_gradient_through_the_memory_equals_that_of_equinox():
@@ -242,11 +245,11 @@ def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
         return (over_batch(eqx.nn.inference_mode(layer))(X, after)[0] ** 3).sum()
 
     memory = state.get(layer.memory_index).statistics
-    gradient = filter_jit(lambda *a: eqx.filter_grad(lambda z: inferred(*z, a[2]))(a[:2]))
-    for bad, mask in ((np.nan, None), (np.inf, None), (1e30, None), (1, np.asarray(False))):
+    gradient = jit(jax.grad(inferred, (0, 1), allow_int=True))
+    for bad, mask in ((np.nan, None), (np.inf, None), (1e30, None), (1, jnp.asarray(False))):
         dx, d_memory = gradient(X.at[3, 1, 2].set(bad), memory, mask)
         np.testing.assert_array_equal(dx, np.zeros(X.shape))
-        leaves = jax.tree.leaves(d_memory)
+        leaves = [a for a in jax.tree.leaves(d_memory) if a.dtype != jax.dtypes.float0]
         assert all(np.isfinite(leaf).all() for leaf in leaves)
         assert any(leaf.any() for leaf in leaves) == layer.approach.learns
 
