@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+import eqx_norm
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.one_kernel import FEW
 from tests.compiling import jit, lowered_for
+from tests.helpers import make, over_batch
 from tests.layers.norms import each_norm, made, mask_shape, moved, over_examples
 
 pytestmark = pytest.mark.x32  # has its own dtypes
@@ -67,6 +69,25 @@ def test_layers_with_call_weights_are_lowered_for_every_platform(name):
     layer, call = made(name, SHAPE)
     weights = {"weight": halves(*layer.weight.shape), "bias": halves(*SHAPE)}
     lower(lambda weights, x: call(layer, x, **weights)[0], weights, halves(*SHAPE))
+
+
+@pytest.mark.parametrize("axis", [(0, 2, 3), 1])
+def test_both_halves_are_lowered_for_every_platform(axis):
+    """Tests a mask for each value, and derivatives through the memory of a layer."""
+    norm, state = make(C, "batch", approach="ema", memory_axis_name="more")
+
+    def halved(weight, x):
+        mask, options = x > 0, {"axis": axis, "activation": SILU}
+        moments = eqx_norm.moments(x, axis, mask=mask)
+        return eqx_norm.normalise(x, moments, weight, weight, mask=mask, **options)
+
+    def remembered(weight, x):
+        _, after = over_batch(over_batch(norm), "more")(weight * x[None], state)
+        return norm.running(after).variance
+
+    x, weight = halves(*SHAPE), jax.ShapeDtypeStruct((H, 1), jnp.float32)
+    lower(halved, weight, x)
+    lower(remembered, jax.ShapeDtypeStruct((), jnp.float32), x)
 
 
 @pytest.mark.parametrize(
