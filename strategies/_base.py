@@ -18,8 +18,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
     A strategy object holds only hyperparameters, in static fields. Its memory (the strategy's
     running statistics) is a separate pytree of arrays that the layer keeps in `eqx.nn.State`.
     A strategy is plain JAX on vectors, with one number per channel, and needs no layers, axis
-    names, devices or kernels. JAX differentiates it; the layer stops the gradients into and out
-    of the memory. docs/own_strategy.md explains how to write one, and how to keep it exact.
+    names, devices or kernels. JAX differentiates it, in the memory, too. docs/own_strategy.md
+    explains how to write one, and how to keep it exact.
 
     Subclasses implement `init`, `update` and `infer`. (`infer` is not called `inference`, since
     `eqx.nn.inference_mode` sets attributes of that name.) If a subclass sets `learns = False`,

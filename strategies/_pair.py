@@ -69,8 +69,9 @@ class Pair(NamedTuple):
         Equal numbers, and an operand of weight 1, are returned to the bit.
         """
         near = jnp.asarray(share > 0.5)
-        start = Pair(jnp.where(near, other.parts, self.parts))
-        end = Pair(jnp.where(near, self.parts, other.parts))
+        of_parts = jnp.expand_dims(near, -2) if near.ndim > 1 else near
+        start = Pair(jnp.where(of_parts, other.parts, self.parts))
+        end = Pair(jnp.where(of_parts, self.parts, other.parts))
         return start.moved(end, jnp.where(near, 1 - share, share))
 
     def moved(self, other: "Pair", share: Array | float) -> "Pair":

@@ -117,8 +117,8 @@ def _like_x(affine: Affine, values: Values) -> Affine:
     def like_x(vector: Array | None) -> Array | None:
         if vector is None:
             return None
-        is_like_x = vector.ndim == values.x.ndim
-        shape = vector.shape if is_like_x else values.layout.weights
+        shape = vector.shape if vector.ndim == values.x.ndim else values.layout.weights
+        shape = values.x.shape if vector.size == values.x.size else shape
         return vector.reshape(shape).astype(values.wide.dtype)
 
     return affine._replace(weight=like_x(affine.weight), bias=like_x(affine.bias))

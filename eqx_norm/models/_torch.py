@@ -11,6 +11,7 @@ from jaxtyping import ArrayLike
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
+from eqx_norm._instance_norm import InstanceNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
@@ -110,6 +111,8 @@ def from_torch(
     if report.leftovers and (strict or not report.matched):
         fixes = ['match them by a mapping, such as names={"head": "fc"}']
         fixes += [] if by_order else ['by order, where shapes are equal: names="order"']
+        if any(k.endswith(MEAN) for k in report.unexpected) and layers_of(model, InstanceNorm):
+            fixes += ["load an InstanceNorm's statistics into the layer of docs/own_norm.md"]
         fixes += ["leave them out by strict=False"] if strict else []
         lines += [*report.leftovers, f"You can {'; or '.join(fixes)}."]
     if lines:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import BatchNorm, InstanceNorm, LayerNorm
 from eqx_norm.models import (
     fold,
     fold_pairs,
@@ -210,6 +210,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(*WRONG, LOADED, strict=False), "^BatchNorm: Wrong.load returned"),
     (lambda: from_torch(*LOADING, LOADED, strict=False), f"^BatchNorm: {UNKNOWN}"),
     (lambda: from_torch(*LOADING, LOADED, strict=False, values=-5), "-5 is no number of val"),
+    (lambda: from_torch(InstanceNorm(C), None, LOADED), r"InstanceNorm's .*docs/own_norm\.md"),
     (lambda: from_torch(*BLOCKS, {}), STACKED_WEIGHT),
     (lambda: to_torch(*BLOCKS), STACKED_WEIGHT),
     (lambda: from_torch(NORM, NORM_STATE, PATH), r"a str\. .* module\.state_dict\(\) returns"),

@@ -76,16 +76,20 @@ def test_both_halves_are_the_layers():
         np.testing.assert_allclose(pull(dy)[0], pull_expected(dy)[0], rtol=1e-5, atol=3e-6)
 
 
-def test_moments_over_named_axes_and_of_tiles_are_those_of_the_whole():
-    whole = eqx_norm.moments(X, (0, 2, 3))
-    of_one = lambda x: eqx_norm.moments(x, (1, 2), axis_name="batch")  # noqa: E731
-    mapped = jax.vmap(of_one, axis_name="batch", out_axes=None)(X)
-    tiles = [eqx_norm.moments(tile, (0, 2, 3)) for tile in jnp.split(X, 5, 2)]
-    merged = tiles[0]
-    for tile in tiles[1:]:
-        merged = merged.merge(tile)
+@pytest.mark.parametrize("mask", [None, X > 99])
+def test_moments_over_named_axes_and_of_tiles_are_those_of_the_whole(mask):
+    """Keeps two axes, the first of size 2, like the parts of a pair."""
+    x, mask = X[:2], None if mask is None else mask[:2]
+    whole = eqx_norm.moments(x, (2, 3), mask=mask)
+    of_each = lambda x, mask: eqx_norm.moments(x, -1, mask=mask, axis_name="rows")  # noqa: E731
+    axes = {"in_axes": (2, mask if mask is None else 2), "out_axes": None}
+    mapped = jax.vmap(of_each, axis_name="rows", **axes)(x, mask)
+    merged = eqx_norm.moments(x[:, :, :0], (2, 3))
+    for i in range(5):
+        of_row = eqx_norm.moments(x[:, :, i], -1, mask=mask if mask is None else mask[:, :, i])
+        merged = merged.merge(of_row)
     for found in (mapped, merged):
-        assert found.count == whole.count == 60
+        np.testing.assert_array_equal(found.count, whole.count)
         np.testing.assert_allclose(found.mean, whole.mean, rtol=2e-7)
         np.testing.assert_allclose(found.variance, whole.variance, rtol=2e-6)
 
