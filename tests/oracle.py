@@ -122,11 +122,12 @@ class Oracle:
         self.accepted = steps.min(self.channels, keepdims=True)
 
     def learn(self, x: Any, mask: Any, train: bool) -> None:
-        """Remembers a batch of enough values whose statistics are finite in all channels."""
+        """Remembers a batch, a *number*, of enough values whose statistics are finite in all
+        channels."""
         if not (train and self.learns):
             return
         most = np.finfo(np.float64 if self.case.x64 else np.float32).max
-        batch = moments(number(np.where(mask, x, 0)), mask, self.all)
+        batch = moments(np.where(mask, x, 0), mask, self.all)
         after = reference(self.case, self.memory, batch)[1]
         all_finite = [batch.mean, batch.variance * batch.n, *after.running[1:]]
         finite = [self.for_each_state(np.abs(value(a)) <= most) for a in all_finite]
@@ -137,9 +138,10 @@ class Oracle:
         self.largest = np.maximum(self.largest, np.where(accepted, size, 0))
         self.accepted, self.rejected = self.accepted + accepted, self.rejected + ~finite
 
-    def derivatives(self, z: Any, v: Any, ct: Any, mask: Any, train: bool) -> dict[str, Any]:
+    def derivatives(self, z: Any, v: Any, ct: Any, masks: Any, train: bool) -> dict[str, Any]:
         """Returns the tangent of y along v, or the gradient of Re sum(ct y) and its derivative
-        along v, as JAX defines them."""
+        along v, as JAX defines them; also in "x0", "x1" ... of the steps before, if z has them.
+        """
         case, constants = self.case, set()
         if case.approach == "frozen":  # the layer's own weights are
             constants = {"slope", *(["weight", "bias"] if case.weights == "own" else [])}
@@ -147,9 +149,14 @@ class Oracle:
         def y(name: str = "", s: Any = 0) -> Any:
             """Returns y as a *number*: s along a step of one array, t along v."""
             steps = {k: (s if k == name else 0, 0 if k in constants else v[k]) for k in z}
-            return self.normalise({k: number(a, *steps[k]) for k, a in z.items()}, mask, train)[
-                0
-            ]
+            numbers = {k: number(a, *steps[k]) for k, a in z.items()}
+            layer = Oracle(case) if "x0" in z else self
+            for i, mode in enumerate(case.steps if "x0" in z else ()):
+                if mode == "load":
+                    layer.reload()
+                if f"x{i}" in z:
+                    layer.learn(numbers[f"x{i}"], masks[i], mode == "train")
+            return layer.normalise(numbers, masks[-1], train)[0]
 
         if case.of == "jvp":
             return {"tangent of y": y()[2, 0]}
@@ -168,10 +175,10 @@ class Oracle:
             )
         return result
 
-    def bounds(self, z: Any, v: Any, ct: Any, mask: Any, y: Any, used: Any) -> dict[str, Any]:
+    def bounds(self, z: Any, v: Any, ct: Any, masks: Any, y: Any, used: Any) -> dict[str, Any]:
         """Returns the errors that roundings of the terms of each result may cause. An error of
         x - mean counts once more for each derivative."""
-        case, (mean, rstd) = self.case, used
+        case, (mean, rstd), mask = self.case, used, masks[-1]
         ulps = 2.0**-29 if case.dtype == "float64" else 1.0
         count = np.prod([n for _, n in case.axes])  # of terms that JAX sums in a weight's dtype
         unit, parts = 1e-6 * ulps, max(1e-6, 2.0**-24 * count) * ulps
@@ -194,6 +201,23 @@ class Oracle:
         g = np.abs(ct) * (slope + bend)
         size = {k: np.abs(a) * (rstd if k == "x" else 1) for k, a in v.items()}
         moves = {"x": weight * most(size["x"]) * spread, "weight": xhat, "bias": 1, "slope": u}
+        # Of an earlier x: averages have weights of sum 1; a merged variance has also distances
+        # of means; a clipped one is at most three times a running one, of any channel.
+        wide = {*self.all, *(self.channels if case.approach == "clip" else ())}
+        largest = np.where(mask, rstd, 0).max(tuple(wide), keepdims=True)
+        largest = largest * (3 if case.approach == "clip" else 1) ** (len(masks) - 1)
+        early = {f"x{i}": m for i, m in enumerate(masks) if f"x{i}" in z}
+        batches = {
+            k: moments(number(np.where(m, z[k], 0)), m, self.all) for k, m in early.items()
+        }
+        means, effect = [mean, *(value(b.mean) for b in batches.values())], {}
+        for k, batch in batches.items():
+            far = [np.nan_to_num(np.abs(z[k] - m) * largest, posinf=0) for m in means]
+            reach = largest * np.maximum(1, np.max(np.broadcast_arrays(*far), 0))
+            size[k] = np.where(early[k], np.abs(v[k]) * reach, 0).max(
+                tuple(wide), keepdims=True
+            )
+            moves[k], effect[k] = weight * xhat, reach / np.maximum(batch.n, 1)
         moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
         result = {"value of y": unit * (slope * u + np.abs(y))}
         result["tangent of y"] = 2 * unit * (slope + bend) * moves
@@ -206,11 +230,15 @@ class Oracle:
         second = most(g * (1 + weight) ** 2 * xhat**3) * (1 + sum(map(most, size.values())))
         for k, a in z.items():
             shared = tuple(i for i, n in enumerate(a.shape) if n == 1 and k != "x")
+            shared = tuple(wide) if k in effect else shared
+            terms = weight * g * xhat if k in effect else first[k]
             one, two = (
                 np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True)
-                for terms in (first[k], second * rstd if k == "x" else second)
+                * effect.get(k, 1)
+                for terms in (terms, second * rstd if k == "x" else second)
             )
-            rounded = parts + (count * 2.0**-9 if case.narrow and "16" in case.dtype else 0)
+            narrow = case.narrow and "16" in case.dtype and k not in effect
+            rounded = parts + (count * 2.0**-9 if narrow else 0)
             result[f"gradient of {k}"] = (unit if k == "x" else rounded) * one
             result[f"curvature of {k}"] = 10 * parts * two
         return result
