@@ -303,11 +303,11 @@ def program(case: Case, layer: Any, modes: tuple[str, ...]) -> Any:
 
     def call(z: Any, v: Any, ct: Any, aux: Any, state: Any) -> Any:
         def y(z: Any) -> Any:
-            out, after, now = None, state, {k: a for k, a in z.items() if not k[1:].isdigit()}
+            out, after = None, state
             for i, f in enumerate(steps):
-                if modes[i] == "load" and after is not None:
+                if modes[i] == "load" and state is not None:
                     after = loaded(case, layer, after)
-                out, after = f({**now, "x": z.get(f"x{i}", z["x"])}, aux[i], after)
+                out, after = f({**z, "x": z.get(f"x{i}", z["x"])}, aux[i], after)
             return out, after
 
         def gradient(z: Any) -> Any:
@@ -350,12 +350,12 @@ def problems(case: Case) -> Iterator[str]:
         train, (z, aux) = mode == "train", arrays(case, step)
         auxes.append(aux)
         masks.append(oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool))))
-        early[f"x{step}"] = z["x"]
-        of_mode = "train" if case.traced and mode == "infer" else mode
-        modes, given, before = (of_mode,), [aux], state
+        modes, given, before = (mode,), [aux], state
         if case.through and step == len(case.steps) - 1:
-            early.pop(f"x{step}")
-            z, modes, given, before = z | early, case.steps, auxes, empty
+            z, modes, given, before = z | early, tuple(case.steps), auxes, empty
+        elif case.traced and mode == "infer":
+            modes = ("train",)  # the program is the same
+        early[f"x{step}"] = z["x"]
         exact = {k: oracle.layout(a) for k, a in z.items()}
         numbers = {k: number(a) for k, a in exact.items()}
         y, *used, u = map(value, oracle.normalise(numbers, masks[-1], train))

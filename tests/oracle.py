@@ -122,8 +122,7 @@ class Oracle:
         self.accepted = steps.min(self.channels, keepdims=True)
 
     def learn(self, x: Any, mask: Any, train: bool) -> None:
-        """Remembers a batch, a *number*, of enough values whose statistics are finite in all
-        channels."""
+        """Remembers a batch of enough values whose statistics are finite in all channels."""
         if not (train and self.learns):
             return
         most = np.finfo(np.float64 if self.case.x64 else np.float32).max
@@ -140,8 +139,7 @@ class Oracle:
 
     def derivatives(self, z: Any, v: Any, ct: Any, masks: Any, train: bool) -> dict[str, Any]:
         """Returns the tangent of y along v, or the gradient of Re sum(ct y) and its derivative
-        along v, as JAX defines them; also in "x0", "x1" ... of the steps before, if z has them.
-        """
+        along v, as JAX defines them. z may have "x0", "x1" ... of the steps before."""
         case, constants = self.case, set()
         if case.approach == "frozen":  # the layer's own weights are
             constants = {"slope", *(["weight", "bias"] if case.weights == "own" else [])}
@@ -203,21 +201,18 @@ class Oracle:
         moves = {"x": weight * most(size["x"]) * spread, "weight": xhat, "bias": 1, "slope": u}
         # Of an earlier x: averages have weights of sum 1; a merged variance has also distances
         # of means; a clipped one is at most three times a running one, of any channel.
-        wide = {*self.all, *(self.channels if case.approach == "clip" else ())}
-        largest = np.where(mask, rstd, 0).max(tuple(wide), keepdims=True)
-        largest = largest * (3 if case.approach == "clip" else 1) ** (len(masks) - 1)
-        early = {f"x{i}": m for i, m in enumerate(masks) if f"x{i}" in z}
-        batches = {
-            k: moments(number(np.where(m, z[k], 0)), m, self.all) for k, m in early.items()
-        }
-        means, effect = [mean, *(value(b.mean) for b in batches.values())], {}
-        for k, batch in batches.items():
-            far = [np.nan_to_num(np.abs(z[k] - m) * largest, posinf=0) for m in means]
-            reach = largest * np.maximum(1, np.max(np.broadcast_arrays(*far), 0))
-            size[k] = np.where(early[k], np.abs(v[k]) * reach, 0).max(
-                tuple(wide), keepdims=True
-            )
-            moves[k], effect[k] = weight * xhat, reach / np.maximum(batch.n, 1)
+        is_clip, early = case.approach == "clip", [k for k in z if k[1:].isdigit()]
+        wide = (*self.all, self.channels[0]) if is_clip else self.all
+        largest = np.where(mask, rstd, 0).max(wide, keepdims=True, initial=0)
+        largest = largest * 3 ** (is_clip * len(early) / 2)
+        inside = {k: (np.where(m, z[k], 0), m) for k, m in zip(early, masks, strict=False)}
+        batches = {k: moments(number(a), m, self.all) for k, (a, m) in inside.items()}
+        means, effect = [mean, *(value(batch.mean) for batch in batches.values())], {}
+        for k, (a, m) in inside.items():
+            far = [np.nan_to_num(np.abs(a - mean) * largest, posinf=0) for mean in means]
+            reach = largest * np.max(np.broadcast_arrays(1, *far), 0)
+            size[k] = np.where(m, size[k] * reach, 0).max(wide, keepdims=True, initial=0)
+            moves[k], effect[k] = weight * xhat, reach / np.maximum(batches[k].n, 1)
         moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
         result = {"value of y": unit * (slope * u + np.abs(y))}
         result["tangent of y"] = 2 * unit * (slope + bend) * moves
@@ -226,19 +221,18 @@ class Oracle:
             "weight": g * xhat,
             "bias": g,
             "slope": g * u,
+            **dict.fromkeys(early, weight * g * xhat),
         }
+        narrow = case.narrow and "16" in case.dtype
         second = most(g * (1 + weight) ** 2 * xhat**3) * (1 + sum(map(most, size.values())))
         for k, a in z.items():
             shared = tuple(i for i, n in enumerate(a.shape) if n == 1 and k != "x")
-            shared = tuple(wide) if k in effect else shared
-            terms = weight * g * xhat if k in effect else first[k]
+            shared, factor = (wide, effect[k]) if k in effect else (shared, 1)
             one, two = (
-                np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True)
-                * effect.get(k, 1)
-                for terms in (terms, second * rstd if k == "x" else second)
+                np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True) * factor
+                for terms in (first[k], second * rstd if k == "x" else second)
             )
-            narrow = case.narrow and "16" in case.dtype and k not in effect
-            rounded = parts + (count * 2.0**-9 if narrow else 0)
+            rounded = parts + (count * 2.0**-9 if narrow and k not in effect else 0)
             result[f"gradient of {k}"] = (unit if k == "x" else rounded) * one
             result[f"curvature of {k}"] = 10 * parts * two
         return result

@@ -115,10 +115,9 @@ def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memor
         g, now = running.variance, value(batch.variance)
         whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
         low, high = g / LD(1.5), LD(1.5) * (g + whole)
-        clipped = np.where(now > value(high), high, batch.variance)
-        clipped = np.where(now < value(low), low, clipped)
-        is_free = (step < 1) | (value(whole) <= case.eps)
-        clipped = np.where(is_free, batch.variance, clipped)
+        clips = (step >= 1) & (value(whole) > case.eps)
+        clipped = np.where(clips & (now < value(low)), low, batch.variance)
+        clipped = np.where(clips & (now > value(high)), high, clipped)
         kind, batch = "ema", batch._replace(variance=clipped)
     share = {
         "ema": np.where(k == 0, 1, 1 - m),
