@@ -112,6 +112,7 @@ class Case:
     steps: tuple[str, ...] = ("train",)
     traced: bool = one_of(False, False, True)  # inference= is traced
     of: str = one_of("", "vjp", "vjp", "jvp", "jvp of vjp", "vjp of vjp")  # the derivative
+    through: bool = one_of(False, True)  # that of the last step also in x of all before
     inner: tuple[str, ...] = ()  # transformations of one example's function, innermost first
     outer: tuple[str, ...] = ()  # transformations of the function of all examples
     around: tuple[str, ...] = ("jit",)  # transformations of the derivative
@@ -130,6 +131,7 @@ RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     ("behind", lambda c: c.devices, False),
     ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # runs on one device
     ("spatial", lambda c: 0 in c.spatial and (c.devices or c.layer in ROWS), ()),  # an error
+    ("through", lambda c: not c.of or c.layer != "BatchNorm", False),
     ("x64", lambda c: c.dtype == "float64", True),
     ("of", lambda c: "16" in c.dtype and " of " in c.of, "vjp"),  # rounds intermediates
     ("activation", lambda c: c.dtype == "complex64", ""),
@@ -294,13 +296,19 @@ def mapped(case: Case, f: Any, i: int = 0) -> Any:
     return call
 
 
-def program(case: Case, layer: Any, train: bool) -> Any:
-    """Returns a function whose outputs are a dict of results, and the new state."""
-    f = wrapped(mapped(case, wrapped(one_example(case, layer, train), case.inner)), case.outer)
+def program(case: Case, layer: Any, modes: tuple[str, ...]) -> Any:
+    """Returns a function of steps, whose outputs are a dict of results, and the new state."""
+    layers = (wrapped(one_example(case, layer, mode == "train"), case.inner) for mode in modes)
+    steps = [wrapped(mapped(case, f), case.outer) for f in layers]
 
     def call(z: Any, v: Any, ct: Any, aux: Any, state: Any) -> Any:
         def y(z: Any) -> Any:
-            return f(z, aux, state)
+            out, after = None, state
+            for i, f in enumerate(steps):
+                if modes[i] == "load" and state is not None:
+                    after = loaded(case, layer, after)
+                out, after = f({**z, "x": z.get(f"x{i}", z["x"])}, aux[i], after)
+            return out, after
 
         def gradient(z: Any) -> Any:
             out, pull, after = jax.vjp(y, z, has_aux=True)
@@ -335,32 +343,38 @@ def run(case: Case) -> list[str]:
 
 def problems(case: Case) -> Iterator[str]:
     oracle, (layer, state), programs = Oracle(case), built(case), {}
+    empty, early, auxes, masks = state, {}, [], []  # of all steps
     for step, mode in enumerate(case.steps):
-        if mode == "load" and state is not None:
+        if mode == "load":
             oracle.reload()
-            state = loaded(case, layer, state)
         train, (z, aux) = mode == "train", arrays(case, step)
+        auxes.append(aux)
+        masks.append(oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool))))
+        modes, given, before = (mode,), [aux], state
+        if case.through and step == len(case.steps) - 1:
+            z, modes, given, before = z | early, tuple(case.steps), auxes, empty
+        elif case.traced and mode == "infer":
+            modes = ("train",)  # the program is the same
+        early[f"x{step}"] = z["x"]
         exact = {k: oracle.layout(a) for k, a in z.items()}
-        mask = oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool)))
         numbers = {k: number(a) for k, a in exact.items()}
-        y, *used, u = map(value, oracle.normalise(numbers, mask, train))
+        y, *used, u = map(value, oracle.normalise(numbers, masks[-1], train))
         # The tangent of x has the standard deviation of x, the cotangent 1.
         std = np.where(np.isfinite(used[1]) & (used[1] > 0), 1 / used[1], 1)
         std = np.broadcast_to(std, y.shape).reshape(z["x"].shape).astype(float)
         r = np.random.default_rng([case.seed, step, 1])
-        v = {k: normal(case, r, a.shape) * (std if k == "x" else 1) for k, a in z.items()}
+        v = {k: normal(case, r, a.shape) * (std if k[0] == "x" else 1) for k, a in z.items()}
         v = {k: jnp.asarray(a, z[k].dtype) for k, a in v.items()}
         ct = jnp.asarray(normal(case, r, z["x"].shape), z["x"].dtype)
-        along = {k: oracle.layout(a) for k, a in v.items()}, oracle.layout(ct), mask
+        along = {k: oracle.layout(a) for k, a in v.items()}, oracle.layout(ct), masks
         bounds, want = oracle.bounds(exact, *along, y, used), {"value of y": y}
         near = (np.abs(u.real) < 2 * bounds["value of y"]) & (u != 0)
         if case.of and not ("relu" in case.activation and near.any()):  # near a kink
             want |= oracle.derivatives(exact, *along, train)
-        key = case.traced or train
-        programs[key] = programs.get(key) or program(case, layer, train)
-        got, state = programs[key](z, v, ct, aux, state)
+        programs[modes] = programs.get(modes) or program(case, layer, modes)
+        got, state = programs[modes](z, v, ct, given, before)
         if state is not None:
-            oracle.learn(exact["x"], mask, train)
+            oracle.learn(numbers["x"], masks[-1], train)
             running, held = layer.running(state), state.get(layer.memory_index)
             got |= {"running mean": running.mean, "running variance": running.variance}
             got |= {"accepted": held.accepted, "rejected": held.rejected}

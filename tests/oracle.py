@@ -126,7 +126,7 @@ class Oracle:
         if not (train and self.learns):
             return
         most = np.finfo(np.float64 if self.case.x64 else np.float32).max
-        batch = moments(number(np.where(mask, x, 0)), mask, self.all)
+        batch = moments(np.where(mask, x, 0), mask, self.all)
         after = reference(self.case, self.memory, batch)[1]
         all_finite = [batch.mean, batch.variance * batch.n, *after.running[1:]]
         finite = [self.for_each_state(np.abs(value(a)) <= most) for a in all_finite]
@@ -137,9 +137,9 @@ class Oracle:
         self.largest = np.maximum(self.largest, np.where(accepted, size, 0))
         self.accepted, self.rejected = self.accepted + accepted, self.rejected + ~finite
 
-    def derivatives(self, z: Any, v: Any, ct: Any, mask: Any, train: bool) -> dict[str, Any]:
+    def derivatives(self, z: Any, v: Any, ct: Any, masks: Any, train: bool) -> dict[str, Any]:
         """Returns the tangent of y along v, or the gradient of Re sum(ct y) and its derivative
-        along v, as JAX defines them."""
+        along v, as JAX defines them. z may have "x0", "x1" ... of the steps before."""
         case, constants = self.case, set()
         if case.approach == "frozen":  # the layer's own weights are
             constants = {"slope", *(["weight", "bias"] if case.weights == "own" else [])}
@@ -147,9 +147,14 @@ class Oracle:
         def y(name: str = "", s: Any = 0) -> Any:
             """Returns y as a *number*: s along a step of one array, t along v."""
             steps = {k: (s if k == name else 0, 0 if k in constants else v[k]) for k in z}
-            return self.normalise({k: number(a, *steps[k]) for k, a in z.items()}, mask, train)[
-                0
-            ]
+            numbers = {k: number(a, *steps[k]) for k, a in z.items()}
+            layer = Oracle(case) if "x0" in z else self
+            for i, mode in enumerate(case.steps if "x0" in z else ()):
+                if mode == "load":
+                    layer.reload()
+                if f"x{i}" in z:
+                    layer.learn(numbers[f"x{i}"], masks[i], mode == "train")
+            return layer.normalise(numbers, masks[-1], train)[0]
 
         if case.of == "jvp":
             return {"tangent of y": y()[2, 0]}
@@ -168,10 +173,10 @@ class Oracle:
             )
         return result
 
-    def bounds(self, z: Any, v: Any, ct: Any, mask: Any, y: Any, used: Any) -> dict[str, Any]:
+    def bounds(self, z: Any, v: Any, ct: Any, masks: Any, y: Any, used: Any) -> dict[str, Any]:
         """Returns the errors that roundings of the terms of each result may cause. An error of
         x - mean counts once more for each derivative."""
-        case, (mean, rstd) = self.case, used
+        case, (mean, rstd), mask = self.case, used, masks[-1]
         ulps = 2.0**-29 if case.dtype == "float64" else 1.0
         count = np.prod([n for _, n in case.axes])  # of terms that JAX sums in a weight's dtype
         unit, parts = 1e-6 * ulps, max(1e-6, 2.0**-24 * count) * ulps
@@ -194,6 +199,20 @@ class Oracle:
         g = np.abs(ct) * (slope + bend)
         size = {k: np.abs(a) * (rstd if k == "x" else 1) for k, a in v.items()}
         moves = {"x": weight * most(size["x"]) * spread, "weight": xhat, "bias": 1, "slope": u}
+        # Of an earlier x: averages have weights of sum 1; a merged variance has also distances
+        # of means; a clipped one is at most three times a running one, of any channel.
+        is_clip, early = case.approach == "clip", [k for k in z if k[1:].isdigit()]
+        wide = (*self.all, self.channels[0]) if is_clip else self.all
+        largest = np.where(mask, rstd, 0).max(wide, keepdims=True, initial=0)
+        largest = largest * 3 ** (is_clip * len(early) / 2)
+        inside = {k: (np.where(m, z[k], 0), m) for k, m in zip(early, masks, strict=False)}
+        batches = {k: moments(number(a), m, self.all) for k, (a, m) in inside.items()}
+        means, effect = [mean, *(value(batch.mean) for batch in batches.values())], {}
+        for k, (a, m) in inside.items():
+            far = [np.nan_to_num(np.abs(a - mean) * largest, posinf=0) for mean in means]
+            reach = largest * np.max(np.broadcast_arrays(1, *far), 0)
+            size[k] = np.where(m, size[k] * reach, 0).max(wide, keepdims=True, initial=0)
+            moves[k], effect[k] = weight * xhat, reach / np.maximum(batches[k].n, 1)
         moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
         result = {"value of y": unit * (slope * u + np.abs(y))}
         result["tangent of y"] = 2 * unit * (slope + bend) * moves
@@ -202,15 +221,18 @@ class Oracle:
             "weight": g * xhat,
             "bias": g,
             "slope": g * u,
+            **dict.fromkeys(early, weight * g * xhat),
         }
+        narrow = case.narrow and "16" in case.dtype
         second = most(g * (1 + weight) ** 2 * xhat**3) * (1 + sum(map(most, size.values())))
         for k, a in z.items():
             shared = tuple(i for i, n in enumerate(a.shape) if n == 1 and k != "x")
+            shared, factor = (wide, effect[k]) if k in effect else (shared, 1)
             one, two = (
-                np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True)
+                np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True) * factor
                 for terms in (first[k], second * rstd if k == "x" else second)
             )
-            rounded = parts + (count * 2.0**-9 if case.narrow and "16" in case.dtype else 0)
+            rounded = parts + (count * 2.0**-9 if narrow and k not in effect else 0)
             result[f"gradient of {k}"] = (unit if k == "x" else rounded) * one
             result[f"curvature of {k}"] = 10 * parts * two
         return result

@@ -18,6 +18,7 @@ options = {
     "activation": "gelu",
     "steps": ("train", "train", "infer"),
     "of": "vjp of vjp",
+    "through": True,
 }
 for approach in STRATEGIES:
     problems = run(Case(approach=approach, **options))

@@ -112,11 +112,12 @@ def reference(case: Any, memory: Memory, batch: Moments) -> tuple[Moments, Memor
     kind, m, eps = case.approach, LD(case.momentum), constant(case.eps, batch.variance)
     (running, step, pending, waiting), k = memory, memory.running.n
     if kind == "clip":
-        g, now = value(running.variance), value(batch.variance)
+        g, now = running.variance, value(batch.variance)
         whole = g.mean(-2 - len(case.spatial), keepdims=True)  # of all channels
         low, high = g / LD(1.5), LD(1.5) * (g + whole)
-        is_free = (step < 1) | (whole <= case.eps) | ((now >= low) & (now <= high))
-        clipped = np.where(is_free, batch.variance, number(np.clip(now, low, high)))
+        clips = (step >= 1) & (value(whole) > case.eps)
+        clipped = np.where(clips & (now < value(low)), low, batch.variance)
+        clipped = np.where(clips & (now > value(high)), high, clipped)
         kind, batch = "ema", batch._replace(variance=clipped)
     share = {
         "ema": np.where(k == 0, 1, 1 - m),
