@@ -132,8 +132,8 @@ def _like_x(name: str, array: Array, values: Values) -> Array:
     x, shape = values.x, (*[1] * (values.x.ndim - array.ndim), *array.shape)
     if not _arguments.broadcasts(shape, x.shape):
         raise ValueError(
-            f"{name} has shape {array.shape}, which does not broadcast to {x.shape}, that of x: "
-            f"add the axes that it lacks at the end, for example {name}[:, None]."
+            f"{name} has shape {array.shape}, which does not broadcast to {x.shape} of x. "
+            f"Add the axes that it lacks at the end, for example {name}[:, None]."
         )
     array, start = array.reshape(shape), x.ndim - values.layout.of_moments.ndim
     if set(shape[start:]) <= {1}:

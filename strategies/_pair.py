@@ -146,8 +146,8 @@ def _moved_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _instantiated(tangent: Any) -> Any:
-    is_zero = isinstance(tangent, SymbolicZero)
-    return jnp.zeros(tangent.aval.shape, tangent.aval.dtype) if is_zero else tangent
+    aval: Any = getattr(tangent, "aval", None)
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(tangent, SymbolicZero) else tangent
 
 
 _sum.defjvp(_sum_jvp, symbolic_zeros=True)
