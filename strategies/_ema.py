@@ -11,16 +11,10 @@ class Ema(AbstractRunningStrategy):
 
     $$r_k = m r_{k-1} + (1 - m) b_k, \qquad r_1 = b_1$$
 
-<<<<<<< HEAD
     Training and inference agree, but in a step gradients flow only through $(1 - m) b_k$. At
     the usual momentum of 0.99 they see nearly nothing of the normalisation, and training is
     unstable in its first steps; at 0.5 it is stable. This is `mode="ema"` of
     `eqx.nn.BatchNorm`.
-=======
-    Training and inference agree, but a step's gradients flow only through $(1 - m) b_k$. At the
-    usual momentum of 0.99 they see nearly nothing of the normalisation; training is unstable in
-    its first steps; at 0.5 it is stable. This is `mode="ema"` of `eqx.nn.BatchNorm`.
->>>>>>> pages
 
     **Arguments:** `momentum`: $m$, between 0 and 1.
 
