@@ -350,11 +350,10 @@ def problems(case: Case) -> Iterator[str]:
         train, (z, aux) = mode == "train", arrays(case, step)
         auxes.append(aux)
         masks.append(oracle.layout(aux.get("mask", np.ones([1] * z["x"].ndim, bool))))
-        modes, given, before = (mode,), [aux], state
+        modes = ("train" if case.traced and mode == "infer" else mode,)
+        given, before = [aux], state
         if case.through and step == len(case.steps) - 1:
             z, modes, given, before = z | early, tuple(case.steps), auxes, empty
-        elif case.traced and mode == "infer":
-            modes = ("train",)  # the program is the same
         early[f"x{step}"] = z["x"]
         exact = {k: oracle.layout(a) for k, a in z.items()}
         numbers = {k: number(a) for k, a in exact.items()}

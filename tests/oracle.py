@@ -181,8 +181,8 @@ class Oracle:
         count = np.prod([n for _, n in case.axes])  # of terms that JAX sums in a weight's dtype
         unit, parts = 1e-6 * ulps, max(1e-6, 2.0**-24 * count) * ulps
 
-        def most(values: Any) -> Any:  # of the values with the same moments
-            return np.where(mask, values, 0).max(self.over, keepdims=True, initial=0)
+        def most(values: Any, over: Any = self.over) -> Any:  # with the same moments
+            return np.where(mask, values, 0).max(over, keepdims=True, initial=0)
 
         x = np.where(mask, z["x"], 0)
         own = value(moments(number(x), mask, self.over).mean)
@@ -203,8 +203,7 @@ class Oracle:
         # of means; a clipped one is at most three times a running one, of any channel.
         is_clip, early = case.approach == "clip", [k for k in z if k[1:].isdigit()]
         wide = (*self.all, self.channels[0]) if is_clip else self.all
-        largest = np.where(mask, rstd, 0).max(wide, keepdims=True, initial=0)
-        largest = largest * 3 ** (is_clip * len(early) / 2)
+        largest = most(rstd, wide) * 3 ** (is_clip * len(early) / 2)
         inside = {k: (np.where(m, z[k], 0), m) for k, m in zip(early, masks, strict=False)}
         batches = {k: moments(number(a), m, self.all) for k, (a, m) in inside.items()}
         means, effect = [mean, *(value(batch.mean) for batch in batches.values())], {}
