@@ -171,14 +171,16 @@ class Scaled(Cumulative):
         return memory.moments.towards(batch, 0.5 / self.scale), memory
 
 
-STRATEGIES = [*APPROACHES, Average(), Cumulative(), Accumulated(Adam(0.9), 1), Scaled()]
+STRATEGIES = ["ema", "batch", "renorm", Cumulative(), Scaled()]
+LONG = ["adam", "smooth_start", "variance_clip", Average(), Accumulated(Adam(0.9), 1)]
+LONG_TEST = pytest.mark.long
+STRATEGIES += [pytest.param(strategy, marks=LONG_TEST) for strategy in LONG]
 
 
 @pytest.mark.parametrize(
-    ("approach", "memory_axis_name"),
-    [*((strategy, ()) for strategy in STRATEGIES), ("ema", "ghost"), (Scaled(), "ghost")],
-    ids=str,
+    "memory_axis_name", [(), pytest.param("ghost", marks=pytest.mark.long)]
 )
+@pytest.mark.parametrize("approach", STRATEGIES, ids=str)
 def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
     """Tests GradAttack #4, pytorch-flows #8, higher #55: derivatives of inference after a step,
     of a second step and of the running statistics, in x and in the memory before."""
