@@ -177,9 +177,8 @@ LONG_TEST = pytest.mark.long
 STRATEGIES += [pytest.param(strategy, marks=LONG_TEST) for strategy in LONG]
 
 
-@pytest.mark.parametrize(
-    "memory_axis_name", [(), pytest.param("ghost", marks=pytest.mark.long)]
-)
+@pytest.mark.x32  # sets 64 bits itself
+@pytest.mark.parametrize("memory_axis_name", [(), pytest.param("ghost", marks=LONG_TEST)])
 @pytest.mark.parametrize("approach", STRATEGIES, ids=str)
 def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
     """Tests GradAttack #4, pytorch-flows #8, higher #55: derivatives of inference after a step,
@@ -219,6 +218,7 @@ def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
         assert (abs(expected[jnp.array([0, 2, 3])]) > 1e-3).all()
 
 
+@pytest.mark.x32
 def test_derivatives_through_the_memory_equal_those_of_equinox():
     """Tests two steps of `mode="ema"` in a scan, and second derivatives outside of it."""
     theirs, before = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
