@@ -21,9 +21,12 @@ UNSTABLE = {
     ),
     "primitives": (
         r"jax\.interpreters|jax\.extend\.core import .*Primitive",
-        "_mark collectives linear lowering one_kernel passes primitives rows",
+        "_mark collectives derived linear lowering one_kernel passes primitives rows",
     ),
-    "jaxprs": (r"\.eqns\b|jaxpr_as_fun|jaxprs_in_params", "_program elementwise jaxprs linear"),
+    "jaxprs": (
+        r"\.eqns\b|jaxpr_as_fun|jaxprs_in_params",
+        "_program derived elementwise jaxprs linear",
+    ),
     "Pallas": (r"jax\.experimental", "tile tpu_rows"),
     "private and core modules": (
         r"jax\.(_src|config\.values|core)\b|jax import core",

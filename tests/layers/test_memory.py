@@ -226,7 +226,9 @@ def test_derivatives_through_the_memory_equal_those_of_equinox():
 
     def derivatives(layer, state):
         def loss(x):
-            step = lambda state, x: over_batch(layer)(x, state)[::-1]  # noqa: E731
+            def step(state, x):
+                return over_batch(layer)(x, state)[::-1]
+
             _, y = jax.lax.scan(step, copy(state), jnp.stack([x, X**2]))
             return (y[1] * X).sum()
 
@@ -246,8 +248,7 @@ def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
 
     def inferred(x, memory, mask):
         before = remember(layer, copy(state), memory)
-        masked = lambda x, state: layer(x, state, mask=mask)  # noqa: E731
-        _, after = over_batch(masked)(x, before)
+        _, after = over_batch(functools.partial(layer, mask=mask))(x, before)
         return (over_batch(eqx.nn.inference_mode(layer))(X, after)[0] ** 3).sum()
 
     memory = state.get(layer.memory_index).statistics
