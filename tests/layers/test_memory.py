@@ -162,8 +162,9 @@ def test_running_returns_what_a_layer_and_each_member_of_an_ensemble_infers_by()
         make(4, "batch", approach="adam")[0].running(state)
 
 
-# Own strategies hold parameters, and read values from outside.
 class Scaled(Cumulative):
+    """Stands for the user's strategies, which may hold arrays."""
+
     scale: jax.Array = eqx.field(default_factory=lambda: jnp.asarray(2.0))
 
     def update(self, batch, memory):
@@ -218,25 +219,43 @@ def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
         assert (abs(expected[jnp.array([0, 2, 3])]) > 1e-3).all()
 
 
-@pytest.mark.x32
+@pytest.mark.x32  # sets 64 bits itself
 def test_derivatives_through_the_memory_equal_those_of_equinox():
     """Tests two steps of `mode="ema"` in a scan, and second derivatives outside of it."""
-    theirs, before = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
-    ours = swap(theirs, copy(before))
 
     def derivatives(layer, state):
         def loss(x):
             def step(state, x):
                 return over_batch(layer)(x, state)[::-1]
 
-            _, y = jax.lax.scan(step, copy(state), jnp.stack([x, X**2]))
-            return (y[1] * X).sum()
+            _, y = jax.lax.scan(step, copy(state), jnp.stack([x, x64**2]))
+            return (y[1] * x64).sum()
 
-        return jax.jvp(jax.grad(loss), (X,), (X**2,))
+        return jax.jvp(jax.grad(loss), (x64,), (x64**2,))
 
-    for found, expected in zip(derivatives(*ours), derivatives(theirs, before), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
-        assert abs(expected).max() > 1e-2
+    with jax.enable_x64(True):
+        x64 = jnp.asarray(X, float)
+        theirs, before = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
+        ours = swap(theirs, copy(before))
+        for found, expected in zip(
+            derivatives(*ours), derivatives(theirs, before), strict=True
+        ):
+            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+            assert abs(expected).max() > 1e-2
+
+
+def test_derivative_in_a_value_that_the_users_strategy_reads():
+    def mean_after(scale):
+        class Own(Unloaded):
+            def update(self, batch, memory):
+                return batch, batch.towards(memory, 1 - scale)
+
+        layer, state = make(3, "batch", approach=Own())
+        return layer.running(over_batch(layer)(X, state)[1]).mean
+
+    for transform in (jax.jacrev, jax.jacfwd):
+        found = jit(transform(mean_after))(jnp.asarray(0.25))
+        np.testing.assert_allclose(found, X.mean((0, 2)), rtol=1e-5)
 
 
 @pytest.mark.nans

@@ -40,7 +40,7 @@ def test_exported_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
     model, x = eqx.nn.inference_mode(model), normal(1, (1, 3, 32, 32))
     folded, left = fold_pairs(model, state, propose_pairs(model))
     assert check(lambda x: over_batch(folded)(x, left)[0], x, monkeypatch) == 49
-    assert check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch) > 900
+    assert check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch) > 750
 
 
 def test_code_of_the_page_on_serving_runs():
