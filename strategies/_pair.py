@@ -125,7 +125,7 @@ def _added(a: Array, rest_a: Array, b: Array, rest_b: Array) -> Array:
     total, error = two_sum(a, b)
     rest = rest_b + (error + rest_a)  # the error is 0 in exact arithmetic
     value = total + rest
-    return jnp.stack([value, rest - (value - total)], -2)  # Dekker's sum: the rest is small
+    return _stacked(value, rest - (value - total))  # Dekker's sum: the rest is small
 
 
 def _sum_jvp(primals: Any, tangents: Any) -> Any:
@@ -151,14 +151,9 @@ _sum.defjvp(_sum_jvp, symbolic_zeros=True)
 _moved.defjvp(_moved_jvp, symbolic_zeros=True)
 
 
-@jax.custom_jvp
 def _stacked(value: Array, rest: Array) -> Array:
-    return jnp.stack([value, rest], -2)
-
-
-@_stacked.defjvp
-def _stacked_jvp(primals: Any, tangents: Any) -> Any:
-    return _stacked(*primals), with_zeros(tangents[0])
+    axis = value.ndim - 1
+    return lax.concatenate([lax.expand_dims(array, [axis]) for array in (value, rest)], axis)
 
 
 def with_zeros(value: Array) -> Array:
@@ -171,7 +166,7 @@ def with_zeros(value: Array) -> Array:
 
 def capped(value: Array) -> Array:
     """Returns the value, `rounded`, or 3e38 for infinity, whose averages would be NaN."""
-    return jnp.where(value == jnp.inf, 3e38, value)
+    return lax.select(value == jnp.inf, lax.full_like(value, 3e38), value)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
