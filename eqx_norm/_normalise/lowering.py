@@ -6,6 +6,8 @@ Checked with jax 0.10.2, 0.11.2 and 0.12.0.1. The files that define primitives u
 tests/house/test_versions.py lists both kinds of file.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -43,7 +45,46 @@ def is_partitioned(context: Context) -> bool:
     axes = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return frozenset(axes.manual_axes) != frozenset(axes.mesh.axis_names)
-    return (getattr(axes, "num_devices", None) or 1) > 1
+    return devices(context) > 1
+
+
+def devices(context: Context) -> int:
+    """Returns the number of devices over which XLA may split the program."""
+    return getattr(context.module_context.axis_context, "num_devices", None) or 1
+
+
+def with_mesh(context: Context) -> Context | None:
+    """Returns the context with a mesh, as `custom_partitioning` needs, of a program that XLA
+    will split. Returns `None` on one device, inside `shard_map`, for `jax.export`, which cannot
+    save Python code, and with XLA's older partitioner.
+
+    The mesh has axes of prime sizes, so it describes how arrays are split over any mesh of the
+    program whose devices are in this order.
+    """
+    module = context.module_context
+    axes, is_exported = module.axis_context, module.lowering_parameters.for_export
+    config: Any = jax.config  # without types
+    has_rules = config.jax_use_shardy_partitioner and not is_exported
+    if hasattr(axes, "manual_axes") or not is_partitioned(context) or not has_rules:
+        return None
+    meshes = dict.fromkeys(aval.sharding.mesh.axis_sizes for aval in operands(context))
+    known = [sizes for sizes in meshes if math.prod(sizes) == axes.num_devices]
+    sizes = [prime for size in (*known, (axes.num_devices,))[0] for prime in _primes(size)]
+    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(f"mesh{i}" for i in range(len(sizes))))
+    # Only the mesh's shape is used: any device will do.
+    assignment = tuple(jax.local_devices()[:1]) * axes.num_devices
+    axes = dataclasses.replace(axes, device_assignment=assignment, abstract_mesh=mesh)
+    return context.replace(module_context=module.replace(axis_context=axes))
+
+
+def _primes(n: int) -> list[int]:
+    least = next((p for p in range(2, n + 1) if n % p == 0), None)
+    return [] if least is None else [least, *_primes(n // least)]
+
+
+def without_mesh() -> AbstractContextManager[object]:
+    """Returns a context without a mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def automatic_mesh() -> AbstractContextManager[object]:

@@ -166,9 +166,9 @@ def _lower(
     _, x, *others = operands(context)
     sizes = (*x.shape, *(size for w in others[:n] for size in w.shape))
     is_known = all(isinstance(size, int) for size in sizes)
-    if not is_known or is_partitioned(context):
-        return arrays[:1]
     on_a_cpu = platform == "cpu"
+    if not is_known or (on_a_cpu and is_partitioned(context)):
+        return arrays[:1]
     form = forms.undifferentiated if on_a_cpu else forms.y if is_faster(x, others[:n]) else None
     if form is None:
         return arrays[:1]

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import lowering
+from . import lowering, shares
 from .lowering import Args, Aval
 
 
@@ -41,6 +41,9 @@ def new_primitive(
     compute: Callable[..., Sequence[Array]],
     types: Callable[..., list[Aval]],
     full: Sequence[int],
+    merge: shares.Merge | None = None,
+    *,
+    whole_rows: bool = False,
 ) -> Primitive:
     """Returns a primitive with several results.
 
@@ -50,6 +53,9 @@ def new_primitive(
         arrays and the primitive's parameters except `names`.
     - `types`: returns the types of the results, given the arrays' types and the parameters.
     - `full`: the operands that must have the full size of a mapped axis, not size 1.
+    - `merge`: merges results of shares of x, in a program that XLA splits over devices; if
+        `None`, XLA splits the pass itself.
+    - `whole_rows`: whether a device needs all values of a group.
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
@@ -65,8 +71,15 @@ def new_primitive(
             all(isinstance(size, int) for size in sizes),
         )
 
+        avals = lowering.results(context)
+        if merge and target.is_known and (split := _split(platform, context, full[0], static)):
+            alone = functools.partial(compute, target._replace(is_partitioned=False))
+            on_shares = shares.computed_on_shares(
+                alone, merge, avals, full[0], whole_rows=whole_rows, **static
+            )
+            return lowering.lowered(on_shares, split, *arrays)
+
         def results(*arrays: Array) -> list[Array]:
-            avals = lowering.results(context)
             values = zip(compute(target, *arrays, **static), avals, strict=True)
             return [value.reshape(aval.shape) for value, aval in values]
 
@@ -118,6 +131,17 @@ def new_primitive(
 
     batching.fancy_primitive_batchers[primitive] = batch
     return primitive
+
+
+def _split(platform: str, context: Any, full: int, static: dict[str, Any]) -> Any:
+    """Returns the context to lower a pass in that devices compute on shares of x, or `None`."""
+    x = lowering.operands(context)[full].shape
+    mapped = x[: len(x) - static["blocks"].ndim]
+    devices = lowering.devices(context)
+    # Shares of different sizes would be gathered. XLA:TPU finds no Python code that partitions
+    # a call (jax 0.12.0.1).
+    is_even = any(size % devices == 0 for size in mapped)
+    return lowering.with_mesh(context) if is_even and platform != "other" else None
 
 
 def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:

@@ -43,7 +43,8 @@ ARROWS = {
     ),
     "private interfaces of jax are avoided": (
         "eqx_norm",
-        r"jax\.(_src|core\.(?!(ShapedArray|Tracer)$)|experimental\.(?!pallas\b|mosaic\.gpu\b))",
+        r"jax\.(_src|core\.(?!(ShapedArray|Tracer)$)|experimental\."
+        r"(?!pallas\b|mosaic\.gpu\b|custom_partitioning\b))",
     ),
     "experiments use the public interface": ("experiments", r"eqx_norm\b.*\._"),
     "no experiment imports another": ("experiments", r"experiments\.(?!common\b)"),

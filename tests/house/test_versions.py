@@ -27,7 +27,7 @@ UNSTABLE = {
         r"\.eqns\b|jaxpr_as_fun|jaxprs_in_params",
         "_program derived elementwise jaxprs linear",
     ),
-    "Pallas": (r"jax\.experimental", "tile tpu_rows"),
+    "experimental modules": (r"jax\.experimental", "shares tile tpu_rows"),
     "private and core modules": (
         r"jax\.(_src|config\.values|core)\b|jax import core",
         "_layers _recipe lowering passes",

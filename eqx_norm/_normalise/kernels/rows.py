@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jaxtyping import Array
 
+from eqx_norm._normalise import shares
 from eqx_norm._normalise.collectives import AxisName
 from eqx_norm._normalise.elementwise import in_shape
 from eqx_norm._normalise.example_norm import normalise_example
@@ -147,10 +148,11 @@ def _types(first: Aval, *others: Aval, shape: Any = None, **_: object) -> list[A
     return [changed(first), *([] if shape is None else [changed(others[-1], shape=shape)] * 2)]
 
 
-ROWS = new_primitive("rows", functools.partial(_lowered, "forward", _forward), _types, [0])
+_new = functools.partial(new_primitive, types=_types, merge=shares.summed_but_first)
+ROWS = _new("rows", functools.partial(_lowered, "forward", _forward), full=[0], whole_rows=True)
 TANGENT = new_primitive("d_rows", _lowered_tangent, _types, [0, 3])
-GRADIENTS = new_primitive(
-    "d_rows_t", functools.partial(_lowered, "backward", _backward), _types, [0, 1]
+GRADIENTS = _new(
+    "d_rows_t", functools.partial(_lowered, "backward", _backward), full=[0, 1], whole_rows=True
 )
 
 

@@ -156,12 +156,16 @@ def test_kernels_are_not_used_unless_requested(implementation):
         assert results(function, X, platform=platform) == []
 
 
-def test_kernels_refuse_operands_sharded_by_jit(platform):
+def test_kernels_in_programs_that_jit_splits(platform):
+    """Tests that each GPU runs the kernel on its share of x, which XLA:TPU cannot."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     sharded = of(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P("x")))
     layer, how = LayerNorm(256, implementation="pallas"), {"platform": platform, "on": mesh}
-    with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
-        lowered(grad(f, 0), layer, sharded, **how)
+    if platform == "cuda":
+        assert lowered(grad(f, 0), layer, sharded, **how).count("@CustomSPMDPartitioning(") == 2
+    else:
+        with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
+            lowered(grad(f, 0), layer, sharded, **how)
     specs: Any = {"in_specs": (jax.P(), jax.P("x")), "out_specs": jax.P(), "mesh": mesh}
     for check_vma in (True, False):
         split = jax.shard_map(grad(f, 0), **specs, check_vma=check_vma)
