@@ -9,7 +9,9 @@ for a device from its description, and the program shows the traffic, here in un
 of x: for a batch norm at least 3 forward and 5 backward. Nothing runs. If y and its cotangent
 are known together ("forward + backward"), XLA saves a read of x, which is impossible in
 training ("forward, then backward"). With frozen weights only x has a gradient. "eqx-norm" is
-compiled by XLA, "eqx-norm, pallas" uses this package's kernels. docs/gpu.md has conclusions.
+compiled by XLA, "eqx-norm, pallas" uses this package's kernels. In a program that `jax.jit`
+splits over 8 devices, shape and unit are those of a device's share of x. docs/gpu.md has
+conclusions.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm
@@ -88,6 +90,17 @@ GRIDS[GPU] += tuple(
     for norm, shapes in ((LAYER, ROWS), (RMS, ROWS), (GROUP, (DENSE,)), (INSTANCE, IMAGES))
 )
 GRIDS[TPU] += ((OF_ROWS, SHAPES[TPU][2], DIRECTIONS[:5], (OURS_PALLAS,)),)
+# Shapes of a device's share of x, of real networks.
+MANY = 8
+OF_DEVICES = f"{MANY} devices", "one device", f"{EQUINOX}, {MANY} devices"
+OVER_MANY = tuple(
+    itertools.chain(
+        itertools.product(OF_ROWS, ((4096, 1280), (8192, 768), (16384, 192))),
+        itertools.product((GROUP,), ((16, 320, 32, 32), (16, 96, 24, 40))),
+        itertools.product((INSTANCE,), ((16, 64, 64, 64),)),
+        itertools.product((RELU,), ((8192, 256), (4096, 1024), (32, 256, 28, 28))),
+    )
+)
 UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
 # Properties of a kernel of this package, from its PTX and from ptxas.
 CODE = ("registers", "spilled", "loads of 16, 8, fewer bytes", "contracted")
@@ -95,26 +108,39 @@ MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)
 
 
 def device_of(target: str) -> Any:
-    """Returns the description of a device."""
+    """Returns the description of a device that is not there."""
+    return devices_of(target, 1)[0]
+
+
+def devices_of(target: str, number: int) -> Sequence[Any]:
+    """Returns the descriptions of devices, of a TPU 4."""
     # Without these variables libtpu looks for a TPU over the network, and serves one process.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
     described = (Path(__file__).with_name("data") / "h200.txtpb").read_text()
     how: Any = {"topology_name": "v5e:2x2", "chips_per_host_bounds": [2, 2, 1]}
     if target == GPU:
-        how = {"target_config": described, "topology": "1x1x1"}
+        how = {"target_config": described, "topology": f"1x1x{number}"}
     found = topologies.get_topology_desc(platform="cuda" if target == GPU else TPU, **how)
-    return found.devices[0]
+    return found.devices
 
 
-def build(device: Any, f: Any, *arguments: Any) -> tuple[Any, float]:
+def build(
+    devices: Sequence[Any], f: Any, *arguments: Any, batch: int | None = None
+) -> tuple[Any, float]:
     """Compiles a function for arrays like these; returns the program, and the processor time of
-    lowering and compiling."""
-    placed = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    given = jax.tree.map(lambda leaf: placed(leaf.shape, leaf.dtype), arguments)
+    lowering and compiling. Arrays whose first axis has the size `batch` are split over the
+    devices."""
+    mesh = Mesh([*devices], ("devices",), axis_types=(AxisType.Auto,))
+
+    def placed(leaf: Any) -> Any:
+        spec = jax.P("devices" if leaf.shape[:1] == (batch,) else None)
+        sharding = NamedSharding(mesh, spec if leaf.ndim else jax.P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    given = jax.tree.map(placed, arguments)
     # Autotuning of convolutions is off, because it needs a GPU.
-    options: Any = None if device.platform == TPU else {"xla_gpu_autotune_level": "0"}
-    mesh = Mesh([device], ("devices",), axis_types=(AxisType.Auto,))
+    options: Any = None if devices[0].platform == TPU else {"xla_gpu_autotune_level": "0"}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced, start = jax.jit(f).trace(*given), time.process_time()
         program = traced.lower().compile(compiler_options=options)
@@ -136,8 +162,9 @@ def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
     return peers.batch_norm(layer, channels, momentum=0.99, eps=EPS, activation=relu)
 
 
-def count(device: Any, case: tuple[Any, ...]) -> Row:
-    """Compiles a norm and its activation; returns the traffic, in units of x's bytes."""
+def count(devices: Sequence[Any], case: tuple[Any, ...]) -> Row:
+    """Compiles a norm and its activation; returns a device's traffic, in units of the bytes of
+    its share of x."""
     row: Row = dict(zip(CASE, case, strict=True))
     program, shape, direction, layer, dtype = case
     norm, channels, conv = norm_of(program, layer, shape), shape[1], eqx.nn.Identity()
@@ -152,7 +179,8 @@ def count(device: Any, case: tuple[Any, ...]) -> Row:
         y, memory = apply(affine, memory, jax.vmap(before)(x), *mask)
         return jax.vmap(after)(y), memory
 
-    x, f = jax.ShapeDtypeStruct(shape, dtype), forward
+    batch = len(devices) * shape[0]
+    x, f = jax.ShapeDtypeStruct((batch, *shape[1:]), dtype), forward
     given = [(conv, (weight, weight), conv), norm.memory, x]
     if direction not in (FORWARD, INFERENCE):
         frozen = direction in (FROZEN, OF_X)
@@ -160,10 +188,10 @@ def count(device: Any, case: tuple[Any, ...]) -> Row:
         f = (lambda *given, both=f: both(*given)[2]) if direction == OF_X else f
         given.append(x)
     if layer == MASKED:
-        given.append(jax.ShapeDtypeStruct(shape[:1] + shape[2:], bool))
+        given.append(jax.ShapeDtypeStruct(x.shape[:1] + x.shape[2:], bool))
     try:
-        built, _ = build(device, f, *given)
-        text, size = built.as_text(), x.size * x.dtype.itemsize
+        built, _ = build(devices, f, *given, batch=batch)
+        text, size = built.as_text(), x.size * x.dtype.itemsize // len(devices)
         moved, needs = traffic.moved(text), built.memory_analysis().temp_size_in_bytes
     except Exception as error:  # a program that does not compile is a result, too
         print(f"{', '.join(map(report.text, case))}: {type(error).__name__}: {error}")
@@ -179,9 +207,12 @@ def count_code(device: Any, case: tuple[Any, ...]) -> tuple[Row, Row]:
     """Returns `count` of a program with kernels of Mosaic GPU, and a row on their code."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS")}
-        os.environ |= dump | {"MOSAIC_GPU_DUMP_TO": folder}
+        dump["MOSAIC_GPU_DUMP_TO"] = folder
+        os.environ |= dump
         with silent():  # Mosaic also asks for nvdisasm, which is not installed
-            row = count(device, case)
+            row = count([device], case)
+        for name in dump:
+            del os.environ[name]
         kernels = sorted(Path(folder).glob("*.ptx"))
         ptx = [path.read_text() for path in kernels]
         said = "".join(path.with_suffix(".ptxas").read_text() for path in kernels)
@@ -251,7 +282,7 @@ def train(device: Any, dtype: str, layer: str, recomputes: bool) -> Row:
     x = jax.ShapeDtypeStruct((32, 3, 224, 224), jnp.dtype(dtype))
     given = weights, state, x, jax.ShapeDtypeStruct((32,), jnp.int32)
     kept = jax.eval_shape(lambda w, *r: jax.vjp(lambda w: f(w, *r), w, has_aux=True)[1], *given)
-    program, seconds = build(device, step, *given)
+    program, seconds = build([device], step, *given)
     row = {"layer": layer, "dtype": dtype, "recomputes": recomputes}
     row["kept"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) / 1e6
     row["temporaries"] = program.memory_analysis().temp_size_in_bytes / 1e6
@@ -346,6 +377,45 @@ def is_no_worse(rows: list[Row]) -> tuple[list[report.Verdict], list[tuple[str, 
     return verdicts, goals
 
 
+def count_over_many(devices: Sequence[Any], case: tuple[Any, ...]) -> Row:
+    """Returns the units of a device in a program that `jit` splits, and those of one device."""
+    row = dict(zip(CASE, case, strict=True))
+    theirs = tuple((row | {"layer": EQUINOX}).values())
+    counted = (devices, case), (devices[:1], case), (devices, theirs)
+    units = [count(*each)["units"] for each in counted]
+    return row | dict(zip(OF_DEVICES, units, strict=True))
+
+
+def count_split(target: str, is_quick: bool) -> list[Row]:
+    """Returns `count_over_many` of all programs, on GPUs."""
+    if target == TPU or is_quick:
+        return []
+    devices = devices_of(target, MANY)
+    cases = [
+        (program, shape, direction, layer, dtype)
+        for program, shape in OVER_MANY
+        for direction in (FORWARD, APART, *((OF_X,) if program in SINGLE else ()))
+        for layer in ((OURS, OURS_PALLAS) if program in OF_ROWS else (OURS,))
+        for dtype in DTYPES
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(functools.partial(count_over_many, devices), cases)
+        return [*tqdm(made, total=len(cases), disable=None)]
+
+
+def is_split_well(rows: list[Row]) -> list[report.Verdict]:
+    """Compares programs that `jit` splits with those of one device, and with Equinox's."""
+    many, one, theirs = OF_DEVICES
+    more = [row[many] / row[one] for row in rows], [row[many] - row[theirs] for row in rows]
+    claims = "at most 1.1 of one device's", f"no more than Equinox's, beyond {SMALL:.0%} of x"
+    verdicts = []
+    for claim, found, most in zip(claims, more, (1.1, SMALL), strict=True):
+        worst = rows[found.index(max(found))]
+        measured = f"{max(found):.2f}: {', '.join(report.text(worst[key]) for key in CASE)}"
+        verdicts.append((f"jit over {MANY} devices: {claim}", measured, max(found) <= most))
+    return verdicts
+
+
 def adds_in_order(rows: list[Row]) -> report.Verdict:
     claim = "no program has a scatter, which by default adds atomically, or such a kernel"
     number = sum(row["atomics"] > 0 for row in rows)
@@ -411,12 +481,13 @@ def main() -> int:
     own = [case for case in every if target == GPU and OURS_PALLAS in case]
     others = [case for case in every if case not in own]
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(functools.partial(count, device), others)
+        made = pool.map(functools.partial(count, [device]), others)
         programs = [*tqdm(made, total=len(others), disable=None)]
     pairs = [count_code(device, case) for case in tqdm(own, disable=None)]
     programs += [row for row, _ in pairs]
     # Mosaic compiles equal kernels once, so only the first row has their code.
     kernels = [code for _, code in pairs if code[CODE[0]] > 0]
+    many = count_split(target, options.quick)
     rounds = [
         [train(device, dtype, *net) for dtype, net in nets]
         for _ in tqdm(range(2), disable=None)
@@ -427,6 +498,8 @@ def main() -> int:
     verdicts = [*moves_little(target, programs), *verdicts, adds_in_order(programs)]
     if kernels:
         verdicts.append(has_good_code(kernels))
+    if many:
+        verdicts += is_split_well(many)
     if steps:
         verdicts.append(recomputing_saves(steps))
         found = shares(steps, "temporaries", True), shares(steps, "seconds", False, EQUINOX)
@@ -438,7 +511,7 @@ def main() -> int:
     name = "compiled" if target == GPU else "compiled_tpu"
     tables, lines = [], beside(DEVICE[target], programs)
     print("", report.table(lines[0], lines[1:]), sep="\n")
-    made = {"programs": programs, "kernels": kernels, "memory": steps}
+    made = {"programs": programs, "kernels": kernels, "devices": many, "memory": steps}
     made = {part: rows for part, rows in made.items() if rows}
     for part, rows in made.items():
         hidden = {*DIRECTIONS, "float32"} - {BOTH} if rows is programs else set()

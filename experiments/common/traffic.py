@@ -14,11 +14,18 @@ import math
 import re
 from typing import NamedTuple
 
-_VIEWS = {"constant", "get-tuple-element", "opt-barrier", "parameter", "tuple"}
+# The traffic of an asynchronous collective is counted where it starts.
+_VIEWS = {"constant", "get-tuple-element", "opt-barrier", "parameter", "tuple"} | {
+    "all-gather-done",
+    "all-reduce-done",
+    "reduce-scatter-done",
+}
 _SAME = {"bitcast", "copy-start", "slice-start"}  # in the operand's memory; copy-done copies
 _SLICES = {"dynamic-slice", "gather", "slice", "slice-done"}
 _ONE_TO_ONE = {"bitcast", "convert", "copy", "reshape", "transpose"}
-_UNCOUNTED = re.compile("call|while|conditional|(?!copy|slice).*-(start|done|update)")
+_UNCOUNTED = re.compile(
+    "call|while|conditional|(?!copy|slice|all-gather|all-reduce|reduce-scatter).*-(start|done|update)"
+)
 # A tuple's type is in parentheses, an operand is "%name" or "type %name".
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*S\(\d+\)\})?")

@@ -35,6 +35,8 @@ ENTRY %main (x: f32[4,256], w: f32[256]) -> f32[1,256] {
   %low = bf16[4,256]{1,0} get-tuple-element(%sums), index=1
   %copy-start = (f32[256]{0:T(256)S(1)}, f32[256]{0:T(256)}, u32[]{:S(2)}) copy-start(%w)
   %copy-done = f32[256]{0:T(256)S(1)} copy-done(%copy-start)
+  %sum-start = f32[256]{0} all-reduce-start(%w), to_apply=%add
+  %sum-done = f32[256]{0} all-reduce-done(%sum-start)
   %slice-start = ((bf16[4,256]{1,0}), bf16[2,256]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%low)
   %slice-done = bf16[2,256]{1,0:S(1)} slice-done(%slice-start)
   ROOT %first = f32[1,256]{1,0:T(8,128)} fusion(%low, %copy-done), calls=%outer
@@ -58,8 +60,9 @@ def test_products_contracted_into_a_sum_over_lanes():
 def test_moved_bytes_of_a_program():
     # x and its view are the same memory. One row of `low` is read, and written as f32.
     expected = {"sums": 4096 + 1024 + 2048, "copy-done": 1024, "slice-done": 1024}
-    assert traffic.moved(PROGRAM) == {**expected, "first": 512 + 1024}
-    for opcode in ("while", "all-reduce-start"):
+    expected |= {"sum-start": 1024 + 1024, "first": 512 + 1024}
+    assert traffic.moved(PROGRAM) == expected
+    for opcode in ("while", "all-to-all-start"):
         with pytest.raises(NotImplementedError, match=rf"%view = {opcode}\(...\)"):
             traffic.moved(PROGRAM.replace("bitcast", opcode))
 
@@ -92,6 +95,16 @@ def test_verdicts_and_goals_compare_with_equinox(field):
         limited = [{**row, "program": program, "shape": shape} for row in (ours, PAIR[1])]
         _, goals = compiled.is_no_worse(limited)
         assert [goal[2] for goal in goals] == [reason] * (not held)
+
+
+@pytest.mark.parametrize(("place", "most"), [(0, 1.1), (1, 1 + compiled.SMALL)])
+def test_verdicts_on_programs_that_jit_splits(place, most):
+    many, *others = compiled.OF_DEVICES
+    for units, holds in ((most - 0.01, True), (most + 0.01, False)):
+        # The other program moves as much, so only one of the two claims can fail.
+        row = {**PAIR[0], many: units, **dict.fromkeys(others, units), others[place]: 1.0}
+        found = [verdict for *_, verdict in compiled.is_split_well([row])]
+        assert (found[place], found[1 - place]) == (holds, True)
 
 
 def test_table_cell_has_units_of_both_layers():
