@@ -7,7 +7,7 @@ run, and vectors alone are sent.
 
 The compiled program names the Python function by its address, so JAX's persistent cache of
 compiled programs misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Two
-passes on the same shapes are then told apart by a number, `_fingerprint`.
+passes on the same shapes are then told apart by a number, `_Pass.fingerprint`.
 """
 
 import math
@@ -73,18 +73,14 @@ def computed_on_shares(
             lambda *_: [lax.full(r.shape, 0, r.dtype) for r in results]
         )
         function.def_partition(this.partition, sharding_rule=this.rule)
-        return function(*arrays, _fingerprint(this.on_one_device, arrays))
+        return function(*arrays, this.fingerprint(arrays))
 
     return on_shares
 
 
-def _fingerprint(function: Callable[..., Any], arrays: Sequence[Array]) -> np.int32:
-    """Returns a number that stands for the computation. Errors are raised here, not in XLA."""
-    text = re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*arrays)))
-    return np.int32(zlib.crc32(text.encode()) >> 1)
-
-
 class _Pass(NamedTuple):
+    """Holds the arguments of `computed_on_shares`."""
+
     compute: Callable[..., Sequence[Array]]
     merge: Merge
     results: Sequence[Aval]
@@ -94,11 +90,19 @@ class _Pass(NamedTuple):
     shape: Shape | None
     static: dict[str, Any]
 
-    def on_one_device(self, *arrays: Array) -> list[Array]:
-        """Returns the results of all of x."""
+    def fingerprint(self, arrays: Sequence[Array]) -> np.int32:
+        """Returns a number that stands for the computation and the merge. Errors of the
+        computation are raised here, where JAX shows the user's code, and not by XLA."""
         shape = {} if self.shape is None else {"shape": self.shape}
-        with without_mesh():
-            return list(self.compute(*arrays, blocks=self.blocks, **shape, **self.static))
+
+        def merged(*arrays: Array) -> Sequence[Array]:
+            with without_mesh():
+                values = self.compute(*arrays, blocks=self.blocks, **shape, **self.static)
+                return self.merge(list(values), ("devices",))
+
+        jaxpr = jax.make_jaxpr(merged, axis_env=[("devices", 2)])(*arrays)
+        text = re.sub("0x[0-9a-f]+", "", str(jaxpr))  # without the addresses of functions
+        return np.int32(zlib.crc32(text.encode()) >> 1)
 
     def rule(self, _: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns Shardy's rule. Axes of one size are split alike. If an axis of vectors has
@@ -138,7 +142,7 @@ class _Pass(NamedTuple):
             return jax.NamedSharding(mesh, jax.P(*places))
 
         along = [axis for axis, n in enumerate(vectors) if n == 1 < x[axis]]
-        summed = tuple(name for axis in along for name in spec[axis])
+        over = tuple(name for axis in along for name in spec[axis])
         local = self.static | {"blocks": self._local(x, split(x).shard_shape(x))}
         if self.shape is not None:
             local["shape"] = split(self.shape).shard_shape(self.shape)
@@ -150,7 +154,7 @@ class _Pass(NamedTuple):
             with without_mesh():
                 values = zip(self.compute(*operands, **local), shapes, strict=True)
                 found = [value.reshape(shape) for value, shape in values]
-                return list(self.merge(found, summed) if summed else found)
+                return list(self.merge(found, over) if over else found)
 
         whole = jax.NamedSharding(mesh, jax.P())
         return mesh, of_share, places, (*(split(a.shape) for a in operands[:-1]), whole)

@@ -24,7 +24,8 @@ _SAME = {"bitcast", "copy-start", "slice-start"}  # in the operand's memory; cop
 _SLICES = {"dynamic-slice", "gather", "slice", "slice-done"}
 _ONE_TO_ONE = {"bitcast", "convert", "copy", "reshape", "transpose"}
 _UNCOUNTED = re.compile(
-    "call|while|conditional|(?!copy|slice|all-gather|all-reduce|reduce-scatter).*-(start|done|update)"
+    "call|while|conditional"
+    "|(?!copy|slice|all-gather|all-reduce|reduce-scatter).*-(start|done|update)"
 )
 # A tuple's type is in parentheses, an operand is "%name" or "type %name".
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")

@@ -32,8 +32,9 @@ SILU = jax.nn.silu
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
 
 
-def lower(forward, *point):
-    """Lowers y, the gradients in weights and x and in x alone, and the forward derivative."""
+def lower(forward, *point, platforms=("cuda", "tpu")):
+    """Lowers y, the gradients in weights and x and in x alone, and the forward derivative;
+    returns the program's text."""
 
     def every_direction(*point):
         def loss(*point):
@@ -42,7 +43,7 @@ def lower(forward, *point):
         gradients = [jax.grad(loss, argnums)(*point) for argnums in ((0, 1), 1)]
         return forward(*point), gradients, jax.jvp(forward, point, point)
 
-    jax.jit(every_direction).trace(*point).lower(lowering_platforms=("cuda", "tpu"))
+    return jax.jit(every_direction).trace(*point).lower(lowering_platforms=platforms).as_text()
 
 
 def halves(*shape):
@@ -62,6 +63,29 @@ def test_layers_are_lowered_for_every_platform(name, dtype, masked):
     mask = jnp.broadcast_to(jnp.arange(W) > 0, mask_shape(name, (N, *SHAPE)))
     mask, x = mask if masked else None, jax.ShapeDtypeStruct((N, *SHAPE), dtype)
     lower(lambda w, x: call(eqx.combine(w, static), x, mask)[0], weights, x)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@each_norm
+def test_layers_are_lowered_for_gpus_and_tpus_over_which_jit_splits_x(name, masked):
+    """Tests that each GPU computes passes on its share of x, and that XLA splits them for TPUs,
+    and where the GPUs' shares would be uneven."""
+    layer, call = made(name, SHAPE)
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+    mask = jnp.broadcast_to(jnp.arange(W) > 0, mask_shape(name, (N, *SHAPE)))
+    mask = mask if masked else None
+
+    def forward(weights, x):
+        return call(eqx.combine(weights, static), x, mask)[0]
+
+    for devices, platform in ((2, "cuda"), (2, "tpu"), (4, "cuda")):
+        mesh = jax.sharding.AbstractMesh((devices,), ("x",), (AxisType.Auto,))
+        where = jax.NamedSharding(mesh, jax.P("x" if N % devices == 0 else None))
+        x = jax.ShapeDtypeStruct((N, *SHAPE), jnp.bfloat16, sharding=where)
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = lower(forward, weights, x, platforms=(platform,))
+        on_shares = (devices, platform) == (2, "cuda")
+        assert ("@CustomSPMDPartitioning(" in text) == on_shares
 
 
 @each_norm

@@ -163,6 +163,7 @@ def test_kernels_in_programs_that_jit_splits(platform):
     layer, how = LayerNorm(256, implementation="pallas"), {"platform": platform, "on": mesh}
     if platform == "cuda":
         assert lowered(grad(f, 0), layer, sharded, **how).count("@CustomSPMDPartitioning(") == 2
+        assert "@CustomSPMDPartitioning(" in lowered(batch_norm(), sharded, **how)
     else:
         with pytest.raises(ValueError, match=r"XLA partitions this program.*jax\.shard_map"):
             lowered(grad(f, 0), layer, sharded, **how)
