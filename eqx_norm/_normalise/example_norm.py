@@ -1,73 +1,201 @@
-"""Normalises one example by its own moments: by the passes, or on a GPU by one kernel."""
+"""Normalises one example by its own moments, by three primitives:
+
+    norm(x, weight, bias)                               y
+    d_norm(dx, d_weight, d_bias; x, weight, bias, ...)  the derivative of norm
+    d_norm_t(dy; x, weight, bias, ...)                  the transpose of d_norm: gradients
+
+with `...` the moments of x, by which the backward pass need not compute them again (a kernel
+computes them again), and the mask, if there is one. `example_forms` has a form of y and of the
+gradients for each platform. y has the same form whether it is differentiated or not. All other
+derivatives, forward mode and higher orders, are those of the passes of `primitives`.
+
+As in `primitives`, arrays have as many axes as x, with size 1 where they are broadcast.
+`d_norm_t` sums over mapped axes of size 1.
+"""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
 from jaxtyping import Array
 
-from eqx_norm.strategies import Moments
-
-from . import elementwise, on_cpu, one_kernel
+from . import example_forms, example_passes
 from .collectives import AxisName
-from .moments import differentiable, moments
-from .normalise import Affine, normalise, normalise_in_jax_numpy
-from .one_kernel import Chain
+from .elementwise import elementwise
+from .kernels import rows
+from .layout import Layout
+from .lowering import Args, Aval
+from .moments import moments
+from .normalise import Affine, normalise
+from .passes import Target, bind, new_primitive
+from .primitives import fitted, typed
+from .reference import Shape, compute_dtype, widened
 from .row_norm import RowNorm
 from .values import Values
 
 
 def normalise_example(
-    values: Values, affine: Affine, axis_name: AxisName = (), *, eps: float, centred: bool
+    values: Values,
+    affine: Affine,
+    axis_name: AxisName = (),
+    *,
+    eps: float,
+    centred: bool,
+    implementation: str = "auto",
 ) -> Array:
-    """Returns the example, normalised by its moments over all its parts along `axis_name`. A
-    GPU and a CPU have a faster form for a y that is not differentiated."""
-    used = moments(values, axis_name, centred=centred)
-    y = normalise(values, used, affine, eps=eps)
-    chain = None if axis_name != () else _chain(values, affine, RowNorm(eps, centred))
-    if chain is None:
-        return y
-    layout, activation = values.layout, affine.activation
-    of_layout = functools.partial(Values.of, groups=layout.groups, channels=layout.channels)
+    """Returns the example, normalised by its moments over all its parts along `axis_name`."""
+    (x, wide, mask, layout), (weight, bias, activation) = values, affine
+    kernel = implementation == "pallas"
+    function = None
+    if activation is not None and not jnp.iscomplexobj(x):
+        in_rows = layout.size, x.size // layout.size
+        function = elementwise(activation, x.shape, in_rows, wide.dtype)
+    norm = RowNorm(eps, centred, function)
+    is_fused = (activation is None) == (function is None)
+    if kernel:
+        rows.check(values, norm._replace(activation=function or activation), axis_name, is_fused)
+    # Parts of examples, complex numbers, and functions that may not be elementwise.
+    if axis_name != () or jnp.iscomplexobj(x) or not is_fused or x.ndim == 0:
+        return normalise(values, moments(values, axis_name, centred=centred), affine, eps=eps)
 
-    def by_passes(x: Array, weight: Array | None, bias: Array | None, vectors: Any) -> Array:
-        values = of_layout(x)
-        used = differentiable(values, (), None, *vectors, centred=centred)
-        return normalise(values, used, Affine(weight, bias, activation), eps=eps)
+    def like_x(vector: Array | None, default: int) -> Array:
+        if vector is None:
+            return jnp.full((1,) * x.ndim, default, wide.dtype)
+        is_of_values = vector.size == x.size
+        shape = x.shape if is_of_values else layout.weights
+        return vector.reshape(shape).astype(wide.dtype)
 
-    def undifferentiated(x: Array, weight: Array | None, bias: Array | None) -> Array:
-        rows, length = layout.of_weights.flat_outside(x.shape), x.size // layout.size
-        values = of_layout(x.reshape(rows))
-        if centred or length > on_cpu.UNCUT:
-            used = moments(values, centred=centred, differentiated=False)
-        else:
-            m2 = on_cpu.squares(x, layout.size)
-            used = Moments(jnp.full((), length, m2.dtype), jnp.zeros_like(m2), m2)
-
-        def in_shape_of_x(u: Array) -> Array:
-            return elementwise.applied(activation, u.reshape(x.shape)).reshape(rows)
-
-        function = elementwise.in_shape(activation, x.shape, rows)
-        function = function if activation is None else function or in_shape_of_x
-        in_rows = Affine(weight, bias, function)
-        y = normalise_in_jax_numpy(values, used, in_rows, eps=eps, centred=centred)
-        return y.reshape(x.shape)
-
-    vectors = used.mean, used.m2, used.mean_pair.rest
-    arrays = y, values.x, affine[:2], vectors
-    return one_kernel.dispatched(chain, by_passes, undifferentiated, *arrays)
+    vectors = like_x(weight, 1), like_x(bias, 0)
+    # A kernel takes a weight of each value, or one of each group.
+    in_kernel = kernel and not layout.channels == layout.groups > 1
+    if in_kernel or any(v.shape == x.shape for v in vectors):
+        absent = weight is None, bias is None
+        pairs = zip(vectors, absent, strict=True)
+        vectors = [v if is_absent else jnp.broadcast_to(v, x.shape) for v, is_absent in pairs]
+    static: Any = {"layout": layout, "norm": norm, "adjacent": True, "kernel": kernel}
+    return bind(NORM, x, *vectors, mask, **static)[0]
 
 
-def _chain(values: Values, affine: Affine, norm: RowNorm) -> Chain | None:
-    """Returns the norm as a `Chain`, or `None` if `one_kernel` cannot compute the norm."""
-    (x, wide, mask, layout), activation = values, affine.activation
-    is_known = x.ndim > 0 and all(isinstance(n, int) for n in x.shape)
-    has_rows = mask is None and layout.groups is not None
-    if not (has_rows and wide.dtype == jnp.float32 and is_known and x.size):
-        return None
-    repeats = 0 if layout.channels in (1, layout.size) else x.size // layout.channels
-    chain = Chain(x.shape, layout.size, repeats, norm)
-    function = elementwise.in_shape(activation, x.shape, chain.rows)
-    if activation is not None and function is None:
-        return None
-    return chain._replace(norm=norm._replace(activation=function))
+# --- The passes, for derivatives that have no form of their own.
+
+
+def _forward(*arrays: Array, layout: Layout, norm: RowNorm) -> list[Array]:
+    def example(x: Array, weight: Array, bias: Array, *mask: Array) -> Array:
+        values = Values(x, widened(x), *mask or (None,), layout)
+        used = moments(values, centred=norm.centred)
+        return normalise(values, used, Affine(weight, bias, norm.activation), eps=norm.eps)
+
+    sizes = [",".join(f"n{i}_{j}" for j in range(layout.ndim)) for i in range(len(arrays))]
+    operands = ",".join(f"({names})" for names in sizes)
+    return [jnp.vectorize(example, signature=f"{operands}->({sizes[0]})")(*arrays)]
+
+
+def _passes(arrays: Sequence[Array], layout: Layout, norm: RowNorm) -> Any:
+    """Returns x, weight and bias, and y as a function of them, given rstd, mean and mask."""
+    mask = [v for v in arrays if v.dtype == bool]
+    forward = functools.partial(_forward, layout=layout, norm=norm)
+    return arrays[:3], lambda *at: forward(*at, *mask)
+
+
+def _tangent(*arrays: Array, layout: Layout, norm: RowNorm, **_: object) -> list[Array]:
+    at, forward = _passes(arrays[3:], layout, norm)
+    # An operand and its tangent may be broadcast along different axes.
+    pairs = map(jnp.broadcast_arrays, arrays[:3], at)
+    along, at = zip(*pairs, strict=True)
+    return jax.jvp(forward, at, along)[1]
+
+
+def _gradients(
+    dy: Array,
+    *arrays: Array,
+    layout: Layout,
+    norm: RowNorm,
+    shape: Shape,
+    wanted: Sequence[bool],
+    **_: object,
+) -> list[Array]:
+    (x, *vectors), forward = _passes(arrays, layout, norm)
+    at = [jnp.broadcast_to(v, shape) if shape else v for v in vectors]
+    dx, *sums = jax.vjp(forward, x, *at)[1]([dy])
+    return [dx, *(v for v, is_wanted in zip(sums, wanted, strict=True) if is_wanted)]
+
+
+# --- The primitives.
+
+
+def _type(x: Aval, *arrays: Aval, **_: object) -> list[Aval]:
+    return [typed([x, *arrays], x, x.shape, x.dtype, x.ndim)]
+
+
+def _types(
+    dy: Aval, x: Aval, *arrays: Aval, layout: Layout, shape: Shape, wanted: Any, **_: object
+) -> list[Aval]:
+    weights = [(shape, arrays[0].dtype, len(shape) - layout.ndim)] * sum(wanted)
+    return [*_type(x, dy), *(typed([x], x, *weight) for weight in weights)]
+
+
+def _of_moments(x: Shape, *, layout: Layout, shape: Shape = (), **_: object) -> list[Shape]:
+    """Returns the shapes of moments, and of gradients of weights."""
+    return [(*x[: len(x) - layout.ndim], *layout.moments), *[shape] * bool(shape)]
+
+
+def _moment_types(x: Aval, *mask: Aval, layout: Layout, centred: bool, **_: object) -> Any:
+    (shape,), dtype = _of_moments(x.shape, layout=layout), compute_dtype(x.dtype)
+    return [typed([x, *mask], x, shape, dtype, x.ndim - layout.ndim)] * (3 if centred else 1)
+
+
+def _lowered_tangent(target: Target, *arrays: Array, **static: Any) -> list[Array]:
+    del target
+    return _tangent(*arrays, **static)
+
+
+_new = functools.partial(new_primitive, full=[0], vectors=_of_moments)
+MOMENTS = _new("moments_of_example", example_passes.moments, _moment_types)
+NORM = _new("norm", example_forms.y, _type)
+D_NORM = new_primitive("d_norm", _lowered_tangent, _type, full=[0, 3])
+D_NORM_T = _new("d_norm_t", example_forms.gradients, _types, full=[0, 1])
+
+
+# --- The derivatives.
+
+
+def _norm_jvp(primals: Args, tangents: Args, *, kernel: bool, **static: Any) -> Args:
+    x, *others = primals
+    along = [*map(ad.instantiate_zeros, tangents[:3])]
+    norm: RowNorm = static["norm"]
+    how: Any = {"layout": static["layout"], "eps": norm.eps, "centred": norm.centred}
+    vectors = [] if kernel else bind(MOMENTS, lax.stop_gradient(x), *others[2:], **how)
+    operands = [*along, *primals[:3], *vectors, *primals[3:]]
+    (y,) = NORM.bind(*primals, kernel=kernel, **static)
+    return [y], bind(D_NORM, *operands, kernel=kernel, **static)
+
+
+def _d_norm_transpose(cotangents: Args, *operands: Any, **static: Any) -> Args:
+    linear, primals = operands[:3], operands[3:]
+    if isinstance(cotangents[0], ad.Zero):
+        return [None] * len(operands)
+    wanted = [o.aval if ad.is_undefined_primal(o) else None for o in linear]
+    shapes = [v.shape for v in (*wanted[1:], *primals[1:3]) if v is not None]
+    of_weights = tuple(v is not None for v in wanted[1:])
+    how: Any = {"shape": jnp.broadcast_shapes(*shapes) if any(of_weights) else ()}
+    dx, *others = bind(D_NORM_T, *cotangents, *primals, wanted=of_weights, **how, **static)
+    found = iter([dx, *others] if wanted[0] is not None else others)
+    fit = [None if v is None else fitted(next(found), v) for v in wanted]
+    return [*fit, *[None] * len(primals)]
+
+
+def _jvp(passes: Callable[..., Any], primals: Args, tangents: Args, **static: Any) -> Args:
+    # A mask, which is last, has no tangent.
+    n = sum(jnp.issubdtype(p.dtype, jnp.inexact) for p in primals)
+    at, along = tuple(primals[:n]), tuple(map(ad.instantiate_zeros, tangents[:n]))
+    return jax.jvp(lambda *at: passes(*at, *primals[n:], **static), at, along)
+
+
+ad.primitive_jvps[NORM] = _norm_jvp
+ad.primitive_jvps[D_NORM] = functools.partial(_jvp, _tangent)
+ad.primitive_jvps[D_NORM_T] = functools.partial(_jvp, _gradients)
+ad.primitive_transposes[D_NORM] = _d_norm_transpose

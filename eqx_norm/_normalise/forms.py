@@ -1,13 +1,14 @@
 """Chooses, for each pass over x, the form that is fast on the target platform. All forms
 compute the formulas of `reference`."""
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from . import on_cpu, on_gpu, reference
+from . import collectives, on_cpu, on_gpu, reference
 from .kernels import columns
 from .layout import Blocks
 from .passes import Target
@@ -21,15 +22,26 @@ def statistics(
     blocks: Blocks,
     shape: Shape,
     implementation: str,
-    differentiated: bool,
+    written: bool = True,
 ) -> Sequence[Array]:
-    """Computes `reference.statistics`."""
-    has_kernel = implementation == "pallas"
+    """Computes `reference.statistics`. On a CPU the results are `written` to memory, for passes
+    that read them several times."""
+    found = _statistics(target, x, *mask, blocks=blocks, shape=shape, kind=implementation)
+    if written and target.own_sums == "cpu" and implementation != "pallas":
+        count, *vectors = found
+        found = [count, *on_cpu.written(*vectors)]
+    over = target.over[0]
+    return collectives.pooled_over(found, over) if over else found
+
+
+def _statistics(
+    target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape, kind: str
+) -> Sequence[Array]:
+    has_kernel = kind == "pallas"
     if has_kernel or target.own_sums == "cpu":
         flat, shape = blocks.arranged([x, *mask], shape, flat=True)
-        if has_kernel:
-            return columns.statistics(target, *flat, shape=shape)
-        return on_cpu.statistics(*flat, shape=shape, differentiated=differentiated)
+        statistics = functools.partial(columns.statistics, target)
+        return (statistics if has_kernel else on_cpu.statistics)(*flat, shape=shape)
     k = _first(target, x, *mask, blocks=blocks, shape=shape)
     arrays, shape = blocks.arranged([x, *mask], shape, flat=False)
     reduction = on_gpu.cut_sums if target.own_sums == "gpu" else reference.xla_sums
@@ -72,10 +84,21 @@ def sums(
     target: Target, g: Array, *arrays: Array, blocks: Blocks, shape: Shape, both: bool
 ) -> Sequence[Array]:
     """Computes `reference.sums`."""
-    own = {"cpu": on_cpu.tree_sums, "gpu": on_gpu.packed_sums}
-    reduction = own.get(target.own_sums, reference.xla_sums)
     arranged, shape = blocks.arranged([g, *arrays], shape, flat=target.platform == "cpu")
-    return reference.sums(*arranged, shape=shape, both=both, reduction=reduction)
+    sums = reference.sums(*arranged, shape=shape, both=both, reduction=reduction(target))
+    return summed_over(sums, target.over[0])
+
+
+def reduction(target: Target) -> reference.Reduction:
+    """Returns the form of sums in a backward pass."""
+    own = {"cpu": on_cpu.tree_sums, "gpu": on_gpu.packed_sums}
+    return own.get(target.own_sums, reference.xla_sums)
+
+
+def summed_over(sums: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:
+    """Returns the sums over all devices along the mesh axes."""
+    # One by one: stacking would write the gradients of weights, as long as a row, once more.
+    return lax.psum(list(sums), axes) if axes else sums
 
 
 def affine(

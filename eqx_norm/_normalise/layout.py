@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,12 @@ class Blocks(NamedTuple):
             return shape
         number = 1 if shape[axis] == 1 else self.number
         return (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
+
+    def share(self, x: Shape, share: Shape) -> "Blocks":
+        """Returns the blocks of a device's share of x, which cuts no block."""
+        first = len(x) - self.ndim
+        number = self.number * share[first] // x[first] if self.number > 1 else self.number
+        return self._replace(number=number)
 
     def arranged(
         self, arrays: Sequence[Array], shape: Shape, *, flat: bool
@@ -95,6 +101,20 @@ class Layout(NamedTuple):
     channels: int
     axes: tuple[int, ...] = (0,)
 
+    def share(self, x: Shape, share: Shape) -> "Layout":
+        """Returns the layout of a device's share of x, which cuts no group."""
+        n = len(x) - self.ndim
+        counts = [
+            count * share[n] // x[n] if count and count > 1 else count
+            for count in (self.groups, self.channels)
+        ]
+        return Layout(share[n:], *counts, self.axes)
+
+    @property
+    def ndim(self) -> int:
+        """Returns the number of an example's axes."""
+        return len(self.shape)
+
     @property
     def moments(self) -> Shape:
         """Returns the shape of moments, with as many axes as x."""
@@ -116,6 +136,18 @@ class Layout(NamedTuple):
     def size(self) -> int:
         """Returns the number of groups."""
         return math.prod(self.moments)
+
+    @property
+    def length(self) -> Any:
+        """Returns the number of values in a group."""
+        return math.prod(self.shape) // self.size
+
+    def rows(self, shape: Shape) -> Shape:
+        """Returns the shape `(*mapped, groups, values of a group)` of x, weights or moments,
+        with size 1 where they are broadcast."""
+        size = math.prod(shape[len(shape) - self.ndim :])
+        number = 1 if size == 1 else self.size
+        return (*shape[: len(shape) - self.ndim], number, size // number)
 
     @property
     def of_moments(self) -> Blocks:

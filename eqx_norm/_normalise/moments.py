@@ -29,7 +29,6 @@ def moments(
     *,
     centred: bool = True,
     implementation: str = "auto",
-    differentiated: bool = True,
 ) -> Moments:
     """Returns the moments of each group over the example and the named axes, computed as in
     `reference.statistics`. The moments have shape `(groups,)` and are float32 or better.
@@ -41,7 +40,6 @@ def moments(
         binds.
     - `centred`: if false, the mean is 0 and m2 is the sum of squares.
     - `implementation`: as for the layers; see `kernels.choice`.
-    - `differentiated`: if false, the program runs on a CPU and is not differentiated.
     """
     if jnp.iscomplexobj(values.x):
         parts = complex_numbers.parts(values)
@@ -49,8 +47,7 @@ def moments(
         return complex_numbers.whole(moments(parts, axis_name, **how))
     names, mesh = collectives.split_names(axis_name)
     if centred:
-        how = {"implementation": implementation, "differentiated": differentiated}
-        vectors = _statistics(values, names, mesh, **how)
+        vectors = _statistics(values, names, mesh, implementation=implementation)
     else:
         vectors = _squares(values, names, mesh)
     return differentiable(values, axis_name, *vectors, centred=centred)

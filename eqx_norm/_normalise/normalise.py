@@ -62,15 +62,14 @@ def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> A
 
 
 def normalise_in_jax_numpy(
-    values: Values, used: Moments, affine: Affine, *, eps: float, centred: bool = True
+    values: Values, used: Moments, affine: Affine, *, eps: float
 ) -> Array:
     """Returns the result of `normalise`, computed by JAX's own operations, so that other tools
-    can read the program. Unless `centred`, the mean is not subtracted."""
+    can read the program."""
     rstd = (1 / jnp.sqrt(used.variance + eps)).astype(values.wide.dtype)
     columns = values.layout.columns(used, rstd)
     weight, bias, activation = _like_x(affine, values)
-    how: Any = {"activation": activation, "centred": centred}
-    return _in_jax_numpy(values, columns, weight, bias, **how)
+    return _in_jax_numpy(values, columns, weight, bias, activation=activation)
 
 
 def _in_jax_numpy(
@@ -80,13 +79,11 @@ def _in_jax_numpy(
     bias: Array | None,
     *,
     activation: Activation | None,
-    centred: bool = True,
 ) -> Array:
     """Returns y by one formula; `columns` are mean, mean_rest and rstd."""
     (x, wide, mask, _), (mean, mean_rest, rstd) = values, columns
     # JAX's derivative of a selection is NaN where the unselected value is NaN.
-    u = reference.masked(wide, mask)
-    u = reference.centred(u, mean, mean_rest) if centred else u
+    u = reference.centred(reference.masked(wide, mask), mean, mean_rest)
     u = u * (rstd if weight is None else rstd * weight)
     u = u if bias is None else u + bias
     y = elementwise.applied(activation, u)

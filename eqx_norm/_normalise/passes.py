@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import lowering, shares
+from . import lowering, reference, shares
 from .lowering import Args, Aval
 
 
@@ -27,12 +27,15 @@ class Target(NamedTuple):
     platform: str  # "cpu", "gpu", or "other"
     platforms: Sequence[str]  # of the whole program
     is_partitioned: bool  # XLA will split arrays over devices
-    is_known: bool  # sizes are ints, not symbols of `jax.export`
+    is_known: bool  # sums are over axes of known sizes, not over symbols of `jax.export`
+    # For each shape of vectors, the mesh axes over which to merge what a device sums over its
+    # share of x.
+    over: shares.Over = ((), ())
 
     @property
     def own_sums(self) -> str:
         """Returns the platform whose own form of sums can be used, or "other". Such a form cuts
-        arrays into parts of known sizes, and contains no collective."""
+        arrays into parts of known sizes."""
         return self.platform if self.is_known and not self.is_partitioned else "other"
 
 
@@ -41,9 +44,7 @@ def new_primitive(
     compute: Callable[..., Sequence[Array]],
     types: Callable[..., list[Aval]],
     full: Sequence[int],
-    merge: shares.Merge | None = None,
-    *,
-    whole_rows: bool = False,
+    vectors: Callable[..., Sequence[reference.Shape]] | None = None,
 ) -> Primitive:
     """Returns a primitive with several results.
 
@@ -53,9 +54,9 @@ def new_primitive(
         arrays and the primitive's parameters except `names`.
     - `types`: returns the types of the results, given the arrays' types and the parameters.
     - `full`: the operands that must have the full size of a mapped axis, not size 1.
-    - `merge`: merges results of shares of x, in a program that XLA splits over devices; if
-        `None`, XLA splits the pass itself.
-    - `whole_rows`: whether a device needs all values of a group.
+    - `vectors`: returns the shapes of the sums that `compute` merges over `Target.over`, given
+        the shape of x and the parameters. In a program that XLA splits over devices, each then
+        computes its share; if `None`, XLA splits the pass itself.
     """
     primitive = Primitive(f"eqx_norm_{name}")
     primitive.multiple_results = True
@@ -63,21 +64,27 @@ def new_primitive(
     def lower(platform: str, context: Any, *arrays: Any, names: Any = (), **static: Any) -> Any:
         if names:
             raise NameError(f"unbound axis name: {names[0]}")
-        sizes = [size for aval in lowering.operands(context) for size in aval.shape]
+        avals, x = lowering.results(context), lowering.operands(context)[full[0]].shape
+        mapped = len(x) - static["layout" if "layout" in static else "blocks"].ndim
+        sums = vectors(x, **static) if vectors else ()
+        # A mapped axis that vectors share with x is not summed over.
+        is_kept = [all(v[axis] == x[axis] for v in sums[:1]) for axis in range(mapped)]
+        known = [n for axis, n in enumerate(x) if axis >= mapped or not is_kept[axis]]
         target = Target(
             platform,
             lowering.platforms(context),
             lowering.is_partitioned(context),
-            all(isinstance(size, int) for size in sizes),
+            all(isinstance(size, int) for size in known),
         )
 
-        avals = lowering.results(context)
-        if merge and target.is_known and (split := _split(platform, context, full[0], static)):
-            alone = functools.partial(compute, target._replace(is_partitioned=False))
-            on_shares = shares.computed_on_shares(
-                alone, merge, avals, full[0], whole_rows=whole_rows, **static
-            )
-            return lowering.lowered(on_shares, split, *arrays)
+        def on_share(over: shares.Over) -> Callable[..., Sequence[Array]]:
+            local = target._replace(is_partitioned=False, over=over)
+            return functools.partial(compute, local)
+
+        is_known = all(isinstance(size, int) for size in x)
+        if sums and is_known and (split := _split(platform, context, x[:mapped])):
+            shared = shares.computed_on_shares(on_share, sums, avals, full[0], **static)
+            return lowering.lowered(shared, split, *arrays)
 
         def results(*arrays: Array) -> list[Array]:
             values = zip(compute(target, *arrays, **static), avals, strict=True)
@@ -117,9 +124,11 @@ def new_primitive(
             lax.expand_dims(array, (0,)) if place is None else jnp.moveaxis(array, place, 0)
             for array, place in zip(arrays, places, strict=True)
         ]
+        if "adjacent" in parameters:  # values that are in rows in memory
+            parameters["adjacent"] &= all(place in (0, None) for place in places)
         for i in full:
             arrays[i] = jnp.broadcast_to(arrays[i], (axis.size, *arrays[i].shape[1:]))
-        if "shape" in parameters:
+        if parameters.get("shape"):
             size = 1 if is_summed else axis.size
             parameters["shape"] = (size, *parameters["shape"])
         if is_summed:
@@ -133,10 +142,8 @@ def new_primitive(
     return primitive
 
 
-def _split(platform: str, context: Any, full: int, static: dict[str, Any]) -> Any:
+def _split(platform: str, context: Any, mapped: reference.Shape) -> Any:
     """Returns the context to lower a pass in that devices compute on shares of x, or `None`."""
-    x = lowering.operands(context)[full].shape
-    mapped = x[: len(x) - static["blocks"].ndim]
     devices = lowering.devices(context)
     # Shares of different sizes would be gathered. XLA:TPU finds no Python code that partitions
     # a call (jax 0.12.0.1).

@@ -1,0 +1,188 @@
+"""Computes the norm of one example and its gradients by passes over x.
+
+The formulas are those of `row_norm`, for any layout, mask, dtype, and for weights of each
+example. y and the gradient of x depend on an example alone: on a CPU, sums are in an order
+given by the example's shape.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from . import forms, on_cpu, reference
+from .layout import Layout
+from .passes import Target
+from .reference import Shape
+from .row_norm import RowNorm
+
+
+def moments(
+    target: Target, x: Array, *mask: Array, layout: Layout, eps: float, centred: bool
+) -> list[Array]:
+    """Returns rstd of each group and, if `centred`, the mean as a pair."""
+    shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments)
+    how: Any = {"blocks": layout.of_moments, "shape": shape}
+    on_a_cpu = target.own_sums == "cpu"
+    if centred:
+        how |= {"implementation": "auto", "written": False}
+        _, *found = forms.statistics(target, x, *mask, **how)
+        mean, m2, rest = (v.reshape(shape) for v in found)
+        vectors = [mean, rest]
+    else:
+        if on_a_cpu and layout.groups and not mask and layout.length <= on_cpu.UNCUT:
+            m2 = on_cpu.squares(x.reshape(layout.rows(x.shape)))
+            (m2,) = forms.summed_over([m2], target.over[0])
+        else:
+            zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
+            arrays = reference.widened(_small(target, x)), x, zero, zero, *mask
+            (m2,) = forms.sums(target, *arrays, both=False, **how)
+        m2, vectors = m2.reshape(shape), []
+    rstd = reference.rsqrt(m2 / _count(target, layout, x, mask, shape) + eps)
+    vectors = [rstd, *vectors]
+    return list(on_cpu.written(*vectors)) if centred and on_a_cpu else vectors
+
+
+def _small(target: Target, x: Array, *, once: bool = False) -> Array:
+    return on_cpu.converted(x, once=once) if target.platform == "cpu" else x
+
+
+def _count(
+    target: Target, layout: Layout, x: Array, mask: Sequence[Array], shape: Shape
+) -> Array:
+    """Returns the number of values in each group, at least 1, for x and mask in any form."""
+    dtype, over = reference.compute_dtype(x.dtype), target.over[0]
+    if not mask:
+        devices = lax.axis_size(over) if over else 1
+        return jnp.full((1,) * x.ndim, layout.length * devices, dtype)
+    count = reference.counts(x.astype(dtype), *mask, reference.summed_axes(x.shape, shape))
+    return jnp.maximum(forms.summed_over([count], over)[0], 1)
+
+
+class Passes(NamedTuple):
+    """Computes y and gradients in a shape that suits the platform. On a CPU it is `(*mapped,
+    groups, values)`, with the values cut into those of each weight; else the caller's shape,
+    with the channels cut into groups."""
+
+    target: Target
+    layout: Layout
+    norm: RowNorm
+    per_value: bool  # each value has a weight
+
+    @classmethod
+    def of(cls, target: Target, layout: Layout, norm: RowNorm, *weights: Array) -> "Passes":
+        """Returns the passes for these weights."""
+        size = max(math.prod(w.shape[w.ndim - layout.ndim :]) for w in weights)
+        return cls(target, layout, norm, size == math.prod(layout.shape))
+
+    def y(self, x: Array, weight: Array, bias: Array, *mask: Array) -> Array:
+        """Returns the normalised x."""
+        norm, dtype = self.norm, x.dtype
+        how: Any = {"layout": self.layout, "eps": norm.eps, "centred": norm.centred}
+        vectors = moments(self.target, x, *mask, **how)
+        # The squares of RMSNorm are read by XLA's library, which converts x itself.
+        x, *mask = self._formed(_small(self.target, x, once=not norm.centred), *mask)
+        rstd, *mean = self._formed(*vectors)
+        weight, bias = self._formed(weight, bias)
+        d = _deviations(x, rstd, mean, mask)
+        return reference.masked(norm.y(d, rstd * weight, bias), *mask).astype(dtype)
+
+    def gradients(
+        self,
+        dy: Array,
+        x: Array,
+        weight: Array,
+        bias: Array,
+        *mask: Array,
+        vectors: Sequence[Array],
+        shape: Shape,
+        wanted: Sequence[bool],
+    ) -> list[Array]:
+        """Returns the gradient of x, and those of weight and bias, of `shape`, that are
+        `wanted`, given rstd and mean."""
+        layout, norm, target = self.layout, self.norm, self.target
+        dtype, whole = x.dtype, (*x.shape[: x.ndim - layout.ndim], *layout.moments)
+        of_weights, of_moments = self._form(shape or weight.shape), self._form(whole)
+        arrays = _small(target, x), _small(target, dy), weight, bias, *mask
+        x, dy, weight, bias, *mask = self._formed(*arrays)
+        vectors, passes = self._formed(*vectors), itertools.count()
+
+        def each_pass() -> tuple[Array, Array, Array]:
+            """Returns g, x - mean and rstd, for another pass over x."""
+            own = vectors
+            # Without barriers XLA:GPU would store the activation's derivative.
+            for _ in range(next(passes) if norm.activation and target.platform == "gpu" else 0):
+                own = [*map(lax.optimization_barrier, own)]
+            rstd, *mean = own
+            d = _deviations(x, rstd, mean, mask)
+            g = norm.g(dy.astype(d.dtype), d * rstd, weight, bias)
+            return reference.masked(g, *mask), d, rstd
+
+        g, d, rstd = each_pass()
+        sizes = [*enumerate(zip(of_moments, of_weights, x.shape, strict=True))]
+        inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
+        outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
+        parts = self._sums([g * d, *[g] * (norm.centred or wanted[1])], inner)
+        sums = self._sums([weight * part for part in parts[: 1 + norm.centred]], outer)
+        sums = forms.summed_over(sums, target.over[0])
+        n = _count(target, layout, x, mask, of_moments)
+        if inner or outer:
+            g, d, rstd = each_pass()
+        h = weight * g - (sums[1] / n if norm.centred else 0)
+        dx = rstd * (h - d * (rstd * rstd * (sums[0] / n)))
+        results = [reference.masked(dx, *mask).astype(dtype)]
+        if not any(wanted):
+            return results
+        if not inner:
+            g, d, rstd = each_pass()
+            parts = [g * d, g]
+        both = zip([parts[0] * rstd, *parts[1:]], wanted, strict=False)
+        arrays = [part for part, is_wanted in both if is_wanted]
+        summed = self._sums(arrays, reference.summed_axes(arrays[0].shape, of_weights))
+        return results + [*forms.summed_over(summed, target.over[1])]
+
+    def _formed(self, *arrays: Array) -> list[Array]:
+        layout = self.layout
+
+        def formed(array: Array) -> Array:
+            if array.dtype == bool and self._is_flat and layout.groups is not None:
+                mapped = array.shape[: array.ndim - layout.ndim]
+                array = jnp.broadcast_to(array, (*mapped, *layout.shape))
+            return array.reshape(self._form(array.shape))
+
+        return [*map(formed, arrays)]
+
+    @property
+    def _is_flat(self) -> bool:
+        return self.target.own_sums == "cpu"
+
+    def _form(self, shape: Shape) -> Shape:
+        """Returns the shape for an array of the caller's shape: x, a mask, weights, moments."""
+        layout, blocks = self.layout, self.layout.of_moments
+        if layout.groups is None:
+            return blocks.flat(shape) if self._is_flat else shape
+        if not self._is_flat:
+            mapped = shape[: len(shape) - layout.ndim]
+            return blocks.cut(shape, (*mapped, *layout.shape))
+        rows, weights = layout.rows(shape), layout.channels // layout.groups
+        # XLA:CPU loops over each axis.
+        if weights <= 1 or self.per_value:
+            return rows
+        if rows[-1] == 1:
+            return (*rows, 1)
+        return (*rows[:-1], weights, rows[-1] // weights)
+
+    def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
+        return forms.reduction(self.target)(arrays, axes) if axes else arrays
+
+
+def _deviations(
+    x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]
+) -> Array:
+    """Returns x - mean in the dtype of rstd, x itself if there is no mean."""
+    d = reference.centred(x, *mean) if mean else x.astype(rstd.dtype)
+    return reference.masked(d, *mask)
