@@ -96,6 +96,8 @@ class _Shared(NamedTuple):
             is_cut = vectors[axis] not in (1, x[axis])
             if is_cut and size == x[axis]:
                 sizes[f"values{axis}"] = x[axis] // vectors[axis]
+                if all(shape[axis : axis + 1] != (vectors[axis],) for shape in shapes):
+                    sizes[f"blocks{axis}"] = vectors[axis]  # no array has such an axis
                 return f"(blocks{axis} values{axis})"
             if is_cut and size == vectors[axis]:
                 return f"blocks{axis}"
@@ -147,7 +149,7 @@ class _Shared(NamedTuple):
         """Returns the name of the parameter that says how an example is cut into blocks."""
         return "layout" if "layout" in self.static else "blocks"
 
-    def _spec(self, mesh: Any, x: Shape, given: Sequence[Any]) -> list[tuple[str, ...]]:
+    def _spec(self, mesh: Any, x: Shape, given: jax.P) -> list[tuple[str, ...]]:
         """Returns the names of the mesh axes that split each axis of x, none for one that is
         gathered, because the parts would be uneven or cut a block."""
 
