@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm.strategies._pair import rounded
+
 from . import forms, on_cpu, reference
 from .layout import Layout
 from .passes import Target
@@ -119,7 +121,7 @@ class Passes(NamedTuple):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
-            g = norm.g(dy.astype(d.dtype), d * rstd, weight, bias)
+            g = norm.g(dy.astype(d.dtype), d * rstd, weight, bias, self._product)
             return reference.masked(g, *mask), d, rstd
 
         g, d, rstd = each_pass()
@@ -127,12 +129,12 @@ class Passes(NamedTuple):
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
         parts = self._sums([g * d, *[g] * (norm.centred or wanted[1])], inner)
-        sums = self._sums([weight * part for part in parts[: 1 + norm.centred]], outer)
+        sums = self._sums([self._product(weight, v) for v in parts[: 1 + norm.centred]], outer)
         sums = forms.summed_over(sums, target.over[0])
         n = _count(target, layout, x, mask, of_moments)
         if inner or outer:
             g, d, rstd = each_pass()
-        h = weight * g - (sums[1] / n if norm.centred else 0)
+        h = self._product(weight, g) - (sums[1] / n if norm.centred else 0)
         dx = rstd * (h - d * (rstd * rstd * (sums[0] / n)))
         results = [reference.masked(dx, *mask).astype(dtype)]
         if not any(wanted):
@@ -175,6 +177,12 @@ class Passes(NamedTuple):
         if rows[-1] == 1:
             return (*rows, 1)
         return (*rows[:-1], weights, rows[-1] // weights)
+
+    def _product(self, a: Any, b: Any) -> Array:
+        """Returns a * b. LLVM would contract a product and a sum into one operation, which
+        rounds once, if both are in one loop: it depends on other rows whether they are."""
+        a, b = jnp.broadcast_arrays(a, b)
+        return rounded(a * b) if self.target.platform == "cpu" else a * b
 
     def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
         return forms.reduction(self.target)(arrays, axes) if axes else arrays

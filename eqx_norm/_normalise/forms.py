@@ -92,7 +92,13 @@ def sums(
 def reduction(target: Target) -> reference.Reduction:
     """Returns the form of sums in a backward pass."""
     own = {"cpu": on_cpu.tree_sums, "gpu": on_gpu.packed_sums}
-    return own.get(target.own_sums, reference.xla_sums)
+    own_sums = own.get(target.own_sums, reference.xla_sums)
+
+    def sums(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
+        is_known = all(isinstance(arrays[0].shape[axis], int) for axis in axes)
+        return (own_sums if is_known else reference.xla_sums)(arrays, axes)
+
+    return sums
 
 
 def summed_over(sums: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:

@@ -50,12 +50,20 @@ class RowNorm(NamedTuple):
         function = functools.partial(applied, self.activation)
         return evaluated(jax.make_jaxpr(function)(_like(v)).jaxpr, v)[0]
 
-    def g(self, dy: Array, u: Array, weight: Array, bias: Array) -> Array:
-        """Returns g, with the derivative of the activation computed from u."""
+    def g(
+        self,
+        dy: Array,
+        u: Array,
+        weight: Array,
+        bias: Array,
+        product: Callable[[Array, Array], Array] = lax.mul,
+    ) -> Array:
+        """Returns g, with the derivative of the activation computed from u, and each `product`
+        in it by this function."""
         if self.activation is None:
             return dy
         along = self.derivative(_like(u))
-        return evaluated(along.jaxpr, u * weight + bias, dy)[0]
+        return evaluated(along.jaxpr, u * weight + bias, dy, product=product)[0]
 
     def derivative(self, like: jax.ShapeDtypeStruct) -> Any:
         """Returns the jaxpr that computes the activation's tangent from v and its tangent."""

@@ -1,0 +1,144 @@
+"""Tests that y and dx of a row depend on that row, weight, bias and dy's row alone, to the bit.
+
+A row is an example of `LayerNorm` and `RMSNorm`, a group of `GroupNorm` and `InstanceNorm`.
+tests/devices/over_uses.py has programs for several devices.
+"""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from tests.helpers import make, normal, same
+from tests.layers.norms import moved, over_examples
+
+N = 70
+SILU = jax.nn.silu
+LAYERS = [
+    # Lengths: a power of two, of a model, prime, even and odd, of more values than one loop.
+    (LayerNorm(384), (384,)),
+    (LayerNorm(200, activation=jax.nn.gelu), (200,)),
+    (LayerNorm(24, axis=0), (24, 6, 6)),
+    (RMSNorm(128), (128,)),
+    (RMSNorm(391, activation=SILU), (391,)),
+    (RMSNorm(4100), (4100,)),
+    (GroupNorm(8, 64), (64, 14, 14)),
+    (GroupNorm(8, 32, activation=SILU), (32, 7, 7)),
+    (InstanceNorm(24), (24, 9, 9)),
+]
+MORE = [
+    *((kind(n), (n,)) for kind in (LayerNorm, RMSNorm) for n in (1, 2, 768, 1009, 1024, 4096)),
+    (LayerNorm((6, 50)), (6, 50)),
+    (GroupNorm(8, 64), (64,)),
+    (GroupNorm(2, 16), (16, 40, 40)),
+    (InstanceNorm(64, affine=True), (64, 7, 7)),
+    (RMSNorm(40000), (40000,)),
+]
+DTYPES = "float32", "bfloat16", "float16"
+each_case = pytest.mark.parametrize(
+    ("layer", "shape", "dtype"),
+    [
+        pytest.param(layer, shape, dtype, marks=marks)
+        for layers, marks in ((LAYERS, ()), (MORE, pytest.mark.long))
+        for layer, shape in layers
+        for dtype in DTYPES
+    ],
+)
+
+
+def arrays(shape, dtype, n=N):
+    x, dy = normal(0, (n, *shape), 1, 2), normal(1, (n, *shape))
+    return x.astype(dtype), dy.astype(dtype)
+
+
+@eqx.filter_jit
+def y_alone(layer, x):
+    return over_examples(layer, x)
+
+
+@eqx.filter_jit
+def y_and_gradients(layer, x, dy):
+    """Returns y and the gradients of x, and of weight and bias."""
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+    y, pull_back = jax.vjp(lambda w, x: over_examples(eqx.combine(w, static), x), weights, x)
+    d_weights, dx = pull_back(dy)
+    return y, dx, d_weights
+
+
+@each_case
+def test_a_row_does_not_depend_on_other_rows(layer, shape, dtype):
+    """Tests other numbers of rows, other places, and y with and without a gradient."""
+    layer, (x, dy) = moved(layer), arrays(shape, dtype)
+    y, dx, _ = y_and_gradients(layer, x, dy)
+    assert same(y_alone(layer, x), y)
+    assert same(y_and_gradients(layer, x[::-1], dy[::-1])[:2], (y[::-1], dx[::-1]))
+    for n in (1, 3, 16):
+        assert same(y_alone(layer, x[:n]), y[:n]), n
+        assert same(y_and_gradients(layer, x[:n], dy[:n])[:2], (y[:n], dx[:n])), n
+
+
+def cut(x):
+    return x.reshape(7, -1, *x.shape[1:])
+
+
+def nested(layer, x):
+    return over_examples(functools.partial(over_examples, layer), cut(x))
+
+
+def scanned(layer, x):
+    return jax.lax.scan(lambda _, x: (None, over_examples(layer, x)), None, cut(x))[1]
+
+
+def of_one(layer, x):
+    return jax.lax.map(layer, x)
+
+
+WAYS = [over_examples, eqx.filter_checkpoint(over_examples), nested, scanned, of_one]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layer", "shape"), LAYERS[2:5] + LAYERS[7:8])
+def test_a_row_does_not_depend_on_the_program(layer, shape, dtype):
+    """Tests frozen weights, `checkpoint`, nested `vmap`, `scan`, and single examples."""
+    layer, (x, dy) = moved(layer), arrays(shape, dtype)
+    expected = y_and_gradients(layer, x, dy)[:2]
+    for way in WAYS:
+
+        @eqx.filter_jit
+        def y_and_dx(layer, x, dy):
+            y, pull_back = jax.vjp(lambda x: way(layer, x).reshape(x.shape), x)
+            return y, pull_back(dy)[0]
+
+        assert same(y_and_dx(layer, x, dy), expected), way
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layer", "shape"), LAYERS[2:5] + LAYERS[7:8])
+def test_a_row_does_not_depend_on_whether_the_batch_is_a_symbol(layer, shape, dtype):
+    layer, (x, dy) = moved(layer), arrays(shape, dtype)
+    y, dx, _ = y_and_gradients(layer, x, dy)
+    (batch,) = export.symbolic_shape("b")
+    like = jax.ShapeDtypeStruct((batch, *shape), dtype)
+    exported = export.export(jax.jit(functools.partial(over_examples, layer)))(like)
+    gradients = export.export(jax.jit(functools.partial(y_and_gradients, layer)))(like, like)
+    for n in (1, N):
+        assert same(jax.jit(exported.call)(x[:n]), y[:n])
+        assert same(jax.jit(gradients.call)(x[:n], dy[:n])[:2], (y[:n], dx[:n]))
+
+
+def test_inference_of_batch_norm():
+    layer, state = make(24, "batch", approach="batch", inference=True)
+    x = normal(0, (N, 24, 5, 5))
+
+    @jax.jit
+    def y_and_dx(x):
+        y, pull_back = jax.vjp(lambda x: jax.vmap(lambda x: layer(x, state)[0])(x), x)
+        return y, pull_back(y)[0]
+
+    y, dx = y_and_dx(x)
+    assert same(y_and_dx(x[:3]), (y[:3], dx[:3]))
