@@ -1,9 +1,9 @@
 """Computes a norm of rows in one kernel of XLA:GPU.
 
 XLA:GPU fuses a chain of sums along rows, where each sum depends on the one before, into one
-kernel, with all arithmetic in between. The kernel reads a row once, while passes read x for each
-sum. But the kernel cannot return its sums, which the gradients of weights need. In rows of `FEW`
-values or less, recomputing the sums is faster than reading them.
+kernel, with all arithmetic in between. The kernel reads a row once, while passes read x for
+each sum. But the kernel cannot return its sums, which the gradients of weights need. In rows of
+`FEW` values or less, recomputing the sums is faster than reading them.
 
 A reshape, a second axis to sum over, or rows of more than `LONGEST` values cut a chain into
 several kernels (`make gpu-compile-check` counts them). XLA:CPU and XLA:TPU have no such kernel.
@@ -11,7 +11,7 @@ several kernels (`make gpu-compile-check` counts them). XLA:CPU and XLA:TPU have
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array
 from .elementwise import applied
 from .layout import Layout
 from .reference import Shape, rsqrt
-from .row_norm import RowNorm
+from .row_norm import Operands, RowNorm, Sums
 
 LONGEST, FEW = 2**14, 32
 
@@ -33,70 +33,62 @@ class Chain(NamedTuple):
     layout: Layout
     norm: RowNorm
 
-    def serves(self, x: Array, *weights: Shape, has_sums: bool) -> bool:
+    def serves(self, at: Operands, sums: Sums) -> bool:
         """Returns whether the kernel has less memory traffic than the passes. Weights of blocks
         are repeated and written, once for all examples."""
         layout = self.layout
         if layout.groups is None or not all(isinstance(n, int) for n in layout.shape):
             return False
-        longest = FEW if has_sums else LONGEST
+        longest = FEW if sums.any else LONGEST
         # XLA:GPU pads rows to a power of two, and then splits off costly functions.
         if getattr(self.norm.activation, "is_costly", False):
             padded = 1 << (layout.length - 1).bit_length()
             longest *= 4 * padded <= 5 * layout.length
+        shapes = at.weight.shape, at.bias.shape, *[sums.shape] * sums.any
         of_each = any(
-            self._repeats(w) and math.prod(w[: len(w) - layout.ndim]) > 1 for w in weights
+            self._repeats(w) and math.prod(w[: len(w) - layout.ndim]) > 1 for w in shapes
         )
-        is_float = x.dtype.itemsize <= 4
+        is_float = at.x.dtype.itemsize <= 4
         return 0 < layout.length <= longest and is_float and not of_each
 
-    def y(self, x: Array, weight: Array, bias: Array) -> Array:
+    def y(self, at: Operands) -> Array:
         """Returns the normalised x."""
-        u, _ = self._standardised(x)
-        v = u * self._rows(weight, x) + self._rows(bias, x)
-        return self._in_shape(applied(self.norm.activation, v), x)
+        u, _ = self._standardised(at.x)
+        v = u * self._rows(at.weight) + self._rows(at.bias)
+        return self._in_shape(applied(self.norm.activation, v), at.x)
 
     def gradients(
-        self,
-        dy: Array,
-        x: Array,
-        weight: Array,
-        bias: Array,
-        *,
-        vectors: Sequence[Array],
-        shape: Shape,
-        wanted: Sequence[bool],
+        self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradient of x, and those of weight and bias, of `shape`, that are
-        `wanted`."""
+        """Returns the gradients of x and of weights, as `example_forms.gradients` does."""
         del vectors  # computed again
-        dx = self._dx(dy, x, weight, bias)
-        if not any(wanted):
+        dx = self._dx(dy, at)
+        if not sums.any:
             return [dx]
         for _ in range(2):  # an x other than those of y and dx
-            x = lax.optimization_barrier(x)
-        at = [jnp.broadcast_to(w, shape) for w in (weight, bias)]
-        sums = jax.vjp(lambda *weights: self.y(x, *weights), *at)[1](dy)
-        return [dx, *(s for s, is_wanted in zip(sums, wanted, strict=True) if is_wanted)]
+            at = at._replace(x=lax.optimization_barrier(at.x))
+        weights = [jnp.broadcast_to(w, sums.shape) for w in (at.weight, at.bias)]
+        pull_back = jax.vjp(lambda *weights: self.y(Operands(at.x, *weights)), *weights)[1]
+        return [dx, *sums.chosen(*pull_back(dy))]
 
-    def _dx(self, dy: Array, x: Array, weight: Array, bias: Array) -> Array:
+    def _dx(self, dy: Array, at: Operands) -> Array:
         """Returns the gradient of x by the transpose of the tangent, which XLA:GPU fuses for
         more activations than `RowNorm.g`."""
         # The barrier separates this kernel's statistics from those of y: XLA would merge both
         # and write them to memory.
-        u, rstd = self._standardised(lax.optimization_barrier(x))
-        weight, bias = (self._rows(w, x) for w in (weight, bias))
+        u, rstd = self._standardised(lax.optimization_barrier(at.x))
+        weight, bias = map(self._rows, (at.weight, at.bias))
 
         def tangent(dx: Array) -> Array:
-            du = weight * self.norm.along_x(self._rows(dx, x), u, rstd, _mean)
+            du = weight * self.norm.along_x(self._rows(dx), u, rstd, _mean)
             if (activation := self.norm.activation) is not None:
                 du = jax.jvp(activation, (weight * u + bias,), (du,))[1]
-            return self._in_shape(du, x)
+            return self._in_shape(du, at.x)
 
-        return jax.linear_transpose(tangent, x)(dy)[0]
+        return jax.linear_transpose(tangent, at.x)(dy)[0]
 
     def _standardised(self, x: Array) -> tuple[Array, Array]:
-        x = self._rows(x, x)
+        x = self._rows(x)
         if self.norm.centred:
             return self.norm.standardised(x, x.max(-1, keepdims=True), _mean, rsqrt)
         # This is exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
@@ -105,14 +97,10 @@ class Chain(NamedTuple):
 
     def _repeats(self, shape: Shape) -> bool:
         """Returns whether a weight of this shape is one of a block of values in a row."""
-        whole = math.prod(self.layout.shape)
-        return math.prod(shape[len(shape) - self.layout.ndim :]) not in (
-            1,
-            self.layout.size,
-            whole,
-        )
+        whole, size = math.prod(self.layout.shape), self.layout.size
+        return math.prod(shape[len(shape) - self.layout.ndim :]) not in (1, size, whole)
 
-    def _rows(self, array: Array, x: Array) -> Array:
+    def _rows(self, array: Array) -> Array:
         """Returns an array as float32 with a row for each group. The barrier materialises the
         array, because a reshape inside the kernel would cut the kernel."""
         layout = self.layout

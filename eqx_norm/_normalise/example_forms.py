@@ -10,26 +10,25 @@ The choice depends on an example's shape and on what shares a weight, and not on
 examples, nor on whether y is differentiated.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Array
 
 from .chain import Chain
-from .example_passes import Passes, moments
+from .example_passes import Passes
 from .kernels import rows
 from .layout import Layout
 from .passes import Target
 from .reference import Shape
-from .row_norm import RowNorm
+from .row_norm import Operands, RowNorm, Sums
 
 
 def y(
     target: Target, x: Array, weight: Array, bias: Array, *mask: Array, **static: Any
 ) -> list[Array]:
     """Returns the normalised x."""
-    form = _form(target, x, weight, bias, *mask, **static)
-    return [form.y(x, weight, bias, *mask)]
+    at = Operands(x, weight, bias, mask)
+    return [_form(target, at, Sums(), **static).y(at)]
 
 
 def gradients(
@@ -40,39 +39,29 @@ def gradients(
     bias: Array,
     *others: Array,
     shape: Shape,
-    wanted: Sequence[bool],
+    wanted: tuple[bool, bool],
     **static: Any,
 ) -> list[Array]:
     """Returns the gradient of x, and those of weight and bias, of `shape`, that are `wanted`.
     `others` are rstd, mean and mask."""
     vectors = [v for v in others if v.dtype != bool]
-    arrays = x, weight, bias, *others[len(vectors) :]
-    form = _form(target, *arrays, shape=shape, has_sums=any(wanted), **static)
-    if isinstance(form, Passes) and not vectors:
-        norm: RowNorm = static["norm"]
-        how: Any = {"layout": static["layout"], "eps": norm.eps, "centred": norm.centred}
-        vectors = moments(target, x, *arrays[3:], **how)
-    return form.gradients(dy, *arrays, vectors=vectors, shape=shape, wanted=wanted)
+    at, sums = Operands(x, weight, bias, others[len(vectors) :]), Sums(shape, *wanted)
+    return _form(target, at, sums, **static).gradients(dy, at, vectors, sums)
 
 
 def _form(
     target: Target,
-    x: Array,
-    weight: Array,
-    bias: Array,
-    *mask: Array,
+    at: Operands,
+    sums: Sums,
+    *,
     layout: Layout,
     norm: RowNorm,
     adjacent: bool,
     kernel: bool,
-    shape: Shape = (),
-    has_sums: bool = False,
 ) -> rows.Kernel | Chain | Passes:
-    shapes = weight.shape, bias.shape, *[shape] * has_sums
-    if kernel and (form := rows.Kernel.of(target, layout, norm, x, *shapes)):
+    if kernel and (form := rows.Kernel.of(target, layout, norm, at, sums)):
         return form
-    chain = Chain(layout, norm)
-    whole = adjacent and not mask and not target.over[0]
-    if target.platform == "gpu" and whole and chain.serves(x, *shapes, has_sums=has_sums):
+    chain, has_rows = Chain(layout, norm), adjacent and not at.mask and not target.over[0]
+    if target.platform == "gpu" and has_rows and chain.serves(at, sums):
         return chain
-    return Passes.of(target, layout, norm, weight, bias)
+    return Passes(target, layout, norm)

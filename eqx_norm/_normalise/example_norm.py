@@ -57,7 +57,9 @@ def normalise_example(
     norm = RowNorm(eps, centred, function)
     is_fused = (activation is None) == (function is None)
     if kernel:
-        rows.check(values, norm._replace(activation=function or activation), axis_name, is_fused)
+        rows.check(
+            values, norm._replace(activation=function or activation), axis_name, is_fused
+        )
     # Parts of examples, complex numbers, and functions that may not be elementwise.
     if axis_name != () or jnp.iscomplexobj(x) or not is_fused or x.ndim == 0:
         return normalise(values, moments(values, axis_name, centred=centred), affine, eps=eps)
@@ -71,7 +73,7 @@ def normalise_example(
 
     vectors = like_x(weight, 1), like_x(bias, 0)
     # A kernel takes a weight of each value, or one of each group.
-    in_kernel = kernel and not layout.channels == layout.groups > 1
+    in_kernel = kernel and (layout.groups == 1 or layout.channels != layout.groups)
     if in_kernel or any(v.shape == x.shape for v in vectors):
         absent = weight is None, bias is None
         pairs = zip(vectors, absent, strict=True)

@@ -20,7 +20,7 @@ from . import forms, on_cpu, reference
 from .layout import Layout
 from .passes import Target
 from .reference import Shape
-from .row_norm import RowNorm
+from .row_norm import Operands, RowNorm, Sums
 
 
 def moments(
@@ -45,8 +45,8 @@ def moments(
             (m2,) = forms.sums(target, *arrays, both=False, **how)
         m2, vectors = m2.reshape(shape), []
     rstd = reference.rsqrt(m2 / _count(target, layout, x, mask, shape) + eps)
-    vectors = [rstd, *vectors]
-    return list(on_cpu.written(*vectors)) if centred and on_a_cpu else vectors
+    found = [rstd, *vectors]
+    return [*on_cpu.written(*found)] if centred and on_a_cpu else found
 
 
 def _small(target: Target, x: Array, *, once: bool = False) -> Array:
@@ -73,45 +73,29 @@ class Passes(NamedTuple):
     target: Target
     layout: Layout
     norm: RowNorm
-    per_value: bool  # each value has a weight
 
-    @classmethod
-    def of(cls, target: Target, layout: Layout, norm: RowNorm, *weights: Array) -> "Passes":
-        """Returns the passes for these weights."""
-        size = max(math.prod(w.shape[w.ndim - layout.ndim :]) for w in weights)
-        return cls(target, layout, norm, size == math.prod(layout.shape))
-
-    def y(self, x: Array, weight: Array, bias: Array, *mask: Array) -> Array:
+    def y(self, at: Operands) -> Array:
         """Returns the normalised x."""
-        norm, dtype = self.norm, x.dtype
-        how: Any = {"layout": self.layout, "eps": norm.eps, "centred": norm.centred}
-        vectors = moments(self.target, x, *mask, **how)
         # The squares of RMSNorm are read by XLA's library, which converts x itself.
-        x, *mask = self._formed(_small(self.target, x, once=not norm.centred), *mask)
-        rstd, *mean = self._formed(*vectors)
-        weight, bias = self._formed(weight, bias)
+        x = _small(self.target, at.x, once=not self.norm.centred)
+        vectors, form = self._moments(at), self._form(at)
+        x, *mask = form(x, *at.mask)
+        rstd, *mean = form(*vectors)
+        weight, bias = form(at.weight, at.bias)
         d = _deviations(x, rstd, mean, mask)
-        return reference.masked(norm.y(d, rstd * weight, bias), *mask).astype(dtype)
+        y = self.norm.y(d, rstd * weight, bias)
+        return reference.masked(y, *mask).astype(at.x.dtype)
 
     def gradients(
-        self,
-        dy: Array,
-        x: Array,
-        weight: Array,
-        bias: Array,
-        *mask: Array,
-        vectors: Sequence[Array],
-        shape: Shape,
-        wanted: Sequence[bool],
+        self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradient of x, and those of weight and bias, of `shape`, that are
-        `wanted`, given rstd and mean."""
-        layout, norm, target = self.layout, self.norm, self.target
-        dtype, whole = x.dtype, (*x.shape[: x.ndim - layout.ndim], *layout.moments)
-        of_weights, of_moments = self._form(shape or weight.shape), self._form(whole)
-        arrays = _small(target, x), _small(target, dy), weight, bias, *mask
-        x, dy, weight, bias, *mask = self._formed(*arrays)
-        vectors, passes = self._formed(*vectors), itertools.count()
+        """Returns the gradients of x and of weights, as `example_forms.gradients` does."""
+        layout, norm, target, form = self.layout, self.norm, self.target, self._form(at)
+        of_moments = form.shape((*at.x.shape[: at.x.ndim - layout.ndim], *layout.moments))
+        of_weights = form.shape(sums.shape or at.weight.shape)
+        arrays = (_small(target, v) for v in (at.x, dy))
+        x, dy, weight, bias, *mask = form(*arrays, at.weight, at.bias, *at.mask)
+        vectors, passes = form(*(vectors or self._moments(at))), itertools.count()
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
@@ -128,55 +112,32 @@ class Passes(NamedTuple):
         sizes = [*enumerate(zip(of_moments, of_weights, x.shape, strict=True))]
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
-        parts = self._sums([g * d, *[g] * (norm.centred or wanted[1])], inner)
-        sums = self._sums([self._product(weight, v) for v in parts[: 1 + norm.centred]], outer)
-        sums = forms.summed_over(sums, target.over[0])
+        parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
+        weighted = [self._product(weight, part) for part in parts[: 1 + norm.centred]]
+        totals = forms.summed_over(self._sums(weighted, outer), target.over[0])
         n = _count(target, layout, x, mask, of_moments)
         if inner or outer:
             g, d, rstd = each_pass()
-        h = self._product(weight, g) - (sums[1] / n if norm.centred else 0)
-        dx = rstd * (h - d * (rstd * rstd * (sums[0] / n)))
-        results = [reference.masked(dx, *mask).astype(dtype)]
-        if not any(wanted):
-            return results
+        h = self._product(weight, g) - (totals[1] / n if norm.centred else 0)
+        dx = rstd * (h - d * (rstd * rstd * (totals[0] / n)))
+        dx = reference.masked(dx, *mask).astype(at.x.dtype)
+        if not sums.any:
+            return [dx]
         if not inner:
             g, d, rstd = each_pass()
             parts = [g * d, g]
-        both = zip([parts[0] * rstd, *parts[1:]], wanted, strict=False)
-        arrays = [part for part, is_wanted in both if is_wanted]
-        summed = self._sums(arrays, reference.summed_axes(arrays[0].shape, of_weights))
-        return results + [*forms.summed_over(summed, target.over[1])]
+        arrays = sums.chosen(parts[0] * rstd, parts[-1])
+        arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, of_weights))
+        return [dx, *forms.summed_over(arrays, target.over[1])]
 
-    def _formed(self, *arrays: Array) -> list[Array]:
-        layout = self.layout
+    def _moments(self, at: Operands) -> list[Array]:
+        how: Any = {"layout": self.layout, "eps": self.norm.eps, "centred": self.norm.centred}
+        return moments(self.target, at.x, *at.mask, **how)
 
-        def formed(array: Array) -> Array:
-            if array.dtype == bool and self._is_flat and layout.groups is not None:
-                mapped = array.shape[: array.ndim - layout.ndim]
-                array = jnp.broadcast_to(array, (*mapped, *layout.shape))
-            return array.reshape(self._form(array.shape))
-
-        return [*map(formed, arrays)]
-
-    @property
-    def _is_flat(self) -> bool:
-        return self.target.own_sums == "cpu"
-
-    def _form(self, shape: Shape) -> Shape:
-        """Returns the shape for an array of the caller's shape: x, a mask, weights, moments."""
-        layout, blocks = self.layout, self.layout.of_moments
-        if layout.groups is None:
-            return blocks.flat(shape) if self._is_flat else shape
-        if not self._is_flat:
-            mapped = shape[: len(shape) - layout.ndim]
-            return blocks.cut(shape, (*mapped, *layout.shape))
-        rows, weights = layout.rows(shape), layout.channels // layout.groups
-        # XLA:CPU loops over each axis.
-        if weights <= 1 or self.per_value:
-            return rows
-        if rows[-1] == 1:
-            return (*rows, 1)
-        return (*rows[:-1], weights, rows[-1] // weights)
+    def _form(self, at: Operands) -> "_Form":
+        weights = (math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in at[1:3])
+        per_value = max(weights) == math.prod(self.layout.shape)
+        return _Form(self.layout, self.target.own_sums == "cpu", per_value)
 
     def _product(self, a: Any, b: Any) -> Array:
         """Returns a * b. LLVM would contract a product and a sum into one operation, which
@@ -188,9 +149,42 @@ class Passes(NamedTuple):
         return forms.reduction(self.target)(arrays, axes) if axes else arrays
 
 
-def _deviations(
-    x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]
-) -> Array:
+class _Form(NamedTuple):
+    """Reshapes arrays of the caller's shape: x, masks, weights and moments."""
+
+    layout: Layout
+    is_flat: bool
+    per_value: bool  # each value has a weight
+
+    def __call__(self, *arrays: Array) -> list[Array]:
+        layout = self.layout
+
+        def formed(array: Array) -> Array:
+            if array.dtype == bool and self.is_flat and layout.groups is not None:
+                mapped = array.shape[: array.ndim - layout.ndim]
+                array = jnp.broadcast_to(array, (*mapped, *layout.shape))
+            return array.reshape(self.shape(array.shape))
+
+        return [*map(formed, arrays)]
+
+    def shape(self, shape: Shape) -> Shape:
+        """Returns the shape for an array of this shape."""
+        layout, blocks = self.layout, self.layout.of_moments
+        if layout.groups is None:
+            return blocks.flat(shape) if self.is_flat else shape
+        if not self.is_flat:
+            mapped = shape[: len(shape) - layout.ndim]
+            return blocks.cut(shape, (*mapped, *layout.shape))
+        rows, weights = layout.rows(shape), layout.channels // layout.groups
+        # XLA:CPU loops over each axis.
+        if weights <= 1 or self.per_value:
+            return rows
+        if rows[-1] == 1:
+            return (*rows, 1)
+        return (*rows[:-1], weights, rows[-1] // weights)
+
+
+def _deviations(x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]) -> Array:
     """Returns x - mean in the dtype of rstd, x itself if there is no mean."""
     d = reference.centred(x, *mean) if mean else x.astype(rstd.dtype)
     return reference.masked(d, *mask)

@@ -103,12 +103,10 @@ class Layout(NamedTuple):
 
     def share(self, x: Shape, share: Shape) -> "Layout":
         """Returns the layout of a device's share of x, which cuts no group."""
-        n = len(x) - self.ndim
-        counts = [
-            count * share[n] // x[n] if count and count > 1 else count
-            for count in (self.groups, self.channels)
-        ]
-        return Layout(share[n:], *counts, self.axes)
+        n, (groups, channels) = len(x) - self.ndim, (self.groups, self.channels)
+        groups = groups * share[n] // x[n] if groups and groups > 1 else groups
+        channels = channels * share[n] // x[n] if channels > 1 else channels
+        return Layout(share[n:], groups, channels, self.axes)
 
     @property
     def ndim(self) -> int:

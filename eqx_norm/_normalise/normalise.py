@@ -1,7 +1,7 @@
 """Normalises an example's values by moments, and applies weight, bias and activation."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -12,6 +12,7 @@ from eqx_norm.strategies._pair import rounded
 
 from .elementwise import Activation, applied
 from .jaxprs import evaluated
+from .reference import Shape
 
 # A function that returns the mean of each row, in a shape that broadcasts to the rows.
 Mean = Callable[[Array], Array]
@@ -74,6 +75,33 @@ class RowNorm(NamedTuple):
         """Returns dx for h; as the map is symmetric, also the tangent of u for that of x."""
         h = h - mean(h) if self.centred else h
         return rstd * (h - u * mean(h * u))
+
+
+class Operands(NamedTuple):
+    """Holds the operands of norms of examples, with as many axes as x, `(*mapped, *example)`,
+    and size 1 where they are broadcast."""
+
+    x: Array
+    weight: Array
+    bias: Array
+    mask: tuple[Array, ...] = ()  # one mask or none
+
+
+class Sums(NamedTuple):
+    """Says which gradients of weights a backward pass sums, if any, and their shape."""
+
+    shape: Shape = ()
+    of_weight: bool = False
+    of_bias: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Returns whether there are any."""
+        return self.of_weight or self.of_bias
+
+    def chosen(self, weight: Array, bias: Array) -> list[Array]:
+        """Returns those of the two gradients that are wanted."""
+        return [weight] * self.of_weight + [bias] * self.of_bias
 
 
 def _like(array: Array) -> jax.ShapeDtypeStruct:

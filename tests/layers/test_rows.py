@@ -8,8 +8,6 @@ import functools
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export
 
@@ -98,6 +96,12 @@ def of_one(layer, x):
     return jax.lax.map(layer, x)
 
 
+@eqx.filter_jit
+def y_and_dx(way, layer, x, dy):
+    y, pull_back = jax.vjp(lambda x: way(layer, x).reshape(x.shape), x)
+    return y, pull_back(dy)[0]
+
+
 WAYS = [over_examples, eqx.filter_checkpoint(over_examples), nested, scanned, of_one]
 
 
@@ -108,13 +112,7 @@ def test_a_row_does_not_depend_on_the_program(layer, shape, dtype):
     layer, (x, dy) = moved(layer), arrays(shape, dtype)
     expected = y_and_gradients(layer, x, dy)[:2]
     for way in WAYS:
-
-        @eqx.filter_jit
-        def y_and_dx(layer, x, dy):
-            y, pull_back = jax.vjp(lambda x: way(layer, x).reshape(x.shape), x)
-            return y, pull_back(dy)[0]
-
-        assert same(y_and_dx(layer, x, dy), expected), way
+        assert same(y_and_dx(way, layer, x, dy), expected), way
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,8 +13,7 @@ from eqx_norm._normalise.collectives import AxisName
 from eqx_norm._normalise.jaxprs import equations
 from eqx_norm._normalise.layout import Layout
 from eqx_norm._normalise.passes import Target
-from eqx_norm._normalise.reference import Shape
-from eqx_norm._normalise.row_norm import RowNorm
+from eqx_norm._normalise.row_norm import Operands, RowNorm, Sums
 from eqx_norm._normalise.values import Values
 
 from .choice import kernels, platform, refusal
@@ -59,47 +58,38 @@ class Kernel(NamedTuple):
 
     @classmethod
     def of(
-        cls, target: Target, layout: Layout, norm: RowNorm, x: Array, *weights: Shape
+        cls, target: Target, layout: Layout, norm: RowNorm, at: Operands, sums: Sums
     ) -> "Kernel | None":
         """Returns the kernels for a platform, or `None` if passes serve: if x is empty, or
-        weights of these shapes differ between examples. Raises `ValueError` if no kernel
-        serves."""
-        name = platform(target, x, _DTYPES)
+        weights differ between examples. Raises `ValueError` if no kernel serves."""
+        name = platform(target, at.x, _DTYPES)
         if target.over[0]:
             raise refusal(
-                x,
+                at.x,
                 "a kernel needs whole rows on each device, and the mesh splits the values of a "
                 "row. Split the batch instead",
             )
         # A kernel takes one weight and one bias for all examples.
-        mapped = [shape[: len(shape) - layout.ndim] for shape in weights]
-        if x.size == 0 or any(math.prod(sizes) > 1 for sizes in mapped):
+        shapes = at.weight.shape, at.bias.shape, sums.shape
+        mapped = [shape[: len(shape) - layout.ndim] for shape in shapes if shape]
+        if at.x.size == 0 or any(math.prod(sizes) > 1 for sizes in mapped):
             return None
         return cls(kernels("tpu_rows" if name == "tpu" else "gpu_rows"), layout, norm)
 
-    def y(self, x: Array, weight: Array, bias: Array) -> Array:
+    def y(self, at: Operands) -> Array:
         """Returns the normalised x."""
-        (y,) = self.module.forward(*self._rows(x, weight, bias), norm=self.norm)
+        (y,) = self.module.forward(*self._rows(*at[:3]), norm=self.norm)
         return y
 
     def gradients(
-        self,
-        dy: Array,
-        x: Array,
-        weight: Array,
-        bias: Array,
-        *,
-        vectors: Sequence[Array],
-        shape: Shape,
-        wanted: Sequence[bool],
+        self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradient of x, and those of weight and bias, of `shape`, that are
-        `wanted`."""
+        """Returns the gradients of x and of weights, as `example_forms.gradients` does."""
         del vectors  # computed again
-        sums = {"shape": self.layout.rows(shape)} if any(wanted) else {}
-        arrays = self._rows(dy, x, weight, bias)
-        dx, *found = self.module.backward(*arrays, norm=self.norm, **sums)
-        return [dx, *(s for s, is_wanted in zip(found, wanted, strict=False) if is_wanted)]
+        shape = self.layout.rows(sums.shape) if sums.any else None
+        arrays = self._rows(dy, *at[:3])
+        dx, *found = self.module.backward(*arrays, norm=self.norm, shape=shape)
+        return [dx, *(sums.chosen(*found) if found else [])]
 
     def _rows(self, *arrays: Array) -> list[Array]:
         return [array.reshape(self.layout.rows(array.shape)) for array in arrays]
