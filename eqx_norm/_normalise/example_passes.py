@@ -97,6 +97,8 @@ class Passes(NamedTuple):
         x, dy, weight, bias, *mask = form(*arrays, at.weight, at.bias, *at.mask)
         vectors, passes = form(*(vectors or self._moments(at))), itertools.count()
 
+        product = _rounded_product if self._is_on_cpu else lax.mul
+
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
             own = vectors
@@ -105,7 +107,7 @@ class Passes(NamedTuple):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
-            g = norm.g(dy.astype(d.dtype), d * rstd, weight, bias, self._product)
+            g = norm.g(dy.astype(d.dtype), d * rstd, weight, bias, product)
             return reference.masked(g, *mask), d, rstd
 
         g, d, rstd = each_pass()
@@ -113,12 +115,16 @@ class Passes(NamedTuple):
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
         parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
-        weighted = [self._product(weight, part) for part in parts[: 1 + norm.centred]]
+        weighted = [weight * part for part in parts[: 1 + norm.centred]]
         totals = forms.summed_over(self._sums(weighted, outer), target.over[0])
         n = _count(target, layout, x, mask, of_moments)
         if inner or outer:
             g, d, rstd = each_pass()
-        h = self._product(weight, g) - (totals[1] / n if norm.centred else 0)
+        if self._is_on_cpu and not _has_many_rows(x):
+            # A weight of its own: XLA writes the product of arrays of one size, here the weight
+            # and g, if two loops read it. LLVM could then not contract it with the subtraction.
+            weight = rounded(weight)
+        h = weight * g - (totals[1] / n if norm.centred else 0)
         dx = rstd * (h - d * (rstd * rstd * (totals[0] / n)))
         dx = reference.masked(dx, *mask).astype(at.x.dtype)
         if not sums.any:
@@ -139,11 +145,9 @@ class Passes(NamedTuple):
         per_value = max(weights) == math.prod(self.layout.shape)
         return _Form(self.layout, self.target.own_sums == "cpu", per_value)
 
-    def _product(self, a: Any, b: Any) -> Array:
-        """Returns a * b. LLVM would contract a product and a sum into one operation, which
-        rounds once, if both are in one loop: it depends on other rows whether they are."""
-        a, b = jnp.broadcast_arrays(a, b)
-        return rounded(a * b) if self.target.platform == "cpu" else a * b
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.target.platform == "cpu"
 
     def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
         return forms.reduction(self.target)(arrays, axes) if axes else arrays
@@ -182,6 +186,18 @@ class _Form(NamedTuple):
         if rows[-1] == 1:
             return (*rows, 1)
         return (*rows[:-1], weights, rows[-1] // weights)
+
+
+def _has_many_rows(x: Array) -> bool:
+    """Returns whether x is known to have several rows."""
+    is_known = all(isinstance(n, int) for n in x.shape)
+    return is_known and math.prod(x.shape[:-1]) > 1
+
+
+def _rounded_product(a: Any, b: Any) -> Array:
+    """Returns a * b. LLVM contracts one of two products and their sum into one operation, which
+    rounds once: without the rounding it depends on the loop's other operations which one."""
+    return rounded(a * b)
 
 
 def _deviations(x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]) -> Array:
