@@ -95,15 +95,16 @@ class Passes(NamedTuple):
         of_weights = form.shape(sums.shape or at.weight.shape)
         arrays = (_small(target, v) for v in (at.x, dy))
         x, dy, weight, bias, *mask = form(*arrays, at.weight, at.bias, *at.mask)
-        vectors, passes = form(*(vectors or self._moments(at))), itertools.count()
+        vectors, passes = form(*(vectors or self._moments(at))), itertools.count(1)
 
         product = _rounded_product if self._is_on_cpu else lax.mul
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
             own = vectors
-            # Without barriers XLA:GPU would store the activation's derivative.
-            for _ in range(next(passes) if norm.activation and target.platform == "gpu" else 0):
+            # Without barriers XLA:GPU would store x - mean and the activation's derivative.
+            barriers = next(passes) if norm.activation else 1
+            for _ in range(barriers if target.platform == "gpu" else 0):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
