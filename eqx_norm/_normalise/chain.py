@@ -88,12 +88,18 @@ class Chain(NamedTuple):
         return jax.linear_transpose(tangent, at.x)(dy)[0]
 
     def _standardised(self, x: Array) -> tuple[Array, Array]:
-        x = self._rows(x)
-        if self.norm.centred:
-            return self.norm.standardised(x, x.max(-1, keepdims=True), _mean, rsqrt)
-        # This is exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
-        x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
-        return self.norm.standardised(x, None, _mean, rsqrt)
+        is_coarse, x = x.dtype == jnp.bfloat16, self._rows(x)
+        if not self.norm.centred:
+            # This is exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
+            x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
+        elif is_coarse:
+            # In a constant row the sum of up to 2^16 numbers of 8 bits is exact. XLA multiplies
+            # it by the rounded 1/n, and the result, rounded to 22 bits, is the number. Of more
+            # sums XLA:GPU makes several kernels, in rows of 1152 for example.
+            x = x - lax.reduce_precision(_mean(x), exponent_bits=8, mantissa_bits=21)
+        else:
+            x = self.norm.centre(x, x.max(-1, keepdims=True), _mean)
+        return self.norm.scaled(x, _mean, rsqrt)
 
     def _repeats(self, shape: Shape) -> bool:
         """Returns whether a weight of this shape is one of a block of values in a row."""

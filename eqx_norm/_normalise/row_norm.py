@@ -32,14 +32,20 @@ class RowNorm(NamedTuple):
     centred: bool
     activation: Activation | None = None
 
-    def standardised(
-        self, x: Array, k: Any, mean: Mean, rsqrt: Callable[[Array], Array] = lax.rsqrt
-    ) -> tuple[Array, Array]:
-        """Returns u and r. As in `reference.statistics`, one of a row's values, `k`, is
+    def standardised(self, x: Array, k: Any, mean: Mean) -> tuple[Array, Array]:
+        """Returns u and r."""
+        return self.scaled(self.centre(x, k, mean) if self.centred else x, mean)
+
+    def centre(self, x: Array, k: Any, mean: Mean) -> Array:
+        """Returns x - mean. As in `reference.statistics`, one of a row's values, `k`, is
         subtracted first, so that a constant row becomes 0, and the mean is computed twice."""
-        if self.centred:
-            d = x - (k + rounded(mean(x - k)))
-            x = d - rounded(mean(d))
+        d = x - (k + rounded(mean(x - k)))
+        return d - rounded(mean(d))
+
+    def scaled(
+        self, x: Array, mean: Mean, rsqrt: Callable[[Array], Array] = lax.rsqrt
+    ) -> tuple[Array, Array]:
+        """Returns u and r, for an x that is centred."""
         rstd = rsqrt(mean(x * x) + self.eps)
         return x * rstd, rstd
 
