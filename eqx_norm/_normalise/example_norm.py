@@ -87,7 +87,7 @@ def normalise_example(
 
 def _forward(*arrays: Array, layout: Layout, norm: RowNorm) -> list[Array]:
     def example(x: Array, weight: Array, bias: Array, *mask: Array) -> Array:
-        values = Values(x, widened(x), *mask or (None,), layout)
+        values = Values(x, widened(x), mask[0] if mask else None, layout)
         used = moments(values, centred=norm.centred)
         return normalise(values, used, Affine(weight, bias, norm.activation), eps=norm.eps)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, max_dim
 from jax.interpreters import mlir
 from jaxtyping import Array
 
@@ -114,6 +114,11 @@ def changed(aval: Aval, *, split: tuple[Aval, jax.P] | None = None, **changes: A
         like, spec = split
         changes["sharding"] = like.sharding.update(spec=spec)
     return aval.update(weak_type=False, **changes)
+
+
+def missing(size: Any, least: int) -> Any:
+    """Returns how much a size, an int or a symbol of `jax.export`, is below `least`."""
+    return max_dim(least - size, 0)
 
 
 def device_axes(array: Any) -> frozenset[Hashable]:

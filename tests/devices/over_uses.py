@@ -15,8 +15,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_norm import LayerNorm, RMSNorm
-from tests.helpers import make
-from tests.layers.norms import NAMES, each_example_norm, made, over_examples, with_parameters
+from tests.helpers import make, same
+from tests.layers import test_rows
+from tests.layers.norms import (
+    NAMES,
+    each_example_norm,
+    made,
+    moved,
+    over_examples,
+    with_parameters,
+)
 from tests.processes import ROOT
 
 from .ways import (
@@ -288,6 +296,25 @@ def test_a_program_that_jit_splits_equals_that_of_one_device_and_gathers_no_x(na
     # XLA gathers three groups over two devices, and an axis of several that a row has.
     if (name, split) not in {("GroupNorm", "channels"), *((n, "values") for n in ROWS)}:
         assert all(elements < x.size // 2 for _, elements in sent), sent
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layer", "shape"), test_rows.LAYERS[::4])
+def test_a_row_has_the_bits_of_one_device(layer, shape, dtype):
+    layer, (x, dy) = moved(layer), test_rows.arrays(shape, dtype, 5 * DEVICES)
+    expected = test_rows.y_and_gradients(layer, x, dy)[:2]
+    mesh = mesh_of(devices=DEVICES)
+    split = [jax.device_put(v, NamedSharding(mesh, P("devices"))) for v in (x, dy)]
+    assert same(test_rows.y_and_gradients(layer, *split)[:2], expected)
+    arrays, static = eqx.partition(layer, eqx.is_array)
+
+    def y_and_dx(arrays, x, dy):
+        y, pull_back = jax.vjp(lambda x: over_examples(eqx.combine(arrays, static), x), x)
+        return y, pull_back(dy)[0]
+
+    specs: Any = {"in_specs": (P(), P("devices"), P("devices")), "out_specs": P("devices")}
+    mapped = jax.shard_map(y_and_dx, mesh=mesh, **specs)
+    assert same(jax.jit(mapped)(arrays, *split), expected)
 
 
 def test_persistent_cache_finds_programs_that_jit_splits():

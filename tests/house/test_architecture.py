@@ -43,7 +43,7 @@ ARROWS = {
     ),
     "private interfaces of jax are avoided": (
         "eqx_norm",
-        r"jax\.(_src|core\.(?!(ShapedArray|Tracer)$)|experimental\."
+        r"jax\.(_src|core\.(?!(ShapedArray|Tracer|max_dim)$)|experimental\."
         r"(?!pallas\b|mosaic\.gpu\b|custom_partitioning\b))",
     ),
     "experiments use the public interface": ("experiments", r"eqx_norm\b.*\._"),

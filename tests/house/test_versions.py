@@ -21,7 +21,7 @@ UNSTABLE = {
     ),
     "primitives": (
         r"jax\.interpreters|jax\.extend\.core import .*Primitive",
-        "_mark collectives derived linear lowering one_kernel passes primitives rows",
+        "_mark collectives derived example_norm linear lowering passes primitives",
     ),
     "jaxprs": (
         r"\.eqns\b|jaxpr_as_fun|jaxprs_in_params",

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from eqx_norm._normalise.kernels.rows import Kernel
+from eqx_norm._normalise.layout import Layout
+from eqx_norm._normalise.passes import Target
+from eqx_norm._normalise.row_norm import Operands, RowNorm, Sums
 from tests.helpers import make
 
 of = jax.ShapeDtypeStruct
@@ -206,3 +210,12 @@ REFUSED_BY_OLDER_JAX = [(rows(), X, "cuda", NEEDED), (batch_norm(), X, "cuda", N
 def test_refusals(function, x, on, reason):
     with pytest.raises(ValueError, match=f"implementation='pallas' cannot .*{reason}.*'auto'"):
         lowered(function, x, platform=on)
+
+
+def test_a_row_that_devices_split_is_refused():
+    """Tests what XLA's partitioner raises in a program that `jit` splits."""
+    x = jnp.zeros((4, 8))
+    at, layout = Operands(x, x[:1], x[:1]), Layout((8,), 1, 1)
+    target = Target("other", ["tpu"], False, True, over=[("values",), ()])
+    with pytest.raises(ValueError, match="the mesh splits the values of a row"):
+        Kernel.of(target, layout, RowNorm(1e-5, True), at, Sums())
