@@ -61,7 +61,8 @@ def _count(
     if not mask:
         devices = lax.axis_size(over) if over else 1
         return jnp.full((1,) * x.ndim, layout.length * devices, dtype)
-    count = reference.counts(x.astype(dtype), *mask, reference.summed_axes(x.shape, shape))
+    axes = reference.summed_axes(x.shape, shape)
+    count = reference.counts(x.astype(dtype), mask[0], axes)
     return jnp.maximum(forms.summed_over([count], over)[0], 1)
 
 
@@ -121,7 +122,8 @@ class Passes(NamedTuple):
         n = _count(target, layout, x, mask, of_moments)
         if inner or outer:
             g, d, rstd = each_pass()
-        if self._is_on_cpu and not _has_many_rows(x):
+        is_broadcast = isinstance(x.size, int) and weight.size < x.size
+        if self._is_on_cpu and not is_broadcast:
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
             weight = rounded(weight)
@@ -187,12 +189,6 @@ class _Form(NamedTuple):
         if rows[-1] == 1:
             return (*rows, 1)
         return (*rows[:-1], weights, rows[-1] // weights)
-
-
-def _has_many_rows(x: Array) -> bool:
-    """Returns whether x is known to have several rows."""
-    is_known = all(isinstance(n, int) for n in x.shape)
-    return is_known and math.prod(x.shape[:-1]) > 1
 
 
 def _rounded_product(a: Any, b: Any) -> Array:
