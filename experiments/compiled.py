@@ -350,6 +350,7 @@ LIMITS = {
     (GROUP, SHAPES[TPU][0]): "groups of 16: a float32 of each group is moved for 16 values",
     (CHANNEL, CONVNEXT[0]): "of each 96 values a mean, its rest and rstd are kept in float32",
     (RMS, BOTH): "y is computed as without a gradient, and not together with the gradient of x",
+    (GROUP, BOTH): "y is computed as without a gradient, with weights repeated along a row",
     (BETWEEN, IMAGES[0]): "y and dx are results of one kernel, which reads x once for both",
 }
 
