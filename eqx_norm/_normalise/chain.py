@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm.strategies._pair import rounded
+
 from .elementwise import applied
 from .layout import Layout
 from .reference import Shape, rsqrt
@@ -94,9 +96,10 @@ class Chain(NamedTuple):
             x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
         elif is_coarse:
             # In a constant row the sum of up to 2^16 numbers of 8 bits is exact. XLA multiplies
-            # it by the rounded 1/n, and the result, rounded to 22 bits, is the number. Of more
-            # sums XLA:GPU makes several kernels, in rows of 1152 for example.
+            # it by the rounded 1/n, and the result, rounded to 22 bits, is the number. With a
+            # maximum in its place XLA:GPU makes several kernels, in rows of 1280 for example.
             x = x - lax.reduce_precision(_mean(x), exponent_bits=8, mantissa_bits=21)
+            x = x - rounded(_mean(x))
         else:
             x = self.norm.centre(x, x.max(-1, keepdims=True), _mean)
         return self.norm.scaled(x, _mean, rsqrt)

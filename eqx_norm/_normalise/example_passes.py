@@ -32,8 +32,8 @@ def moments(
     on_a_cpu = target.own_sums == "cpu"
     if centred:
         how |= {"implementation": "auto", "written": False}
-        _, *found = forms.statistics(target, x, *mask, **how)
-        mean, m2, rest = (v.reshape(shape) for v in found)
+        found = forms.statistics(target, x, *mask, **how)
+        count, mean, m2, rest = (v.reshape(shape) for v in found)
         vectors = [mean, rest]
     else:
         if on_a_cpu and layout.groups and not mask and layout.length <= on_cpu.UNCUT:
@@ -43,8 +43,9 @@ def moments(
             zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
             arrays = reference.widened(_small(target, x)), x, zero, zero, *mask
             (m2,) = forms.sums(target, *arrays, both=False, **how)
-        m2, vectors = m2.reshape(shape), []
-    rstd = reference.rsqrt(m2 / _count(target, layout, x, mask, shape) + eps)
+        m2, vectors, count = m2.reshape(shape), [], _count(target, layout, x, mask, shape)
+    n = jnp.maximum(count, 1) if mask else _count(target, layout, x, mask, shape)
+    rstd = reference.rsqrt(m2 / n + eps)
     found = [rstd, *vectors]
     return [*on_cpu.written(*found)] if centred and on_a_cpu else found
 
@@ -56,7 +57,8 @@ def _small(target: Target, x: Array, *, once: bool = False) -> Array:
 def _count(
     target: Target, layout: Layout, x: Array, mask: Sequence[Array], shape: Shape
 ) -> Array:
-    """Returns the number of values in each group, at least 1, for x and mask in any form."""
+    """Returns the number of values in each group, at least 1, for x and mask in a shape with an
+    axis for the groups, if there are several."""
     dtype, over = reference.compute_dtype(x.dtype), target.over[0]
     if not mask:
         devices = lax.axis_size(over) if over else 1
