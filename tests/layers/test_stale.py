@@ -51,6 +51,34 @@ def test_activation_that_reads_a_changed_value_is_traced_again(layer, activation
     np.testing.assert_allclose(steeper, 5 * slope, rtol=1e-5)
 
 
+def surrogate(slope):
+    """Returns a step function with a derivative of its own, as spiking networks have."""
+
+    @jax.custom_jvp
+    def step(u):
+        return jnp.sign(u)
+
+    @step.defjvp
+    def _(primals, tangents):
+        return step(*primals), slope * tangents[0]
+
+    return step
+
+
+def jitted(slope):
+    return jax.jit(lambda u: u * slope)
+
+
+@pytest.mark.parametrize("activation", [surrogate, jitted])
+@pytest.mark.parametrize("constant", [float, jnp.float32])
+def test_activations_that_differ_in_a_constant_of_their_derivative(activation, constant):
+    def slope(factor):
+        norm = layer_norm(activation(constant(factor)))
+        return jax.grad(lambda x: jnp.sum(norm(x) * X[::-1]))(X)
+
+    np.testing.assert_allclose(slope(5), 5 * slope(1), rtol=1e-4)
+
+
 @pytest.mark.parametrize("activation", [jax.nn.relu, functools.partial(jax.nn.elu, alpha=0.5)])
 def test_equal_layers_lower_to_one_function(activation):
     layers = [BatchNorm(3, "batch", approach="batch", activation=activation) for _ in range(3)]
