@@ -43,8 +43,10 @@ def moments(
             zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
             arrays = reference.widened(_small(target, x)), x, zero, zero, *mask
             (m2,) = forms.sums(target, *arrays, both=False, **how)
-        m2, vectors, count = m2.reshape(shape), [], _count(target, layout, x, mask, shape)
-    n = jnp.maximum(count, 1) if mask else _count(target, layout, x, mask, shape)
+        m2, vectors, count = m2.reshape(shape), [], None
+    if count is None or not mask:  # a constant
+        count = _count(target, layout, x, mask, shape)
+    n = jnp.maximum(count, 1) if mask else count
     rstd = reference.rsqrt(m2 / n + eps)
     found = [rstd, *vectors]
     return [*on_cpu.written(*found)] if centred and on_a_cpu else found
@@ -57,15 +59,15 @@ def _small(target: Target, x: Array, *, once: bool = False) -> Array:
 def _count(
     target: Target, layout: Layout, x: Array, mask: Sequence[Array], shape: Shape
 ) -> Array:
-    """Returns the number of values in each group, at least 1, for x and mask in a shape with an
-    axis for the groups, if there are several."""
+    """Returns the number of values in each group, for x and mask in a shape with an axis for
+    the groups, if there are several."""
     dtype, over = reference.compute_dtype(x.dtype), target.over[0]
     if not mask:
         devices = lax.axis_size(over) if over else 1
         return jnp.full((1,) * x.ndim, layout.length * devices, dtype)
     axes = reference.summed_axes(x.shape, shape)
     count = reference.counts(x.astype(dtype), mask[0], axes)
-    return jnp.maximum(forms.summed_over([count], over)[0], 1)
+    return forms.summed_over([count], over)[0]
 
 
 class Passes(NamedTuple):
@@ -121,7 +123,7 @@ class Passes(NamedTuple):
         parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
         weighted = [weight * part for part in parts[: 1 + norm.centred]]
         totals = forms.summed_over(self._sums(weighted, outer), target.over[0])
-        n = _count(target, layout, x, mask, of_moments)
+        n = jnp.maximum(_count(target, layout, x, mask, of_moments), 1)
         if inner or outer:
             g, d, rstd = each_pass()
         is_broadcast = isinstance(x.size, int) and weight.size < x.size

@@ -1,7 +1,6 @@
 """Chooses, for each pass over x, the form that is fast on the target platform. All forms
 compute the formulas of `reference`."""
 
-import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -40,8 +39,9 @@ def _statistics(
     has_kernel = kind == "pallas"
     if has_kernel or target.own_sums == "cpu":
         flat, shape = blocks.arranged([x, *mask], shape, flat=True)
-        statistics = functools.partial(columns.statistics, target)
-        return (statistics if has_kernel else on_cpu.statistics)(*flat, shape=shape)
+        if has_kernel:
+            return columns.statistics(target, *flat, shape=shape)
+        return on_cpu.statistics(*flat, shape=shape)
     k = _first(target, x, *mask, blocks=blocks, shape=shape)
     arrays, shape = blocks.arranged([x, *mask], shape, flat=False)
     reduction = on_gpu.cut_sums if target.own_sums == "gpu" else reference.xla_sums

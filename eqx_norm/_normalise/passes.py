@@ -65,7 +65,7 @@ def new_primitive(
         if names:
             raise NameError(f"unbound axis name: {names[0]}")
         avals, x = lowering.results(context), lowering.operands(context)[full[0]].shape
-        mapped = len(x) - static["layout" if "layout" in static else "blocks"].ndim
+        mapped = len(x) - static[shares.layout_of(static)].ndim
         sums = vectors(x, **static) if vectors else ()
         # A mapped axis that vectors share with x is not summed over.
         is_kept = [all(v[axis] == x[axis] for v in sums[:1]) for axis in range(mapped)]

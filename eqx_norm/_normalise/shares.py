@@ -30,6 +30,11 @@ Over = Sequence[tuple[str, ...]]
 Pass = Callable[[Over], Callable[..., Sequence[Array]]]
 
 
+def layout_of(static: dict[str, Any]) -> str:
+    """Returns the name of the parameter that says how an example is cut into blocks."""
+    return "layout" if "layout" in static else "blocks"
+
+
 def computed_on_shares(
     compute: Pass,
     vectors: Sequence[Shape],
@@ -128,7 +133,7 @@ class _Shared(NamedTuple):
             return tuple(name for axis in summed for name in spec[axis])
 
         compute = self.compute([*map(over, self.vectors)])
-        local, layout = dict(self.static), self._layout
+        local, layout = dict(self.static), layout_of(self.static)
         local[layout] = local[layout].share(x, split(x).shard_shape(x))
         if shape := local.get("shape"):
             local["shape"] = split(shape).shard_shape(shape)
@@ -143,11 +148,6 @@ class _Shared(NamedTuple):
 
         whole = jax.NamedSharding(mesh, jax.P())
         return mesh, of_share, places, (*(split(a.shape) for a in operands[:-1]), whole)
-
-    @property
-    def _layout(self) -> str:
-        """Returns the name of the parameter that says how an example is cut into blocks."""
-        return "layout" if "layout" in self.static else "blocks"
 
     def _spec(self, mesh: Any, x: Shape, given: jax.P) -> list[tuple[str, ...]]:
         """Returns the names of the mesh axes that split each axis of x, none for one that is
