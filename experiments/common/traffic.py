@@ -27,6 +27,10 @@ _UNCOUNTED = re.compile(
     "call|while|conditional"
     "|(?!copy|slice|all-gather|all-reduce|reduce-scatter).*-(start|done|update)"
 )
+# An asynchronous collective's result has the type of what ends it.
+_COLLECTIVES = (
+    "(?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-done)?"
+)
 # A tuple's type is in parentheses, an operand is "%name" or "type %name".
 _LINE = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(.*)")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*S\(\d+\)\})?")
@@ -78,6 +82,13 @@ def moved(text: str) -> dict[str, int]:
         if op.opcode not in _VIEWS | _SAME:
             found[name] = sum(read.values()) + op.bytes
     return found
+
+
+def sent(text: str) -> int:
+    """Returns the bytes that a device gets from others by the collectives of a program."""
+    arrays = _ARRAY.findall(" ".join(re.findall(rf"= (\(.*?\)|\S+) {_COLLECTIVES}\(", text)))
+    sizes = (math.prod(map(int, re.findall(r"\d+", shape))) for _, shape, _ in arrays)
+    return sum(n * int(bits or 8) // 8 for n, (bits, *_) in zip(sizes, arrays, strict=True))
 
 
 def _demanded(computations: dict[str, dict[str, Op]], op: Op, position: int, whole: int) -> int:

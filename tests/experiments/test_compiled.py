@@ -62,6 +62,7 @@ def test_moved_bytes_of_a_program():
     expected = {"sums": 4096 + 1024 + 2048, "copy-done": 1024, "slice-done": 1024}
     expected |= {"sum-start": 1024 + 1024, "first": 512 + 1024}
     assert traffic.moved(PROGRAM) == expected
+    assert traffic.sent(PROGRAM) == 1024
     for opcode in ("while", "all-to-all-start"):
         with pytest.raises(NotImplementedError, match=rf"%view = {opcode}\(...\)"):
             traffic.moved(PROGRAM.replace("bitcast", opcode))
@@ -98,11 +99,14 @@ def test_verdicts_and_goals_compare_with_equinox(field):
 
 
 def test_claim_and_goal_of_programs_that_jit_splits():
-    many, one, theirs = compiled.OF_DEVICES
-    for units, holds, more in ((1.06, True, 0), (1.09, True, 1), (1.11, False, 1)):
-        row = {**PAIR[0], many: units, one: 1.0, theirs: 1.0}
-        claim, goal = compiled.is_split_well([row])
-        assert claim[2] == holds
+    sizes = (1.06, 0.07), (1.09, 0.08), (1.11, 0)
+    for (units, sent), held, more in zip(
+        sizes, ((1, 1), (1, 0), (0, 1)), (0, 1, 1), strict=True
+    ):
+        values = compiled.MANY, units, 1.0, 1.0, sent
+        row = PAIR[0] | dict(zip(compiled.OF_MESH, values, strict=True))
+        claims, goal = compiled.is_split_well([row])
+        assert tuple(holds for *_, holds in claims) == held
         assert goal[1].startswith(f"{more} of 1")
 
 
