@@ -83,6 +83,21 @@ def test_a_row_does_not_depend_on_other_rows(layer, shape, dtype):
         assert same(y_and_gradients(layer, x[:n], dy[:n])[:2], (y[:n], dx[:n])), n
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(norm, (n,)) for n in (40, 384, 1280) for norm in (RMSNorm(n), LayerNorm(n))]
+    + [(GroupNorm(8, 64), (64, 5, 5))],
+)
+def test_a_gradient_that_nearly_cancels(layer, shape, dtype):
+    """Tests dy = x and no weights: dx is 0 but for rounding, so that half precision shows the
+    last bits of a row's sums."""
+    x, _ = arrays(shape, dtype)
+    y, dx, _ = y_and_gradients(layer, x, x)
+    for n in (1, 16):
+        assert same(y_and_gradients(layer, x[:n], x[:n])[:2], (y[:n], dx[:n])), n
+
+
 def cut(x):
     return x.reshape(7, -1, *x.shape[1:])
 
