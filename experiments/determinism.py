@@ -1,6 +1,6 @@
 """Tests which runs agree to the last bit, and where other runs first differ.
 
-    python -m experiments.determinism           about 7 minutes on 2 cores
+    python -m experiments.determinism           about 10 minutes on 2 cores
     python -m experiments.determinism --quick   under 30 seconds; fails if a claim fails
 
 The script repeats a table of D. Riach's talk "Determinism in Deep Learning" (GTC 2019, S9911)
@@ -10,6 +10,11 @@ names the first difference. Runs differ in the seed of NumPy's generator, which 
 images; in threads and cores; in the recipe, `eqx_norm.determinism.deterministic`; in the number
 of CPU devices; or in one bit of a weight. At the end, the overhead of probes is measured.
 https://developer.nvidia.com/gtc/2019/video/S9911
+
+A last table counts the rows in which rollout and training differ because of a norm alone, in
+this package, Equinox, Flax and PyTorch (`common/rollout.py`). Users of PPO see a ratio that is
+not 1 before the first update (https://github.com/CarperAI/trlx/issues/107); norms cause it in
+https://github.com/vllm-project/vllm/issues/48271 and RL-Align/RL-Kernel#145.
 """
 
 import itertools
@@ -18,7 +23,9 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +38,14 @@ from tqdm import tqdm
 from eqx_norm import BatchNorm, determinism
 from eqx_norm.determinism import Ledger, monitor, monitor_module
 
-from .common import mnist, processes, report, timer, training
+from .common import mnist, peers, processes, report, rollout, timer, training
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
 AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
 NO_SEED, SEEDED, THREADS = "no seed", "a seed", "a seed, other threads"
 RECIPE, ON_TWO = "the recipe", "the recipe, 2 devices"
 DEVICES, FAULT = "the recipe, other devices", "the recipe, one bit flipped"
+LAYERS = peers.OURS, peers.EQUINOX, peers.FLAX, peers.TORCH  # of rollout and training
 
 
 class Run(NamedTuple):
@@ -196,6 +204,31 @@ def probe(network: str, rounds: int) -> Cost:  # a round's ratio is 0.9 to 1.2
     return Cost(network, *counts, *ratios)
 
 
+def roll_out(quick: bool) -> list[rollout.Result]:
+    """Returns the results of rollout and training, by norm, dtype and layer."""
+    lengths, sizes = ((384,), (8,)) if quick else ((384, 768, 1280, 4096), (1, 8, 75))
+    norms = peers.LAYER_NORM, peers.RMS_NORM, peers.GROUP_NORM
+    layers = peers.present(LAYERS[:2] if quick else LAYERS)
+    cases = [*itertools.product(norms, ("float32", "bfloat16"), layers, lengths)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # most of the time is compiling
+        found = pool.map(partial(rollout.compare, sizes), cases)
+        found = tqdm(found, "rollouts", len(cases), unit="case", leave=False, disable=None)
+        return [*itertools.chain.from_iterable(found)]
+
+
+def totals(results: Iterable[rollout.Result]) -> tuple[Any, ...]:
+    """Returns the numbers of rows, of rows that differ, and the largest |ratio - 1|."""
+    *counts, largest = zip(*(result[5:] for result in results), strict=True)
+    return *map(sum, counts), max(largest)
+
+
+def table_of_rollouts(results: list[rollout.Result]) -> str:
+    header = "rollout and training", "dtype", "layer", "rows", "y differs", "dx differs"
+    by_layer = itertools.groupby(results, lambda result: result[:3])
+    lines = [(*name, *totals(group)) for name, group in by_layer]
+    return report.table((*header, "ratio is not 1", "largest |ratio - 1|"), lines)
+
+
 def sets_of_bits(runs: list[Result]) -> int:
     """Returns the number of different results at the end of the runs."""
     return len({(row.fingerprint, row.final_loss, row.by_step[-1]) for row in runs})
@@ -224,6 +257,13 @@ def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
     return claim, "; ".join(filter(None, (gave(runs), parting(runs)))), holds
 
 
+def judge_rollouts(results: list[rollout.Result]) -> report.Verdict:
+    rows, y, dx, ratio, _ = totals(row for row in results if row.layer == peers.OURS)
+    measured = f"{rows} rows: {y} differ in y, {dx} in dx, in {ratio} the ratio is not 1"
+    claim = "7. with eqx-norm no row of y or dx differs, and the ratio is 1"
+    return claim, measured, not (y or dx or ratio)
+
+
 def main() -> int:
     parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
     about = "used internally: run one process, with these fields of Run"
@@ -233,7 +273,7 @@ def main() -> int:
         print(json.dumps(train(Run(**json.loads(options.run)))))
         return 0
 
-    results = {}
+    results, rollouts = {}, roll_out(options.quick)  # optimised, before XLA reads the flags
     if options.quick:  # optimising takes longer than these few steps
         fast = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = fast
@@ -244,11 +284,14 @@ def main() -> int:
     rows = itertools.chain(*results.values())
     report.save_csv(options.out, "determinism", Result._fields, rows)
     report.save_csv(options.out, "determinism_overhead", Cost._fields, costs)
+    report.save_csv(options.out, "determinism_rollout", rollout.Result._fields, rollouts)
     found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
+    table = report.table(("MNIST", "result", "first difference"), found)
     ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
     times = [(*cost[:3], ratio) for cost, ratio in zip(costs, ratios, strict=True)]
     cost_table = report.table((*Cost._fields[:3], "time with / without probes"), times)
     verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
+    verdicts.append(judge_rollouts(rollouts))
     aim = "a step with all probes: at most 1.05 times as long (small; large network)"
     return report.publish(
         options.out,
@@ -256,7 +299,7 @@ def main() -> int:
         asked="Do two runs agree to the last bit? "
         "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
         answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",
-        tables=[report.table(("MNIST", "result", "first difference"), found), cost_table],
+        tables=[table, cost_table, table_of_rollouts(rollouts)],
         verdicts=verdicts,
         goals=[(aim, "; ".join(ratios), "each fingerprint reads its value once more")],
         steps=len(results[RECIPE][0].by_step),

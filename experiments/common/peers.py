@@ -269,6 +269,11 @@ def forward_and_backward(
 
 
 @functools.cache
+def _evictor_of_torch() -> Callable[[], object]:
+    return torch().ones(EVICTING).neg_
+
+
+@functools.cache
 def torch() -> Any:
     """Returns the package torch, set to use as many threads as XLA."""
     package = importlib.import_module("torch")
@@ -353,7 +358,7 @@ def program_of_torch(batch: Batch, kind: str | None, train: bool, device: str) -
 
     if x.is_cuda:
         return Program(call, lambda _: torch().cuda.synchronize(), read=array)
-    return Program(call, lambda result: result, torch().ones(EVICTING).neg_, array)
+    return Program(call, lambda result: result, lambda: _evictor_of_torch()(), array)
 
 
 def answer(kind: str | None, name: str, batch: Batch) -> Answer:

@@ -8,11 +8,13 @@ import pytest
 
 from experiments import accuracy, determinism, distributed, speed, state_consistency
 from experiments.accuracy import Row
-from experiments.common import peers
+from experiments.common import peers, rollout
 from tests.exact import Errors
 
 RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0))
 OTHER = RUN._replace(run="before step 1", fingerprint="bb", parts="step 1: `loss` forward")
+SAME = rollout.Result("RMSNorm", "float32", peers.OURS, 384, 8, 256, 0, 0, 0, 0.0)
+DIFFERENT = [SAME._replace(**{name: 1}) for name in ("y", "dx", "ratio")]
 PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
 LARGE = Errors(*[1e-5] * 5)
 CLAIMED = dict.fromkeys((claim[0] for claim in state_consistency.CLAIMS.values()), "")
@@ -40,6 +42,7 @@ def measured(unit, values, peer=peers.OURS_SEPARATE):
         [determinism.judge_runs(determinism.NO_SEED, [RUN, RUN])],
         [determinism.judge_runs(determinism.RECIPE, [RUN, OTHER])],
         [determinism.judge_runs(determinism.FAULT, [RUN, OTHER])],
+        *([determinism.judge_rollouts([SAME, other])] for other in DIFFERENT),
         distributed.judge([ENDED, KILLED, LATE, RESTORED]),
         [*state_consistency.judge(LINES)],
         speed.judge([measured(speed.DEVIATION, [1e-3] * 2)], speed.QUICK),
