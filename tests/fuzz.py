@@ -334,33 +334,32 @@ def program(case: Case, layer: Any, modes: tuple[str, ...]) -> Any:
 
 
 def promises_bits(case: Case, mode: str) -> bool:
-    """Returns whether the bits of rows are promised: in compiled programs, of examples whose
-    moments no axis merges, and of a batch norm's inference."""
-    is_of_rows = all(role != "batch" for role, _ in case.axes)
-    is_of_rows = mode != "train" if case.layer == "BatchNorm" else is_of_rows
+    """Returns whether docs/determinism.md promises the bits of rows: in compiled programs, of a
+    batch norm's inference, and of examples that are whole, not in parts along an axis."""
+    merges = any(role == "batch" for role, _ in case.axes)
+    is_of_rows = mode != "train" if case.layer == "BatchNorm" else not merges
     return is_of_rows and not {"jit", "export"}.isdisjoint(case.around)
 
 
 def plain(case: Case) -> Case:
     """Returns the case of one more example and one mapped axis, without transformations."""
-    role = "apart" if any(role == "apart" for role, _ in case.axes) else "memory"
+    role = "apart" if "apart" in dict(case.axes) else "memory"
     how: Any = {"inner": (), "outer": (), "around": ("jit",), "devices": "", "behind": False}
     how |= {"of": "vjp", "through": False, "traced": False}
     return replace(case, axes=((role, math.prod(n for _, n in case.axes) + 1),), **how)
 
 
 def reversed_examples(case: Case, z: Any, ct: Any, aux: Any, state: Any) -> tuple[Any, ...]:
-    """Returns the arrays of `plain(case)`; those that all examples share keep the size 1."""
-    sizes = [n for _, n in case.axes]
-    count = math.prod(sizes)
-    places = np.arange(count, -1, -1) % count
+    """Returns the arguments of the program of `plain(case)`."""
+    sizes, count = [n for _, n in case.axes], math.prod(n for _, n in case.axes)
     apart = [n if role == "apart" else 1 for role, n in case.axes]
 
     def flat(a: Any) -> Any:
-        mapped, own = a.shape[: len(sizes)], a.shape[len(sizes) :]
-        if math.prod(mapped) == 1:
-            return a.reshape(1, *own)
-        return jnp.broadcast_to(a, (*sizes, *own)).reshape(count, *own)[places]
+        own = a.shape[len(sizes) :]
+        if math.prod(a.shape[: len(sizes)]) == 1:
+            return a.reshape(1, *own)  # all examples share it
+        a = jnp.broadcast_to(a, (*sizes, *own)).reshape(count, *own)
+        return a[np.arange(count, -1, -1) % count]
 
     def of_state(a: Any) -> Any:
         own = a.shape[len(apart) - apart.count(1) :]
@@ -373,11 +372,11 @@ def reversed_examples(case: Case, z: Any, ct: Any, aux: Any, state: Any) -> tupl
 def other_bits(got: Any, want: Any) -> str:
     """Describes the first value of other bits; returns "" if there is none. A NaN is a NaN."""
     raw = f"V{got.dtype.itemsize}"
-    differ = (got.view(raw) != want.view(raw)) & ~(np.isnan(got) & np.isnan(want))
-    if not differ.any():
+    places = np.argwhere((got.view(raw) != want.view(raw)) & ~(np.isnan(got) & np.isnan(want)))
+    if len(places) == 0:
         return ""
-    at = (*map(int, np.argwhere(differ)[0]),)
-    return f"{differ.sum()} of {got.size}: at {at} {got[at]:.9g}, alone {want[at]:.9g}"
+    at = tuple(map(int, places[0]))
+    return f"{len(places)} of {got.size}, at {at} {got[at]}, not {want[at]}"
 
 
 def run(case: Case) -> list[str]:
