@@ -22,7 +22,14 @@ from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.chain import FEW
 from tests.compiling import jit, lowered_for
 from tests.helpers import make, over_batch
-from tests.layers.norms import each_norm, made, mask_shape, moved, over_examples
+from tests.layers.norms import (
+    each_example_norm,
+    each_norm,
+    made,
+    mask_shape,
+    moved,
+    over_examples,
+)
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 
@@ -174,6 +181,35 @@ def test_one_kernel_without_gradients_of_weights(name):
     f = y_and_dx(moved(layer))
     assert is_one_kernel(jax.jit(f).trace(x, dy)) == ("axis" not in name)
     close(jit(lowered_for("cuda", f))(x, dy), jit(f)(x, dy))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@each_example_norm
+def test_y_has_one_form_with_a_gradient_and_without(name, platform):
+    """Compares programs that return y alone, from which JAX drops the unused gradients."""
+    layer, call = made(name, SHAPE, activation=SILU)
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def forward(weights, x):
+        return call(eqx.combine(weights, static), x)[0]
+
+    def in_x(weights, x):
+        y, pull_back = jax.vjp(functools.partial(forward, weights), x)
+        return y, pull_back(y)
+
+    def in_all(weights, x):
+        y, pull_back = jax.vjp(forward, weights, x)
+        return y, pull_back(y)
+
+    def tangent(*point):
+        return jax.jvp(forward, point, point)
+
+    def form(f):
+        text = jax.jit(f).trace(weights, halves(*SHAPE)).lower(lowering_platforms=(platform,))
+        return text.as_text().partition("\n")[2]  # without the function's name
+
+    for differentiated in (in_x, in_all, tangent):
+        assert form(lambda *at, f=differentiated: f(*at)[0]) == form(forward)
 
 
 @pytest.mark.parametrize("values", [FEW, FEW + 1])

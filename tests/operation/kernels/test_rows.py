@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from eqx_norm._normalise.kernels import gpu_rows, tile
+from eqx_norm._normalise.kernels import gpu_rows, tile, tpu_rows
+from eqx_norm._normalise.row_norm import RowNorm
 from tests import exact
 from tests.compiling import jit
 from tests.helpers import bits, normal
@@ -200,7 +201,38 @@ def test_error_for_more_rows_than_a_kernel_can_count():
         gpu_rows.Grid.of(x, 1, (1, 4), lambda _: 64, 16)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+each_length = pytest.mark.parametrize("length", [192, 768, 1280, 4096])
+NUMBERS = 1, 7, 64, 1000, 65536  # of rows
+
+
+@each_dtype
+@each_length
+def test_gpu_tile_depends_on_the_length_alone(on_a_gpu, monkeypatch, length, dtype):
+    grids, of = [], gpu_rows.Grid.of
+    monkeypatch.setattr(gpu_rows.Grid, "of", lambda *at: grids.append(of(*at)) or grids[-1])
+    norm, weight = RowNorm(1e-5, True), jax.ShapeDtypeStruct((1, length), jnp.float32)
+    for rows in NUMBERS:
+        x = jax.ShapeDtypeStruct((rows, 1, length), jnp.dtype(dtype))
+        jax.eval_shape(functools.partial(gpu_rows.forward, norm=norm), x, weight, weight)
+        jax.eval_shape(functools.partial(gpu_rows.backward, norm=norm), x, x, weight, weight)
+    forward, backward = grids[::2], grids[1::2]
+    assert len(forward) == len(backward) == len(NUMBERS)
+    assert len({*forward}) == len({*backward}) == 1
+
+
+@each_dtype
+@each_length
+def test_tpu_blocks_hold_whole_rows(length, dtype):
+    """Tests that no sum of a row is cut; the number of rows in a block depends on that in x."""
+    blocks = []
+    for rows in NUMBERS:
+        x = jax.ShapeDtypeStruct((rows, 1, length), jnp.dtype(dtype))
+        jax.eval_shape(lambda x: blocks.append(tpu_rows._blocks(x)[1]), x)
+    assert [block[-1] for block in blocks] == [length] * len(NUMBERS)
+
+
+@each_dtype
 def test_lengths_that_row_kernels_serve(dtype):
     """Tests the lengths that the error names, and the limit of values per thread."""
     for odd in range(1, 18 if dtype == "bfloat16" else 36, 2):
