@@ -28,6 +28,7 @@ def moments(
     axis_name: AxisName = (),
     *,
     centred: bool = True,
+    safe: bool = False,
     implementation: str = "auto",
 ) -> Moments:
     """Returns the moments of each group over the example and the named axes, computed as in
@@ -39,18 +40,19 @@ def moments(
     - `axis_name`: the name, or a tuple of names, of axes that `vmap`, `shard_map` or `pmap`
         binds.
     - `centred`: if false, the mean is 0 and m2 is the sum of squares.
+    - `safe`: as for `differentiable`.
     - `implementation`: as for the layers; see `kernels.choice`.
     """
     if jnp.iscomplexobj(values.x):
         parts = complex_numbers.parts(values)
-        how: Any = {"centred": centred, "implementation": implementation}
+        how: Any = {"centred": centred, "safe": safe, "implementation": implementation}
         return complex_numbers.whole(moments(parts, axis_name, **how))
     names, mesh = collectives.split_names(axis_name)
     if centred:
         vectors = _statistics(values, names, mesh, implementation=implementation)
     else:
         vectors = _squares(values, names, mesh)
-    return differentiable(values, axis_name, *vectors, centred=centred)
+    return differentiable(values, axis_name, *vectors, centred=centred, safe=safe)
 
 
 def _statistics(values: Values, names: Names, mesh: Names, **how: Any) -> Sequence[Array]:
