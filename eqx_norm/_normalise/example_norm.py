@@ -5,11 +5,11 @@
     d_norm_t(dy; x, weight, bias, ...)                  the transpose of d_norm: gradients
 
 with `...` the moments of x, by which the backward pass need not compute them again (a kernel
-computes them again), and the mask, if there is one. `example_forms` has a form of y and of the
-gradients for each platform. y has the same form whether it is differentiated or not. All other
-derivatives, forward mode and higher orders, are those of the passes of `primitives`.
+computes them again), and the mask, if there is one. `forms.of_examples` has a form of y and of
+the gradients for each platform. y has the same form whether it is differentiated or not. All
+other derivatives, forward mode and higher orders, are those of `derivatives.passes`.
 
-As in `primitives`, arrays have as many axes as x, with size 1 where they are broadcast.
+As in `derivatives.passes`, arrays have as many axes as x, with size 1 where they are broadcast.
 `d_norm_t` sums over mapped axes of size 1.
 """
 
@@ -20,21 +20,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import ad
 from jaxtyping import Array
 
-from . import example_forms, example_passes
-from .collectives import AxisName
-from .elementwise import elementwise
+from eqx_norm._jax import registry
+from eqx_norm._jax.collectives import AxisName
+from eqx_norm._jax.lowering import Args, Aval, Target
+
+from .derivatives.passes import fitted, typed
+from .derivatives.primitive import bind, new_primitive
+from .forms import example_passes, of_examples
+from .formulas.activation import elementwise
+from .formulas.layout import Layout
+from .formulas.reference import Shape, compute_dtype, widened
+from .formulas.row_norm import RowNorm
 from .kernels import rows
-from .layout import Layout
-from .lowering import Args, Aval
 from .moments import moments
 from .normalise import Affine, normalise
-from .passes import Target, bind, new_primitive
-from .primitives import fitted, typed
-from .reference import Shape, compute_dtype, widened
-from .row_norm import RowNorm
 from .values import Values
 
 
@@ -57,9 +58,8 @@ def normalise_example(
     norm = RowNorm(eps, centred, function)
     is_fused = (activation is None) == (function is None)
     if kernel:
-        rows.check(
-            values, norm._replace(activation=function or activation), axis_name, is_fused
-        )
+        checked = norm._replace(activation=function or activation)
+        rows.check(x, mask, layout, checked, axis_name, is_fused)
     # Parts of examples, complex numbers, and functions that may not be elementwise.
     if axis_name != () or jnp.iscomplexobj(x) or not is_fused or x.ndim == 0:
         return normalise(values, moments(values, axis_name, centred=centred), affine, eps=eps)
@@ -157,9 +157,9 @@ def _lowered_tangent(target: Target, *arrays: Array, **static: Any) -> list[Arra
 
 _new = functools.partial(new_primitive, full=[0], vectors=_of_moments)
 MOMENTS = _new("moments_of_example", example_passes.moments, _moment_types)
-NORM = _new("norm", example_forms.y, _type)
+NORM = _new("norm", of_examples.y, _type)
 D_NORM = new_primitive("d_norm", _lowered_tangent, _type, full=[0, 3])
-D_NORM_T = _new("d_norm_t", example_forms.gradients, _types, full=[0, 1])
+D_NORM_T = _new("d_norm_t", of_examples.gradients, _types, full=[0, 1])
 
 
 # --- The derivatives.
@@ -167,7 +167,7 @@ D_NORM_T = _new("d_norm_t", example_forms.gradients, _types, full=[0, 1])
 
 def _norm_jvp(primals: Args, tangents: Args, *, kernel: bool, **static: Any) -> Args:
     x, *others = primals
-    along = [*map(ad.instantiate_zeros, tangents[:3])]
+    along = [*map(registry.instantiate_zeros, tangents[:3])]
     norm: RowNorm = static["norm"]
     how: Any = {"layout": static["layout"], "eps": norm.eps, "centred": norm.centred}
     vectors = [] if kernel else bind(MOMENTS, lax.stop_gradient(x), *others[2:], **how)
@@ -178,9 +178,9 @@ def _norm_jvp(primals: Args, tangents: Args, *, kernel: bool, **static: Any) -> 
 
 def _d_norm_transpose(cotangents: Args, *operands: Any, **static: Any) -> Args:
     linear, primals = operands[:3], operands[3:]
-    if isinstance(cotangents[0], ad.Zero):
+    if isinstance(cotangents[0], registry.Zero):
         return [None] * len(operands)
-    wanted = [o.aval if ad.is_undefined_primal(o) else None for o in linear]
+    wanted = [o.aval if registry.is_undefined_primal(o) else None for o in linear]
     shapes = [v.shape for v in (*wanted[1:], *primals[1:3]) if v is not None]
     of_weights = tuple(v is not None for v in wanted[1:])
     how: Any = {"shape": jnp.broadcast_shapes(*shapes) if any(of_weights) else ()}
@@ -193,11 +193,11 @@ def _d_norm_transpose(cotangents: Args, *operands: Any, **static: Any) -> Args:
 def _jvp(passes: Callable[..., Any], primals: Args, tangents: Args, **static: Any) -> Args:
     # A mask, which is last, has no tangent.
     n = sum(jnp.issubdtype(p.dtype, jnp.inexact) for p in primals)
-    at, along = tuple(primals[:n]), tuple(map(ad.instantiate_zeros, tangents[:n]))
+    at, along = tuple(primals[:n]), tuple(map(registry.instantiate_zeros, tangents[:n]))
     return jax.jvp(lambda *at: passes(*at, *primals[n:], **static), at, along)
 
 
-ad.primitive_jvps[NORM] = _norm_jvp
-ad.primitive_jvps[D_NORM] = functools.partial(_jvp, _tangent)
-ad.primitive_jvps[D_NORM_T] = functools.partial(_jvp, _gradients)
-ad.primitive_transposes[D_NORM] = _d_norm_transpose
+_of_tangent, _of_gradients = (functools.partial(_jvp, f) for f in (_tangent, _gradients))
+registry.derive(NORM, jvp=_norm_jvp)
+registry.derive(D_NORM, jvp=_of_tangent, transpose=_d_norm_transpose)
+registry.derive(D_NORM_T, jvp=_of_gradients)

@@ -8,12 +8,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm._jax import collectives
+from eqx_norm._jax.collectives import AxisName, Names
 from eqx_norm.strategies import Moments, Pair
 
-from . import collectives, complex_numbers
-from .collectives import AxisName, Names
-from .passes import bind
-from .primitives import MOMENTS, STATISTICS, SUMS
+from . import complex_numbers
+from .derivatives.passes import MOMENTS, STATISTICS, SUMS
+from .derivatives.primitive import bind
 from .values import Values
 
 

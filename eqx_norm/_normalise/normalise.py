@@ -9,11 +9,12 @@ from jaxtyping import Array
 
 from eqx_norm.strategies import Moments
 
-from . import elementwise, reference
-from .elementwise import Activation
-from .layout import Blocks
-from .passes import bind
-from .primitives import AFFINE
+from .derivatives.activated import activated
+from .derivatives.passes import AFFINE
+from .derivatives.primitive import bind
+from .formulas import reference
+from .formulas.activation import Activation, applied
+from .formulas.layout import Blocks
 from .values import Values
 
 
@@ -47,14 +48,14 @@ def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> A
         function = functools.partial(_of_each_value, blocks, weight, bias, activation)
         weight = bias = None
     elif activation is not None:
-        function = functools.partial(elementwise.applied, activation)
+        function = functools.partial(applied, activation)
     scale = scale if weight is None else scale * weight
     bias = jnp.zeros_like(scale) if bias is None else bias
     if function is None:
         (y,) = bind(AFFINE, bias, scale, wide, x, mean, mean_rest, mask, blocks=blocks)
     else:
         vectors = [bias, scale, mean, mean_rest]
-        y = elementwise.activated(function, blocks, vectors, wide, x, mask)
+        y = activated(function, blocks, vectors, wide, x, mask)
     if y.dtype == x.dtype:
         return y
     # The cast is on long rows, because XLA:CPU casts short rows slowly, for y and its gradient.
@@ -86,7 +87,7 @@ def _in_jax_numpy(
     u = reference.centred(reference.masked(wide, mask), mean, mean_rest)
     u = u * (rstd if weight is None else rstd * weight)
     u = u if bias is None else u + bias
-    y = elementwise.applied(activation, u)
+    y = applied(activation, u)
     return reference.masked(y, mask).astype(x.dtype)
 
 
@@ -105,7 +106,7 @@ def _of_each_value(
         shift = jnp.zeros_like(weight) if bias is None else bias
         zero = jnp.zeros((1,) * u.ndim, u.dtype)
         (u,) = bind(AFFINE, shift, weight, u, u, zero, zero, blocks=blocks)
-    return elementwise.applied(activation, u)
+    return applied(activation, u)
 
 
 def _like_x(affine: Affine, values: Values) -> Affine:

@@ -1,16 +1,12 @@
 """Marks a value in a program by a primitive of JAX that returns its operand.
 
-The JVP of a mark marks the tangent, and the transpose of the tangent's mark the cotangent. The
-primitive depends on `jax.extend.core` and `jax.interpreters`, which may change:
+The JVP of a mark marks the tangent, and the transpose of the tangent's mark the cotangent.
 tests/determinism/test_transformations.py checks the primitive.
 """
 
 from typing import Any
 
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, partial_eval
-
-PROBE = Primitive("eqx_norm_probe")
+from eqx_norm._jax import registry
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
@@ -23,21 +19,23 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
             "jax.jit(recorded(step)), where step takes the gradient."
         )
     y = PROBE.bind(x, kind=kind, **rest)
-    if isinstance(tangent, ad.Zero) or kind == "cotangent":
+    if isinstance(tangent, registry.Zero) or kind == "cotangent":
         return y, tangent
     kind = "recomputed" if kind == "recomputed" else "tangent"
     return y, PROBE.bind(tangent, kind=kind, **rest)
 
 
 def _transpose(cotangent: Any, x: Any, *, kind: str, **rest: Any) -> list[Any]:
-    if isinstance(cotangent, ad.Zero):
+    if isinstance(cotangent, registry.Zero):
         return [cotangent]
     return [PROBE.bind(cotangent, kind="cotangent", **rest)]
 
 
-def _batch(arrays: Any, axes: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
+def _batch(axis: Any, arrays: Any, places: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
     """Marks the whole batch as one value, whose `order` has the batch axis in front."""
-    (x,), (batch,) = arrays, axes
+    (x,), (batch,) = arrays, places
+    if batch is None:
+        return PROBE.bind(x, order=order, **rest), None
     order = (batch, *(axis + (axis >= batch) for axis in order))
     return PROBE.bind(x, order=order, **rest), batch
 
@@ -51,12 +49,9 @@ def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any)
     return equation, again, [False], [True], [] if instantiated[0] else [*equation.invars]
 
 
-PROBE.def_impl(lambda x, **_: x)
-PROBE.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(PROBE, lambda context, x, **_: [x])
-ad.primitive_jvps[PROBE] = _jvp
-ad.primitive_transposes[PROBE] = _transpose
-batching.primitive_batchers[PROBE] = _batch
-partial_eval.partial_eval_jaxpr_custom_rules[PROBE] = _partial_eval
+PROBE = registry.primitive(
+    "probe", types=lambda x, **_: x, batch=_batch, evaluate=lambda x, **_: x, is_single=True
+)
+registry.derive(PROBE, jvp=_jvp, transpose=_transpose, remat=_partial_eval)
 # Kinds of marks without a row: on a recomputed value, and on a value that already has its row.
 WITHOUT_ROW = ("recomputed", "done")

@@ -25,13 +25,33 @@ def imports(path: Path) -> Iterator[str]:
 # A pattern of files and folders, and a regular expression of names that they may not import.
 ARROWS = {
     "strategies import only strategies": ("strategies", r"eqx_norm\b"),
-    "the operation imports only moments from the package": (
+    "wrappers of JAX import only moments from the package": (
+        "eqx_norm/_jax",
+        r"eqx_norm\.(?!_jax\b|strategies\.(Moments|Pair)\b)",
+    ),
+    "the operation imports only moments and wrappers of JAX from the package": (
         "eqx_norm/_normalise",
-        r"eqx_norm\.(?!_normalise\b|strategies\.(Moments|Pair|_pair)\b)",
+        r"eqx_norm\.(?!(_normalise|_jax)\b|strategies\.(Moments|Pair|_pair)\b)",
+    ),
+    "formulas are the lowest floor of the operation": (
+        "eqx_norm/_normalise/formulas",
+        r"eqx_norm\._normalise\.(?!formulas\b)",
+    ),
+    "kernels are above formulas": (
+        "eqx_norm/_normalise/kernels",
+        r"eqx_norm\._normalise\.(?!(formulas|kernels)\b)",
+    ),
+    "forms are above kernels": (
+        "eqx_norm/_normalise/forms",
+        r"eqx_norm\._normalise\.(?!(formulas|kernels|forms)\b)",
+    ),
+    "derivatives are above forms": (
+        "eqx_norm/_normalise/derivatives",
+        r"eqx_norm\._normalise\.(?!(formulas|kernels|forms|derivatives)\b)",
     ),
     "determinism does not import the layers": (
         "eqx_norm/determinism",
-        r"eqx_norm\.(?!determinism\b)",
+        r"eqx_norm\.(?!(determinism|_jax)\b)",
     ),
     "layers import neither models nor determinism": (
         "eqx_norm/_[!_]*",

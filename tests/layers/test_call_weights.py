@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm._normalise import jaxprs
+from eqx_norm._jax import jaxprs
 from tests.helpers import bits, normal
 from tests.layers.norms import each_layout, made, with_parameters
 

@@ -8,7 +8,7 @@ import pytest
 from jax import export
 from jax.experimental.jet import jet
 
-from eqx_norm._normalise import jaxprs
+from eqx_norm._jax import jaxprs
 from tests.compiling import jit
 from tests.helpers import copy, make, normal
 from tests.layers.norms import made, mask_shape

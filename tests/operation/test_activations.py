@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, LayerNorm
-from eqx_norm._normalise.elementwise import elementwise as in_shape
+from eqx_norm._normalise.formulas.activation import elementwise as in_shape
 from tests.helpers import bits, copy, make, normal
 
 N, C, L = 4, 2, 3

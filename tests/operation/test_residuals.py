@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_norm._normalise import jaxprs
+from eqx_norm._jax import jaxprs
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, normal
 from tests.layers.norms import EXAMPLE_NORMS, made

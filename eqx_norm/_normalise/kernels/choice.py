@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from eqx_norm._normalise.passes import Target
+from eqx_norm._jax.lowering import Target
 
 Implementation = Literal["auto", "xla", "pallas"]
 Ref = Any  # a reference to memory, which a kernel reads or writes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from eqx_norm._normalise.passes import Target
+from eqx_norm._jax.lowering import Target
 
 from .choice import kernels, platform, refusal
 

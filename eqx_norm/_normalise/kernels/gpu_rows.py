@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._normalise.row_norm import RowNorm
+from eqx_norm._normalise.formulas.row_norm import RowNorm
 
 from . import tile
 from .choice import Ref, refusal

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from eqx_norm._normalise.collectives import AxisName
-from eqx_norm._normalise.jaxprs import equations
-from eqx_norm._normalise.layout import Layout
-from eqx_norm._normalise.passes import Target
-from eqx_norm._normalise.row_norm import Operands, RowNorm, Sums
-from eqx_norm._normalise.values import Values
+from eqx_norm._jax.collectives import AxisName
+from eqx_norm._jax.jaxprs import equations
+from eqx_norm._jax.lowering import Target
+from eqx_norm._normalise.formulas.layout import Layout
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 
 from .choice import kernels, platform, refusal
 
@@ -28,9 +27,16 @@ _COMPUTED = frozenset(_NAMES.split())
 _DTYPES = {"cuda": "float32 bfloat16 float16", "tpu": "float32 bfloat16"}
 
 
-def check(values: Values, norm: RowNorm, axis_name: AxisName, is_elementwise: bool) -> None:
-    """Raises `ValueError` if no kernel serves these values, on any platform."""
-    (x, _, mask, layout), activation = values, norm.activation
+def check(
+    x: Array,
+    mask: Array | None,
+    layout: Layout,
+    norm: RowNorm,
+    axis_name: AxisName,
+    is_elementwise: bool,
+) -> None:
+    """Raises `ValueError` if no kernel serves x, on any platform."""
+    activation = norm.activation
     refused = functools.partial(refusal, x, axes="one example")
     if mask is not None:
         raise refused("no kernel takes a mask")
@@ -43,7 +49,7 @@ def check(values: Values, norm: RowNorm, axis_name: AxisName, is_elementwise: bo
     if activation is not None:
         if not is_elementwise:
             raise refused(f"activation={activation} does not show that it is elementwise")
-        found = equations(norm.derivative(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr)
+        found = equations(norm.derivative(jax.ShapeDtypeStruct((), jnp.float32)))
         if others := {equation.primitive.name for equation in found} - _COMPUTED:
             names = ", ".join(sorted(others))
             raise refused(f"no kernel computes {names}, which activation={activation} needs")
@@ -84,7 +90,7 @@ class Kernel(NamedTuple):
     def gradients(
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradients of x and of weights, as `example_forms.gradients` does."""
+        """Returns the gradients of x and of weights, as `of_examples.gradients` does."""
         del vectors  # computed again
         shape = self.layout.rows(sums.shape) if sums.any else None
         arrays = self._rows(dy, *at[:3])

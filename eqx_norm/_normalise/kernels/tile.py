@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import TiledLayout
 from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
 from jaxtyping import Array
 
-from eqx_norm._normalise.lowering import like
+from eqx_norm._jax.lowering import like
 
 from .choice import Ref
 

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from eqx_norm._normalise.lowering import like
-from eqx_norm._normalise.row_norm import RowNorm
+from eqx_norm._jax.lowering import like
+from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm.strategies._pair import two_sum
 
 from .choice import Ref, refusal

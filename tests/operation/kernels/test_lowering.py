@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from eqx_norm._jax.lowering import Target
+from eqx_norm._normalise.formulas.layout import Layout
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 from eqx_norm._normalise.kernels.rows import Kernel
-from eqx_norm._normalise.layout import Layout
-from eqx_norm._normalise.passes import Target
-from eqx_norm._normalise.row_norm import Operands, RowNorm, Sums
 from tests.helpers import make
 
 of = jax.ShapeDtypeStruct

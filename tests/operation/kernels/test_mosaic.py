@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
 
+from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm._normalise.kernels import gpu_columns, gpu_rows
-from eqx_norm._normalise.row_norm import RowNorm
 from tests.helpers import normal
 from tests.operation.cases import standardised
 

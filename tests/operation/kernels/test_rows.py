@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm._normalise.kernels import gpu_rows, tile, tpu_rows
-from eqx_norm._normalise.row_norm import RowNorm
 from tests import exact
 from tests.compiling import jit
 from tests.helpers import bits, normal

@@ -7,36 +7,19 @@ vectors. The axis has size 1 in `shape` if its name is one of the `names` to sum
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from . import lowering, reference, shares
-from .lowering import Args, Aval
+from eqx_norm._jax import lowering, registry
+from eqx_norm._jax.lowering import Args, Aval
+from eqx_norm._normalise.formulas import reference
 
-
-class Target(NamedTuple):
-    """Describes the program that a pass is lowered for."""
-
-    platform: str  # "cpu", "gpu", or "other"
-    platforms: Sequence[str]  # of the whole program
-    is_partitioned: bool  # XLA will split arrays over devices
-    is_known: bool  # sums are over axes of known sizes, not over symbols of `jax.export`
-    # For each shape of vectors, the mesh axes over which to merge what a device sums over its
-    # share of x.
-    over: shares.Over = ((), ())
-
-    @property
-    def own_sums(self) -> str:
-        """Returns the platform whose own form of sums can be used, or "other". Such a form cuts
-        arrays into parts of known sizes."""
-        return self.platform if self.is_known and not self.is_partitioned else "other"
+from . import shares
 
 
 def new_primitive(
@@ -45,7 +28,7 @@ def new_primitive(
     types: Callable[..., list[Aval]],
     full: Sequence[int],
     vectors: Callable[..., Sequence[reference.Shape]] | None = None,
-) -> Primitive:
+) -> registry.Primitive:
     """Returns a primitive with several results.
 
     **Arguments:**
@@ -58,8 +41,6 @@ def new_primitive(
         the shape of x and the parameters. In a program that XLA splits over devices, each then
         computes its share; if `None`, XLA splits the pass itself.
     """
-    primitive = Primitive(f"eqx_norm_{name}")
-    primitive.multiple_results = True
 
     def lower(platform: str, context: Any, *arrays: Any, names: Any = (), **static: Any) -> Any:
         if names:
@@ -70,14 +51,14 @@ def new_primitive(
         # A mapped axis that vectors share with x is not summed over.
         is_kept = [all(v[axis] == x[axis] for v in sums[:1]) for axis in range(mapped)]
         known = [n for axis, n in enumerate(x) if axis >= mapped or not is_kept[axis]]
-        target = Target(
+        target = lowering.Target(
             platform,
             lowering.platforms(context),
             lowering.is_partitioned(context),
             all(isinstance(size, int) for size in known),
         )
 
-        def on_share(over: shares.Over) -> Callable[..., Sequence[Array]]:
+        def on_share(over: lowering.Over) -> Callable[..., Sequence[Array]]:
             local = target._replace(is_partitioned=False, over=over)
             return functools.partial(compute, local)
 
@@ -92,10 +73,6 @@ def new_primitive(
 
         return lowering.lowered(results, context, *arrays)
 
-    mlir.register_lowering(primitive, functools.partial(lower, "other"))
-    for platform in ("cpu", "gpu"):
-        mlir.register_lowering(primitive, functools.partial(lower, platform), platform)
-
     @functools.lru_cache
     def compiled(**parameters: Any) -> Callable[..., list[Array]]:
         def results(*arrays: Any) -> list[Array]:
@@ -106,13 +83,10 @@ def new_primitive(
 
         return jax.jit(results)
 
-    @primitive.def_impl
-    def _(*arrays: Any, **parameters: Any) -> list[Array]:
+    def evaluate(*arrays: Any, **parameters: Any) -> list[Array]:
         # Under `jax.disable_jit` this rule would call itself.
         with jax.disable_jit(False):
             return compiled(**parameters)(*arrays)
-
-    primitive.def_abstract_eval(types)
 
     def batch(axis: Any, arrays: Args, places: Args, **parameters: Any) -> Args:
         names = parameters.get("names", ())
@@ -138,7 +112,10 @@ def new_primitive(
             return [lax.squeeze(result, (0,)) for result in results], [None] * len(results)
         return results, [0] * len(results)
 
-    batching.fancy_primitive_batchers[primitive] = batch
+    platforms = {None: "other", "cpu": "cpu", "gpu": "gpu"}
+    rules = {key: functools.partial(lower, name) for key, name in platforms.items()}
+    how: Any = {"types": types, "batch": batch, "evaluate": evaluate, "lower": rules}
+    primitive = registry.primitive(name, **how)
     return primitive
 
 
@@ -151,7 +128,9 @@ def _split(platform: str, context: Any, mapped: reference.Shape) -> Any:
     return lowering.with_mesh(context) if is_even and platform != "other" else None
 
 
-def bind(primitive: Primitive, *arrays: Array | None, **parameters: Any) -> list[Array]:
+def bind(
+    primitive: registry.Primitive, *arrays: Array | None, **parameters: Any
+) -> list[Array]:
     """Returns the primitive's results for the arrays that are not `None`, cast to vary over the
     same axes of a mesh."""
     present = [array for array in arrays if array is not None]

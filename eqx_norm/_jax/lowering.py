@@ -1,16 +1,14 @@
 """Wraps interfaces that a release of JAX may change: the context in which a primitive is
 lowered, and the types of arrays.
 
-Checked with jax 0.10.2, 0.11.2 and 0.12.0.1. The files that define primitives use
-`jax.extend.core` and `jax.interpreters` directly, for derivatives and batching, too:
-tests/house/test_versions.py lists both kinds of file.
+Checked with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +20,26 @@ from jaxtyping import Array
 Context = Any  # in which JAX lowers a primitive
 Aval = Any  # the type of an array
 Args = Sequence[Any]  # of a primitive's rule, or its results: arrays, types, places, zeros
+# For each shape of vectors, the mesh axes that split an axis of x which the vectors sum over.
+Over = Sequence[tuple[str, ...]]
+
+
+class Target(NamedTuple):
+    """Describes the program that a pass is lowered for."""
+
+    platform: str  # "cpu", "gpu", or "other"
+    platforms: Sequence[str]  # of the whole program
+    is_partitioned: bool  # XLA will split arrays over devices
+    is_known: bool  # sums are over axes of known sizes, not over symbols of `jax.export`
+    # For each shape of vectors, the mesh axes over which to merge what a device sums over its
+    # share of x.
+    over: Over = ((), ())
+
+    @property
+    def own_sums(self) -> str:
+        """Returns the platform whose own form of sums can be used, or "other". Such a form cuts
+        arrays into parts of known sizes."""
+        return self.platform if self.is_known and not self.is_partitioned else "other"
 
 
 def operands(context: Context) -> Sequence[Aval]:

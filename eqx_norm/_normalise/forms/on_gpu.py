@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from . import reference
+from eqx_norm._normalise.formulas import reference
 
 _BITS = np.uint64(32)
 _UNCUT, _PARTS = 2**12, 2**5

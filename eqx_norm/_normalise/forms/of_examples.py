@@ -14,13 +14,14 @@ from typing import Any
 
 from jaxtyping import Array
 
+from eqx_norm._jax.lowering import Target
+from eqx_norm._normalise.formulas.layout import Layout
+from eqx_norm._normalise.formulas.reference import Shape
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
+from eqx_norm._normalise.kernels import rows
+
 from .chain import Chain
 from .example_passes import Passes
-from .kernels import rows
-from .layout import Layout
-from .passes import Target
-from .reference import Shape
-from .row_norm import Operands, RowNorm, Sums
 
 
 def y(

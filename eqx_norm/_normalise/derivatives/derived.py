@@ -9,12 +9,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree
 
+from eqx_norm._jax import registry
+from eqx_norm._jax.jaxprs import called
+from eqx_norm._jax.lowering import Args
+
 from .linear import linear_call
-from .lowering import Args
 
 
 def with_derivative(
@@ -35,7 +36,7 @@ def with_derivative(
         n, operands = len(jaxpr.consts), [*jaxpr.consts, *operands]
 
         def flat(*operands: Array) -> list[Array]:
-            return jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, operands[:n]))(*operands[n:])
+            return called(jaxpr, *operands[n:], constants=operands[:n])
 
     derived = DERIVED.bind(*values, *operands, function=flat, n=len(values))
     return eqx.combine(of_value.unflatten(derived), others)
@@ -43,7 +44,7 @@ def with_derivative(
 
 def _derived_jvp(primals: Args, tangents: Args, *, function: Callable[..., Any], n: int) -> Any:
     values, given, along = primals[:n], primals[n:], tangents[n:]
-    moving = [i for i, tangent in enumerate(along) if not isinstance(tangent, ad.Zero)]
+    moving = [i for i, tangent in enumerate(along) if not isinstance(tangent, registry.Zero)]
 
     def tangent(along: list[Array], given: list[Array]) -> list[Array]:
         def moved(*at: Array) -> list[Array]:
@@ -70,10 +71,10 @@ def _derived_batch(
 
 # This is a primitive, because JAX drops the rule of a `custom_jvp` from a scan that it
 # differentiates in reverse (jax 0.10.2): second derivatives would be those of constants.
-DERIVED = Primitive("eqx_norm_derived")
-DERIVED.multiple_results = True
-DERIVED.def_impl(lambda *arrays, n, **_: list(arrays[:n]))
-DERIVED.def_abstract_eval(lambda *types, n, **_: list(types[:n]))
-mlir.register_lowering(DERIVED, lambda context, *arrays, n, **_: arrays[:n])
-batching.fancy_primitive_batchers[DERIVED] = _derived_batch
-ad.primitive_jvps[DERIVED] = _derived_jvp
+DERIVED = registry.primitive(
+    "derived",
+    types=lambda *types, n, **_: list(types[:n]),
+    batch=_derived_batch,
+    evaluate=lambda *arrays, n, **_: list(arrays[:n]),
+)
+registry.derive(DERIVED, jvp=_derived_jvp)

@@ -21,11 +21,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .lowering import Aval, without_mesh
-from .reference import Shape
+from eqx_norm._jax.lowering import Aval, Over, without_mesh
+from eqx_norm._normalise.formulas.reference import Shape
 
-# For each shape of vectors, the mesh axes that split an axis of x which the vectors sum over.
-Over = Sequence[tuple[str, ...]]
 # Given `Over`, returns the pass: a function of its operands and parameters.
 Pass = Callable[[Over], Callable[..., Sequence[Array]]]
 

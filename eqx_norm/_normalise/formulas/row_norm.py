@@ -8,10 +8,10 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm._jax.jaxprs import evaluated
 from eqx_norm.strategies._pair import rounded
 
-from .elementwise import Activation, applied
-from .jaxprs import evaluated
+from .activation import Activation, applied
 from .reference import Shape
 
 # A function that returns the mean of each row, in a shape that broadcasts to the rows.
@@ -55,7 +55,7 @@ class RowNorm(NamedTuple):
         if self.activation is None:
             return v
         function = functools.partial(applied, self.activation)
-        return evaluated(jax.make_jaxpr(function)(_like(v)).jaxpr, v)[0]
+        return evaluated(jax.make_jaxpr(function)(_like(v)), v)[0]
 
     def g(
         self,
@@ -70,7 +70,7 @@ class RowNorm(NamedTuple):
         if self.activation is None:
             return dy
         along = self.derivative(_like(u))
-        return evaluated(along.jaxpr, u * weight + bias, dy, product=product)[0]
+        return evaluated(along, u * weight + bias, dy, product=product)[0]
 
     def derivative(self, like: jax.ShapeDtypeStruct) -> Any:
         """Returns the jaxpr that computes the activation's tangent from v and its tangent."""

@@ -1,5 +1,5 @@
 """Chooses, for each pass over x, the form that is fast on the target platform. All forms
-compute the formulas of `reference`."""
+compute the formulas of `formulas.reference`."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from . import collectives, on_cpu, on_gpu, reference
-from .kernels import columns
-from .layout import Blocks
-from .passes import Target
-from .reference import Shape
+from eqx_norm._jax import collectives
+from eqx_norm._jax.lowering import Target
+from eqx_norm._normalise.formulas import reference
+from eqx_norm._normalise.formulas.layout import Blocks
+from eqx_norm._normalise.formulas.reference import Shape
+from eqx_norm._normalise.kernels import columns
+
+from . import on_cpu, on_gpu
 
 
 def statistics(

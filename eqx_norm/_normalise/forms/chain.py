@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm._normalise.formulas.activation import applied
+from eqx_norm._normalise.formulas.layout import Layout
+from eqx_norm._normalise.formulas.reference import Shape, rsqrt
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 from eqx_norm.strategies._pair import rounded
-
-from .elementwise import applied
-from .layout import Layout
-from .reference import Shape, rsqrt
-from .row_norm import Operands, RowNorm, Sums
 
 LONGEST, FEW = 2**14, 32
 
@@ -62,7 +61,7 @@ class Chain(NamedTuple):
     def gradients(
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradients of x and of weights, as `example_forms.gradients` does."""
+        """Returns the gradients of x and of weights, as `of_examples.gradients` does."""
         del vectors  # computed again
         dx = self._dx(dy, at)
         if not sums.any:

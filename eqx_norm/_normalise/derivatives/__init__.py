@@ -1,0 +1,1 @@
+"""Makes primitives of JAX from passes over x, with their derivatives."""

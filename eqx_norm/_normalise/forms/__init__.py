@@ -1,0 +1,1 @@
+"""Computes the formulas in the form that is fast on each platform."""
