@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Shaped, UInt32
+
+from eqx_norm._jax.jaxprs import Jaxpr, JaxprEqn, evaluated, within
 
 from ._fingerprint import of_array
 from ._mark import PROBE, WITHOUT_ROW
@@ -65,38 +66,28 @@ class Context(NamedTuple):
     check_vma: bool = True  # whether JAX tracks over which mesh axes a value varies
 
 
-def evaluate(jaxpr: Jaxpr | ClosedJaxpr, context: Context, *arguments: Any) -> Evaluated:
+def evaluate(jaxpr: Jaxpr, context: Context, *arguments: Any) -> Evaluated:
     """Returns the outputs of a program, and the record of its probes in order."""
-    constants, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-    known = dict(zip(jaxpr.constvars, constants, strict=True))
-    known.update(zip(jaxpr.invars, arguments, strict=True))
     records = []
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
+    def rule(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+        if not any(_names_in(equation)):
+            return None
+        outputs, record = _RULES.get(equation.primitive.name, _refuse)(
+            equation, context, *operands
+        )
+        records.append(record)
+        return outputs
 
-    for equation in jaxpr.eqns:
-        primitive, operands = equation.primitive, map(read, equation.invars)
-        with equation.ctx.manager:
-            if any(_names_in(equation)):
-                rule = _RULES.get(primitive.name, _refuse)
-                outputs, record = rule(equation, context, *operands)
-                records.append(record)
-            else:
-                params = primitive.get_bind_params(equation.params)
-                outputs = primitive.bind(*operands, **params)
-                outputs = outputs if primitive.multiple_results else [outputs]
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars], _joined(records)
+    outputs = evaluated(jaxpr, *arguments, rule=rule)
+    return outputs, _joined(records)
 
 
 def _names_in(equation: JaxprEqn) -> Iterator[str]:
     """Yields the names of the marks with a row: of an equation, and of the programs inside."""
-    if equation.primitive is PROBE and equation.params["kind"] not in WITHOUT_ROW:
-        yield equation.params["name"]
-    for jaxpr in jaxprs_in_params(equation.params):
-        for inner in jaxpr.eqns:
-            yield from _names_in(inner)
+    for inner in within(equation):
+        if inner.primitive is PROBE and inner.params["kind"] not in WITHOUT_ROW:
+            yield inner.params["name"]
 
 
 def _refuse(equation: JaxprEqn, context: Context, *operands: Any) -> NoReturn:

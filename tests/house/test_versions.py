@@ -25,7 +25,7 @@ UNSTABLE = {
     ),
     "jaxprs": (
         r"\.eqns\b|jax\.extend",
-        "_program jaxprs registry",
+        "jaxprs registry",
     ),
     "experimental modules": (r"jax\.experimental", "shares tile tpu_rows"),
     "private and core modules": (

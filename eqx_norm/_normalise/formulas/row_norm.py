@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._jax.jaxprs import evaluated
+from eqx_norm._jax.jaxprs import in_kernel
 from eqx_norm.strategies._pair import rounded
 
 from .activation import Activation, applied
@@ -55,7 +55,7 @@ class RowNorm(NamedTuple):
         if self.activation is None:
             return v
         function = functools.partial(applied, self.activation)
-        return evaluated(jax.make_jaxpr(function)(_like(v)), v)[0]
+        return in_kernel(jax.make_jaxpr(function)(_like(v)), v)[0]
 
     def g(
         self,
@@ -70,7 +70,7 @@ class RowNorm(NamedTuple):
         if self.activation is None:
             return dy
         along = self.derivative(_like(u))
-        return evaluated(along, u * weight + bias, dy, product=product)[0]
+        return in_kernel(along, u * weight + bias, dy, product=product)[0]
 
     def derivative(self, like: jax.ShapeDtypeStruct) -> Any:
         """Returns the jaxpr that computes the activation's tangent from v and its tangent."""
