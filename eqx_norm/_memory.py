@@ -14,8 +14,8 @@ from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy, Moments
 
 STACKED = (
-    "The state given has one more axis in front: it is the result of a jax.vmap without "
-    "out_axes=(0, None), which returns one state for all examples."
+    "The state given has one more axis in front: a jax.vmap without out_axes=(0, None) has "
+    "returned a copy for each example. With out_axes=(0, None) it returns one state for all."
 )
 
 

@@ -77,8 +77,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
 
     @property
     def starts_as_batch(self) -> bool:
-        """Returns whether early batches, but not later ones, are normalised by their own
-        moments alone. A layer warns if such a batch has one value per channel."""
+        """Returns whether the first batches are normalised by their own moments alone, and
+        later batches by others. A layer warns if a first batch has one value per channel."""
         return False
 
     def without_pending(self, memory: Any) -> tuple[Any, Any]:

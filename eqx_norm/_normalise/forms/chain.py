@@ -91,7 +91,8 @@ class Chain(NamedTuple):
     def _standardised(self, x: Array) -> tuple[Array, Array]:
         is_coarse, x = x.dtype == jnp.bfloat16, self._rows(x)
         if not self.norm.centred:
-            # This is exactly x: XLA:GPU starts a chain only where a row's result is subtracted.
+            # x - min(max(x^2), 0) is x to the bit. XLA:GPU starts a chain only where a row's
+            # result is subtracted.
             x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
         elif is_coarse:
             # In a constant row the sum of up to 2^16 numbers of 8 bits is exact. XLA multiplies
