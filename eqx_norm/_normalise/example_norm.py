@@ -5,12 +5,12 @@
     d_norm_t(dy; x, weight, bias, ...)                  the transpose of d_norm: gradients
 
 with `...` the moments of x, by which the backward pass need not compute them again (a kernel
-computes them again), and the mask, if there is one. `forms.of_examples` has a form of y and of
-the gradients for each platform. y has the same form whether it is differentiated or not. All
-other derivatives, forward mode and higher orders, are those of `derivatives.passes`.
+computes them again), and the mask, if there is one. `forms.choice_for_examples` has a form of y
+and of the gradients for each platform. y has the same form whether it is differentiated or not.
+All other derivatives, forward mode and higher orders, are those of `moments` and `normalise`.
 
-As in `derivatives.passes`, arrays have as many axes as x, with size 1 where they are broadcast.
-`d_norm_t` sums over mapped axes of size 1.
+As in `derivatives.moments_and_affine`, arrays have as many axes as x, with size 1 where they
+are broadcast. `d_norm_t` sums over mapped axes of size 1.
 """
 
 import functools
@@ -26,9 +26,9 @@ from eqx_norm._jax import registry
 from eqx_norm._jax.collectives import AxisName
 from eqx_norm._jax.lowering import Args, Aval, Target
 
-from .derivatives.passes import fitted, typed
-from .derivatives.primitive import bind, new_primitive
-from .forms import example_passes, of_examples
+from .derivatives.moments_and_affine import fitted, typed
+from .derivatives.new_primitive import bind, new_primitive
+from .forms import choice_for_examples, example_passes
 from .formulas.activation import elementwise
 from .formulas.layout import Layout
 from .formulas.reference import Shape, compute_dtype, widened
@@ -157,9 +157,9 @@ def _lowered_tangent(target: Target, *arrays: Array, **static: Any) -> list[Arra
 
 _new = functools.partial(new_primitive, full=[0], vectors=_of_moments)
 MOMENTS = _new("moments_of_example", example_passes.moments, _moment_types)
-NORM = _new("norm", of_examples.y, _type)
+NORM = _new("norm", choice_for_examples.y, _type)
 D_NORM = new_primitive("d_norm", _lowered_tangent, _type, full=[0, 3])
-D_NORM_T = _new("d_norm_t", of_examples.gradients, _types, full=[0, 1])
+D_NORM_T = _new("d_norm_t", choice_for_examples.gradients, _types, full=[0, 1])
 
 
 # --- The derivatives.

@@ -13,8 +13,8 @@ from eqx_norm._jax.collectives import AxisName, Names
 from eqx_norm.strategies import Moments, Pair
 
 from . import complex_numbers
-from .derivatives.passes import MOMENTS, STATISTICS, SUMS
-from .derivatives.primitive import bind
+from .derivatives.moments_and_affine import MOMENTS, STATISTICS, SUMS
+from .derivatives.new_primitive import bind
 from .values import Values
 
 
@@ -42,7 +42,7 @@ def moments(
         binds.
     - `centred`: if false, the mean is 0 and m2 is the sum of squares.
     - `safe`: as for `differentiable`.
-    - `implementation`: as for the layers; see `kernels.choice`.
+    - `implementation`: as for the layers; see `kernels.availability`.
     """
     if jnp.iscomplexobj(values.x):
         parts = complex_numbers.parts(values)

@@ -10,8 +10,8 @@ from jaxtyping import Array
 from eqx_norm.strategies import Moments
 
 from .derivatives.activated import activated
-from .derivatives.passes import AFFINE
-from .derivatives.primitive import bind
+from .derivatives.moments_and_affine import AFFINE
+from .derivatives.new_primitive import bind
 from .formulas import reference
 from .formulas.activation import Activation, applied
 from .formulas.layout import Blocks

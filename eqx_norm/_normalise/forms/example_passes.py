@@ -21,7 +21,7 @@ from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 from eqx_norm.strategies._pair import rounded
 
-from . import of_passes, on_cpu
+from . import choice, on_cpu
 
 
 def moments(
@@ -33,17 +33,17 @@ def moments(
     on_a_cpu = target.own_sums == "cpu"
     if centred:
         how |= {"implementation": "auto", "written": False}
-        found = of_passes.statistics(target, x, *mask, **how)
+        found = choice.statistics(target, x, *mask, **how)
         count, mean, m2, rest = (v.reshape(shape) for v in found)
         vectors = [mean, rest]
     else:
         if on_a_cpu and layout.groups and not mask and layout.length <= on_cpu.UNCUT:
             m2 = on_cpu.squares(x.reshape(layout.rows(x.shape)))
-            (m2,) = of_passes.summed_over([m2], target.over[0])
+            (m2,) = choice.summed_over([m2], target.over[0])
         else:
             zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
             arrays = reference.widened(_small(target, x)), x, zero, zero, *mask
-            (m2,) = of_passes.sums(target, *arrays, both=False, **how)
+            (m2,) = choice.sums(target, *arrays, both=False, **how)
         m2, vectors, count = m2.reshape(shape), [], None
     if count is None or not mask:  # a constant
         count = _count(target, layout, x, mask, shape)
@@ -68,7 +68,7 @@ def _count(
         return jnp.full((1,) * x.ndim, layout.length * devices, dtype)
     axes = reference.summed_axes(x.shape, shape)
     count = reference.counts(x.astype(dtype), mask[0], axes)
-    return of_passes.summed_over([count], over)[0]
+    return choice.summed_over([count], over)[0]
 
 
 class Passes(NamedTuple):
@@ -95,7 +95,7 @@ class Passes(NamedTuple):
     def gradients(
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradients of x and of weights, as `of_examples.gradients` does."""
+        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
         layout, norm, target, form = self.layout, self.norm, self.target, self._form(at)
         of_moments = form.shape((*at.x.shape[: at.x.ndim - layout.ndim], *layout.moments))
         of_weights = form.shape(sums.shape or at.weight.shape)
@@ -123,7 +123,7 @@ class Passes(NamedTuple):
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
         parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
         weighted = [weight * part for part in parts[: 1 + norm.centred]]
-        totals = of_passes.summed_over(self._sums(weighted, outer), target.over[0])
+        totals = choice.summed_over(self._sums(weighted, outer), target.over[0])
         n = jnp.maximum(_count(target, layout, x, mask, of_moments), 1)
         if inner or outer:
             g, d, rstd = each_pass()
@@ -142,7 +142,7 @@ class Passes(NamedTuple):
             parts = [g * d, g]
         arrays = sums.chosen(parts[0] * rstd, parts[-1])
         arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, of_weights))
-        return [dx, *of_passes.summed_over(arrays, target.over[1])]
+        return [dx, *choice.summed_over(arrays, target.over[1])]
 
     def _moments(self, at: Operands) -> list[Array]:
         how: Any = {"layout": self.layout, "eps": self.norm.eps, "centred": self.norm.centred}
@@ -158,7 +158,7 @@ class Passes(NamedTuple):
         return self.target.platform == "cpu"
 
     def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
-        return of_passes.reduction(self.target)(arrays, axes) if axes else arrays
+        return choice.reduction(self.target)(arrays, axes) if axes else arrays
 
 
 class _Form(NamedTuple):

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from eqx_norm._jax.lowering import Target
 
-from .choice import kernels, platform, refusal
+from .availability import kernels, platform, refusal
 
 
 def statistics(

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from eqx_norm.strategies._pair import two_sum
 
 from . import tile
-from .choice import Ref, refusal
+from .availability import Ref, refusal
 from .tile import Tile
 
 _HELD = 32  # values of x that a thread loads at once, at most

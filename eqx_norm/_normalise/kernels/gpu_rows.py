@@ -17,7 +17,7 @@ from jaxtyping import Array
 from eqx_norm._normalise.formulas.row_norm import RowNorm
 
 from . import tile
-from .choice import Ref, refusal
+from .availability import Ref, refusal
 from .tile import Tile
 
 # The most values of x that a thread can hold in the forward and in the backward pass, and the

@@ -15,7 +15,7 @@ from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 
-from .choice import kernels, platform, refusal
+from .availability import kernels, platform, refusal
 
 # The elementwise primitives that kernels compute on both platforms, and calls.
 _NAMES = """
@@ -90,7 +90,7 @@ class Kernel(NamedTuple):
     def gradients(
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradients of x and of weights, as `of_examples.gradients` does."""
+        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
         del vectors  # computed again
         shape = self.layout.rows(sums.shape) if sums.any else None
         arrays = self._rows(dy, *at[:3])

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from eqx_norm._jax.lowering import like
 
-from .choice import Ref
+from .availability import Ref
 
 mosaic_gpu: Any = _mosaic_gpu  # the oldest jax lacks parts of this module
 LANES, WARPS = 32, 4

@@ -21,7 +21,7 @@ from eqx_norm._jax.lowering import like
 from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm.strategies._pair import two_sum
 
-from .choice import Ref, refusal
+from .availability import Ref, refusal
 
 # The 16 MiB of VMEM of a kernel must hold x, dy and dx of the backward pass twice, and about
 # six arrays of float32, each of at least 16 rows.

@@ -19,7 +19,7 @@ from eqx_norm._jax import lowering, registry
 from eqx_norm._jax.lowering import Args, Aval
 from eqx_norm._normalise.formulas import reference
 
-from . import shares
+from . import device_shares
 
 
 def new_primitive(
@@ -46,7 +46,7 @@ def new_primitive(
         if names:
             raise NameError(f"unbound axis name: {names[0]}")
         avals, x = lowering.results(context), lowering.operands(context)[full[0]].shape
-        mapped = len(x) - static[shares.layout_of(static)].ndim
+        mapped = len(x) - static[device_shares.layout_of(static)].ndim
         sums = vectors(x, **static) if vectors else ()
         # A mapped axis that vectors share with x is not summed over.
         is_kept = [all(v[axis] == x[axis] for v in sums[:1]) for axis in range(mapped)]
@@ -64,7 +64,7 @@ def new_primitive(
 
         is_known = all(isinstance(size, int) for size in x)
         if sums and is_known and (split := _split(platform, context, x[:mapped])):
-            shared = shares.computed_on_shares(on_share, sums, avals, full[0], **static)
+            shared = device_shares.computed_on_shares(on_share, sums, avals, full[0], **static)
             return lowering.lowered(shared, split, *arrays)
 
         def results(*arrays: Array) -> list[Array]:

@@ -61,7 +61,7 @@ class Chain(NamedTuple):
     def gradients(
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
-        """Returns the gradients of x and of weights, as `of_examples.gradients` does."""
+        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
         del vectors  # computed again
         dx = self._dx(dy, at)
         if not sums.any:

@@ -20,8 +20,8 @@ from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 from eqx_norm._normalise.kernels import rows
 
-from .chain import Chain
 from .example_passes import Passes
+from .gpu_chain import Chain
 
 
 def y(
