@@ -193,8 +193,10 @@ class Oracle:
         spread = np.maximum(1, np.abs(x - own) * rstd)
         weight = np.abs(z["weight"] + LD(case.weight_offset)) if "weight" in z else LD(1)
         u = weight * xhat + np.abs(z.get("bias", 0))
+        # The largest first and second derivatives of tanh, SiLU and GELU are GELU's, 1.129 and
+        # 0.798. `bend` is the effect of an error of u, and of 1 - tanh^2 in GELU's derivative:
+        # its factor is 1.5 sqrt(2 / pi) 0.0447 u^3, and tanh^2 is rounded by half a unit.
         slope, bend = (1.13, 0.8) if case.activation in SMOOTH else (1, 0)
-        # The effects of an error of u, and of 1 - tanh^2 in the derivative of GELU.
         bend = bend * u + 0.03 * u**3 * (case.activation == "gelu")
         g = np.abs(ct) * (slope + bend)
         size = {k: np.abs(a) * (rstd if k == "x" else 1) for k, a in v.items()}

@@ -208,41 +208,58 @@ def test_strategy_can_remember_the_batch_itself(approach):
 
 
 class Answers(AbstractStrategy[Running]):
-    """Evaluates its field `training` in `update`, and `inference_` in `infer`."""
+    """Returns the results of its fields."""
 
-    training: str = eqx.field(default="(batch, memory)", static=True)
-    inference_: str = eqx.field(default="memory.moments", static=True)
+    training: Any = eqx.field(default=lambda batch, memory: (batch, memory), static=True)
+    inference_: Any = eqx.field(default=lambda memory: memory.moments, static=True)
 
     def init(self, channels, dtype):
         return Running.empty(channels, dtype)
 
     def update(self, batch, memory):
-        return eval(self.training)
+        return self.training(batch, memory)
 
     def infer(self, memory):
-        return eval(self.inference_)
+        return self.inference_(memory)
 
 
-HALVES = "jax.tree.map(lambda a: a.astype(jnp.float16), memory)"
-TRAINING = {
-    "None": r"Answers\.update returned nothing \(None\), but a training step needs two things"
-    r".*return used, memory",
-    "batch": r"update returned TrainingBatch.*needs two things",
-    "(None, memory)": r"before the memory, nothing \(None\), but the layer normalises by"
-    r" Moments.*Moments\.of\(mean, variance\)",
-    "(memory, batch)": r"before the memory, Running\(.*Return the \.moments of this",
-    "(Moments.of(batch.mean[:2], batch.variance[:2]), memory)": r"mean of shape \(2,\).*"
-    r"m2 of shape \(2,\), but this layer has 3 channels",
-    "(batch, 0.5)": r"another structure, shape or dtype.*f\d\d\[\]\s+where `init` has made",
-    f"(batch, {HALVES})": r"returned a memory of another structure, shape or dtype"
-    r".*averages=Pair\(parts=f16\[2,2,3\].*has made.*averages=Pair\(parts=f\d\d\[2,2,3\]",
+def halved(memory):
+    return jax.tree.map(lambda a: a.astype(jnp.float16), memory)
+
+
+def of_two(batch):
+    return Moments.of(batch.mean[:2], batch.variance[:2])
+
+
+WRONG_UPDATES = {
+    r"Answers\.update returned nothing \(None\), but a training step needs two things"
+    r".*return used, memory": lambda batch, memory: None,
+    r"update returned TrainingBatch.*needs two things": lambda batch, memory: batch,
+    r"before the memory, nothing \(None\), but the layer normalises by"
+    r" Moments.*Moments\.of\(mean, variance\)": lambda batch, memory: (None, memory),
+    r"before the memory, Running\(.*Return the \.moments of this": lambda batch, memory: (
+        memory,
+        batch,
+    ),
+    r"mean of shape \(2,\).*m2 of shape \(2,\), but this layer has 3 channels": (
+        lambda batch, memory: (of_two(batch), memory)
+    ),
+    r"another structure, shape or dtype.*f\d\d\[\]\s+where `init` has made": (
+        lambda batch, memory: (batch, 0.5)
+    ),
+    r"returned a memory of another structure, shape or dtype"
+    r".*averages=Pair\(parts=f16\[2,2,3\].*has made.*averages=Pair\(parts=f\d\d\[2,2,3\]": (
+        lambda batch, memory: (batch, halved(memory))
+    ),
 }
-WRONG = [(Answers(answer), False, words) for answer, words in TRAINING.items()]
-PAIR = Answers(inference_="(memory.mean, memory.variance)")
+WRONG = [(Answers(update), False, words) for words, update in WRONG_UPDATES.items()]
+PAIR = Answers(inference_=lambda memory: (memory.mean, memory.variance))
 WRONG += [(PAIR, True, "infer returned a tuple of 2, .* but the layer normalises by Moments")]
 
 
-@pytest.mark.parametrize(("approach", "inference", "words"), WRONG, ids=str)
+@pytest.mark.parametrize(
+    ("approach", "inference", "words"), WRONG, ids=[words[:40] for *_, words in WRONG]
+)
 def test_wrong_return_values_of_a_strategy_are_errors(approach, inference, words):
     wrong, state = make(C, "batch", approach=approach, inference=inference)
     batch, _ = make(C, "batch", approach="batch")
