@@ -445,17 +445,10 @@ def is_split_well(rows: list[Row]) -> tuple[list[report.Verdict], tuple[str, str
         worst = max(rows, key=of)
         return f"jit over devices: {claim}", said(worst, of(worst)), of(worst) <= most
 
-    # On several TPU chips a pass finds k of columns. Two parts of a row are no shorter row.
-    whole, columns = [row for row in rows if row[mesh] != MESH], (RELU, SHAPES[TPU][0])
-    alike = [row for row in whole if (row["program"], row["shape"]) != columns]
-    but = "" if alike == whole else ", but BatchNorm of vectors"
+    whole = [row for row in rows if row[mesh] != MESH]  # parts of a row are no shorter row
+    claim = "at most 1.1 times the bytes of one device"
     verdicts = [
-        judged(
-            f"at most 1.1 times the bytes of one device{but}",
-            1.1,
-            alike,
-            lambda row: row[many] / row[one],
-        ),
+        judged(claim, 1.1, whole, lambda row: row[many] / row[one]),
         judged(f"at most {SMALL:.0%} of x sent", SMALL, rows, lambda row: row[sent]),
     ]
     more = [said(r, r[many] - r[theirs]) for r in rows if r[many] - r[theirs] > SMALL]
@@ -463,7 +456,7 @@ def is_split_well(rows: list[Row]) -> tuple[list[report.Verdict], tuple[str, str
     found = f"{len(more)} of {len(rows)}: {'; '.join(more or ['none'])}"
     limit = (
         "of each 192 values a mean, its rest and rstd; in 4 MB of x, partial sums; of split "
-        "rows, the parts' moments; on a TPU, a pass to find k of columns"
+        "rows, the parts' moments"
     )
     return verdicts, (goal, found, limit)
 

@@ -34,6 +34,7 @@ class Target(NamedTuple):
     # For each shape of vectors, the mesh axes over which to merge what a device sums over its
     # share of x.
     over: Over = ((), ())
+    devices: int = 1  # over which XLA may split arrays
 
     @property
     def own_sums(self) -> str:

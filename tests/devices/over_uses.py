@@ -11,11 +11,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_norm import LayerNorm, RMSNorm
-from tests.helpers import make, same
+from tests.helpers import make, normal, over_batch, same
 from tests.layers import test_rows
 from tests.layers.norms import (
     NAMES,
@@ -296,6 +297,20 @@ def test_a_program_that_jit_splits_equals_that_of_one_device_and_gathers_no_x(na
     # XLA gathers three groups over two devices, and an axis of several that a row has.
     if (name, split) not in {("GroupNorm", "channels"), *((n, "values") for n in ROWS)}:
         assert all(elements < x.size // 2 for _, elements in sent), sent
+
+
+@pytest.mark.parametrize("shape", [(C,), (C, L)])
+def test_an_export_over_devices_sends_no_x(shape):
+    """Tests a program in which XLA splits the passes of `BatchNorm` itself, as on a TPU."""
+    where = NamedSharding(mesh_of(devices=DEVICES), SPLIT)
+    layer, state = make(C, "batch", approach="batch")
+    x = normal(0, (8 * DEVICES, *shape), 1e3).at[:, 1].set(7.25)  # a constant channel
+    f = jax.jit(lambda x: over_batch(layer)(x, state)[0])
+    exported = export.export(jax.jit(f, in_shardings=where))(x)
+    y, sent = run(exported.call, jax.device_put(x, where))
+    assert error(y, f(x)) < 1e-6
+    assert (y[:, 1] == 0).all()
+    assert all(elements <= 4 * DEVICES * C for _, elements in sent), sent
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -56,6 +56,7 @@ def new_primitive(
             lowering.platforms(context),
             lowering.is_partitioned(context),
             all(isinstance(size, int) for size in known),
+            devices=lowering.devices(context),
         )
 
         def on_share(over: lowering.Over) -> Callable[..., Sequence[Array]]:

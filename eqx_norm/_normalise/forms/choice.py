@@ -60,9 +60,11 @@ def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape)
         mapped = x.ndim - blocks.ndim
         examples = reference.summed_axes(x.shape[:mapped], shape[:mapped])
         if examples and not mask:
-            # k is the largest of the examples' first values, because XLA may send x to other
-            # devices to slice one example.
+            # k is the largest of the first values on each device, because XLA may send x to
+            # other devices to slice one example.
             k = reference.first(x, shape=(*x.shape[:mapped], *shape[mapped:]))
+            for axis in examples:
+                k = _first_on_each(target.devices, k, axis)
             k = k.max(examples, keepdims=True)
         else:
             k = reference.first(x, *mask, shape=shape, largest=True)
@@ -74,6 +76,16 @@ def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape)
     sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
     differs = any(n != 1 for n in sizes)  # between examples
     return reference.first(x, *mask, shape=shape, largest=differs)
+
+
+def _first_on_each(devices: int, x: Array, axis: int) -> Array:
+    """Returns the first index of each of as many parts of an axis as there are devices; x
+    itself if the axis has no such parts."""
+    n = x.shape[axis]
+    if not isinstance(n, int) or n % devices:
+        return x
+    parts = x.reshape(*x.shape[:axis], devices, n // devices, *x.shape[axis + 1 :])
+    return lax.index_in_dim(parts, 0, axis + 1, keepdims=False)
 
 
 def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: object) -> list[Array]:
