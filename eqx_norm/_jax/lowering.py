@@ -29,12 +29,16 @@ class Target(NamedTuple):
 
     platform: str  # "cpu", "gpu", or "other"
     platforms: Sequence[str]  # of the whole program
-    is_partitioned: bool  # XLA will split arrays over devices
+    devices: int  # over which XLA may split arrays
     is_known: bool  # sums are over axes of known sizes, not over symbols of `jax.export`
     # For each shape of vectors, the mesh axes over which to merge what a device sums over its
     # share of x.
     over: Over = ((), ())
-    devices: int = 1  # over which XLA may split arrays
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Returns whether XLA may split arrays."""
+        return self.devices > 1
 
     @property
     def own_sums(self) -> str:
@@ -58,18 +62,15 @@ def platforms(context: Context) -> Sequence[str]:
     return context.module_context.platforms
 
 
-def is_partitioned(context: Context) -> bool:
-    """Returns whether XLA will split the program over devices: `False` on one device and inside
-    `shard_map`."""
+def devices(context: Context) -> int:
+    """Returns the number of devices over which XLA may split the program: 1 inside `shard_map`,
+    unless some axes of its mesh are automatic."""
     axes = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
-        return frozenset(axes.manual_axes) != frozenset(axes.mesh.axis_names)
-    return devices(context) > 1
-
-
-def devices(context: Context) -> int:
-    """Returns the number of devices over which XLA may split the program."""
-    return getattr(context.module_context.axis_context, "num_devices", None) or 1
+        return math.prod(
+            n for name, n in axes.mesh.shape.items() if name not in axes.manual_axes
+        )
+    return getattr(axes, "num_devices", None) or 1
 
 
 def with_mesh(context: Context) -> Context | None:
@@ -84,7 +85,7 @@ def with_mesh(context: Context) -> Context | None:
     axes, is_exported = module.axis_context, module.lowering_parameters.for_export
     config: Any = jax.config  # without types
     has_rules = config.jax_use_shardy_partitioner and not is_exported
-    if hasattr(axes, "manual_axes") or not is_partitioned(context) or not has_rules:
+    if hasattr(axes, "manual_axes") or devices(context) == 1 or not has_rules:
         return None
     meshes = dict.fromkeys(aval.sharding.mesh.axis_sizes for aval in operands(context))
     known = [sizes for sizes in meshes if math.prod(sizes) == axes.num_devices]

@@ -55,11 +55,12 @@ def derive(
     remat: Rule | None = None,
 ) -> None:
     """Registers the rules of derivatives, and of `jax.checkpoint`."""
-    registries = ad.primitive_jvps, ad.primitive_transposes
-    both = partial_eval.partial_eval_jaxpr_custom_rules
-    for registry, rule in zip((*registries, both), (jvp, transpose, remat), strict=True):
-        if rule is not None:
-            registry[made] = rule
+    if jvp is not None:
+        ad.primitive_jvps[made] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[made] = transpose
+    if remat is not None:
+        partial_eval.partial_eval_jaxpr_custom_rules[made] = remat
 
 
 def derive_linear(made: Primitive, transpose: Rule) -> None:

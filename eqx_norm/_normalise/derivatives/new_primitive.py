@@ -54,13 +54,12 @@ def new_primitive(
         target = lowering.Target(
             platform,
             lowering.platforms(context),
-            lowering.is_partitioned(context),
+            lowering.devices(context),
             all(isinstance(size, int) for size in known),
-            devices=lowering.devices(context),
         )
 
         def on_share(over: lowering.Over) -> Callable[..., Sequence[Array]]:
-            local = target._replace(is_partitioned=False, over=over)
+            local = target._replace(devices=1, over=over)
             return functools.partial(compute, local)
 
         is_known = all(isinstance(size, int) for size in x)

@@ -216,6 +216,6 @@ def test_a_row_that_devices_split_is_refused():
     """Tests what XLA's partitioner raises in a program that `jit` splits."""
     x = jnp.zeros((4, 8))
     at, layout = Operands(x, x[:1], x[:1]), Layout((8,), 1, 1)
-    target = Target("other", ["tpu"], False, True, over=[("values",), ()])
+    target = Target("other", ["tpu"], 1, True, over=[("values",), ()])
     with pytest.raises(ValueError, match="the mesh splits the values of a row"):
         Kernel.of(target, layout, RowNorm(1e-5, True), at, Sums())
