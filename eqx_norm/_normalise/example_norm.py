@@ -53,14 +53,12 @@ def normalise_example(
     kernel = implementation == "pallas"
     function = None
     if activation is not None and not jnp.iscomplexobj(x):
-        in_rows = layout.size, x.size // layout.size
-        function = elementwise(activation, x.shape, in_rows, wide.dtype)
+        function = elementwise(activation, x.shape, wide.dtype)
     norm = RowNorm(eps, centred, function)
-    is_fused = (activation is None) == (function is None)
     if kernel:
-        checked = norm._replace(activation=function or activation)
-        rows.check(x, mask, layout, checked, axis_name, is_fused)
+        rows.check(x, mask, layout, axis_name, activation, function)
     # Parts of examples, complex numbers, and functions that may not be elementwise.
+    is_fused = (activation is None) == (function is None)
     if axis_name != () or jnp.iscomplexobj(x) or not is_fused or x.ndim == 0:
         return normalise(values, moments(values, axis_name, centred=centred), affine, eps=eps)
 

@@ -98,31 +98,61 @@ def test_activation_in_the_layer_equals_activation_after_the_layer(name):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-ELEMENTWISE = jax.nn.relu, jax.nn.gelu, jax.nn.elu, jax.nn.softplus, jax.nn.silu
+ELEMENTWISE = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "elu": jax.nn.elu,
+    "softplus": jax.nn.softplus,
+    "silu": jax.nn.silu,
+    "size": lambda u: u * u.shape[0],
+    "size in a call": lambda u: jnp.where(u > 0, u, float(u.shape[0])),
+    "size, filled in": lambda u: u * jnp.full_like(u, u.shape[0]),
+}
 OTHERS = {
     "maximum": lambda u: u / (1 + jnp.abs(u).max()),
     "cumsum": lambda u: jnp.cumsum(u, axis=0),
     "softmax": jax.nn.softmax,
     "position": lambda u: u * jnp.arange(1.0, 1 + u.shape[-1])[None],
-    "size": lambda u: u * u.shape[0],
-    "size in a call": lambda u: jnp.where(u > 0, u, float(u.shape[0])),
-    "size, filled in": lambda u: u * jnp.full_like(u, u.shape[0]),
     "NumPy's positions": lambda u: u * np.arange(u.size, dtype=np.float32).reshape(u.shape),
     "reversed pieces": lambda u: jnp.where(u > 0, u[::-1], u),
+    "transposed": lambda u: jnp.where(u > 0, u.T.reshape(u.shape), u),
     "platform": lambda u: jax.lax.platform_dependent(u, cpu=jnp.tanh, default=jnp.sin),
     "function without forward derivative": straight_through,
 }
 
 
 @pytest.mark.x32  # the functions are of float32
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_functions_are_computed_in_any_shape(name):
+    """Compares values, and derivatives of first and second order."""
+    u, function = normal(0, (3, 4)), ELEMENTWISE[name]
+    in_rows = in_shape(function, u.shape, u.dtype)
+    assert in_rows is not None
+
+    def derivatives(function, u):
+        def one(u):
+            return jax.jvp(function, (u,), (jnp.ones_like(u),))[1]
+
+        return function(u), one(u), jax.jvp(one, (u,), (u,))[1]
+
+    expected = jax.jit(functools.partial(derivatives, function))(u)
+    actual = jax.jit(functools.partial(derivatives, in_rows))(u.reshape(2, 6))
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.x32  # the functions are of float32
 def test_elementwise_functions_are_recognised():
     """Tests functions also on a mesh, where traced programs name the sharding of arrays."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
-    for shapes in ((3, 4), (2, 6)), ((3, 4), (12,)):
-        for where in (contextlib.nullcontext(), jax.sharding.use_abstract_mesh(mesh)):
-            with where:
-                assert all(in_shape(function, *shapes) for function in ELEMENTWISE)
-                assert not [name for name in OTHERS if in_shape(OTHERS[name], *shapes)]
+    for where in (contextlib.nullcontext(), jax.sharding.use_abstract_mesh(mesh)):
+        with where:
+            found = {
+                name
+                for name, function in (ELEMENTWISE | OTHERS).items()
+                if in_shape(function, (3, 4), jnp.float32)
+            }
+            assert found == {*ELEMENTWISE}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._normalise.formulas.activation import applied
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape, rsqrt
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
@@ -42,7 +41,7 @@ class Chain(NamedTuple):
             return False
         longest = FEW if sums.any else LONGEST
         # XLA:GPU pads rows to a power of two, and then splits off costly functions.
-        if getattr(self.norm.activation, "is_costly", False):
+        if self.norm.activation is not None and self.norm.activation.is_costly:
             padded = 1 << (layout.length - 1).bit_length()
             longest *= 4 * padded <= 5 * layout.length
         shapes = at.weight.shape, at.bias.shape, *[sums.shape] * sums.any
@@ -56,7 +55,8 @@ class Chain(NamedTuple):
         """Returns the normalised x."""
         u, _ = self._standardised(at.x)
         v = u * self._rows(at.weight) + self._rows(at.bias)
-        return self._in_shape(applied(self.norm.activation, v), at.x)
+        activation = self.norm.activation
+        return self._in_shape(v if activation is None else activation(v), at.x)
 
     def gradients(
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums

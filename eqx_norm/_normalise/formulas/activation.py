@@ -1,24 +1,20 @@
 """Applies activations, and finds out whether a function is elementwise."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from eqx_norm._jax.jaxprs import (
     COSTLY,
-    ELEMENTWISE,
     Jaxpr,
-    Literal,
-    called,
+    elementwise_results,
     equations,
-    has_constants,
-    without_shapes,
+    shows_elementwise,
 )
-from eqx_norm._jax.lowering import Aval, automatic_mesh, like
+from eqx_norm._jax.lowering import Args, automatic_mesh
 
 from .reference import Shape
 
@@ -46,17 +42,20 @@ def applied(activation: Activation | None, u: Array) -> Array:
 
 
 class Elementwise:
-    """Holds an activation whose jaxprs for two shapes show the same elementwise function. Equal
-    jaxprs of the function and of its derivative, which may have a rule of its own, make equal
-    objects, whatever variables the code has read."""
+    """Holds an activation that is elementwise, for arrays of any shape. Two objects are equal
+    if the jaxprs of function and derivative, which may have a rule of its own, are equal,
+    whatever variables the code has read.
+
+    **Fields:** `derivative`: the jaxpr that computes the tangent of y from u and its tangent.
+    """
 
     def __init__(self, function: Activation, jaxpr: Jaxpr, derivative: Jaxpr):
-        self.function, self.key = function, f"{jaxpr}\n{derivative}"
-        names = {equation.primitive.name for equation in equations(jaxpr)}
-        self.is_costly = bool(COSTLY & names)
+        self.function, self.jaxpr, self.derivative = function, jaxpr, derivative
+        self.key = f"{jaxpr}\n{derivative}"
+        self.is_costly = bool(COSTLY & {e.primitive.name for e in equations(jaxpr)})
 
     def __call__(self, u: Array) -> Array:
-        return applied(self.function, u)
+        return _called(self, u)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Elementwise) and self.key == other.key
@@ -68,51 +67,25 @@ class Elementwise:
         return repr(self.function)
 
 
-def elementwise(
-    activation: Activation, of: Shape, shape: Shape, dtype: Any = jnp.float32
-) -> Elementwise | None:
-    """Returns the activation, made for arrays of shape `of`, for arrays of any shape in
-    programs that are `lowered`; `None` if the jaxprs for both shapes do not show the same
-    elementwise function, or if its derivative has constants."""
-    u, function = jax.ShapeDtypeStruct(of, dtype), functools.partial(applied, activation)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _called(function: Elementwise, u: Array) -> Array:
+    return elementwise_results(function.jaxpr, u)[0]
+
+
+@_called.defjvp
+def _called_jvp(function: Elementwise, primals: Args, tangents: Args) -> Any:
+    return function(*primals), elementwise_results(function.derivative, *primals, *tangents)[0]
+
+
+def elementwise(activation: Activation, shape: Shape, dtype: Any) -> Elementwise | None:
+    """Returns the activation as an `Elementwise`; `None` if its jaxprs for an array of this
+    shape do not show that it is one."""
+    u, function = jax.ShapeDtypeStruct(shape, dtype), functools.partial(applied, activation)
     with automatic_mesh():
         try:
             jaxpr = jax.make_jaxpr(function)(u)
-            derivative = jax.make_jaxpr(lambda u, du: jax.jvp(function, (u,), (du,)))(u, u)
+            derivative = jax.make_jaxpr(lambda u, du: jax.jvp(function, (u,), (du,))[1])(u, u)
         except Exception:  # as for an array that is split over explicit axes
             return None
-        # A constant would not be in the text that is compared.
-        if reshaped(function, jaxpr, u, shape) is None or has_constants(derivative):
-            return None
-        return Elementwise(activation, jaxpr, derivative)
-
-
-def reshaped(
-    function: Activation, jaxpr: Jaxpr, u: Array | jax.ShapeDtypeStruct, shape: Shape
-) -> Activation | None:
-    """Returns the function for u in another `shape`, or `None`, as `elementwise` does."""
-    other = jaxpr
-    if _is_elementwise(jaxpr) and u.shape != shape:
-        reshaped = like(u, shape, u.dtype)
-        try:
-            other = jax.make_jaxpr(lambda u: function(u))(reshaped)
-        except Exception:  # whatever the user's function raises
-            return None
-    if not _is_elementwise(other):
-        return None
-    if without_shapes(jaxpr) != without_shapes(other):
-        return None
-    return lambda u: called(other, u)[0]
-
-
-def _is_elementwise(jaxpr: Jaxpr) -> bool:
-    """Returns whether the jaxpr shows that values are computed independently of each other."""
-    found, types = list(equations(jaxpr)), cast(Sequence[Aval], jaxpr.in_avals)
-    sizes = {1, *(aval.size for aval in types)}
-    same_sizes = all(
-        v.aval.size in ({1} if isinstance(v, Literal) else sizes)
-        for equation in found
-        for v in equation.invars
-    )
-    names = {equation.primitive.name for equation in found}
-    return same_sizes and not has_constants(jaxpr) and names <= ELEMENTWISE
+    is_elementwise = all(shows_elementwise(j, shape) for j in (jaxpr, derivative))
+    return Elementwise(activation, jaxpr, derivative) if is_elementwise else None

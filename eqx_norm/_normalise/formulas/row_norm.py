@@ -1,17 +1,15 @@
 """Defines the norm of a row and its derivative, for XLA's programs and for kernels."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._jax.jaxprs import in_kernel
+from eqx_norm._jax.jaxprs import elementwise_results
 from eqx_norm.strategies._pair import rounded
 
-from .activation import Activation, applied
+from .activation import Elementwise
 from .reference import Shape
 
 # A function that returns the mean of each row, in a shape that broadcasts to the rows.
@@ -30,7 +28,7 @@ class RowNorm(NamedTuple):
 
     eps: float
     centred: bool
-    activation: Activation | None = None
+    activation: Elementwise | None = None
 
     def standardised(self, x: Array, k: Any, mean: Mean) -> tuple[Array, Array]:
         """Returns u and r."""
@@ -54,8 +52,7 @@ class RowNorm(NamedTuple):
         v = u * weight + bias
         if self.activation is None:
             return v
-        function = functools.partial(applied, self.activation)
-        return in_kernel(jax.make_jaxpr(function)(_like(v)), v)[0]
+        return elementwise_results(self.activation.jaxpr, v)[0]
 
     def g(
         self,
@@ -69,13 +66,8 @@ class RowNorm(NamedTuple):
         in it by this function."""
         if self.activation is None:
             return dy
-        along = self.derivative(_like(u))
-        return in_kernel(along, u * weight + bias, dy, product=product)[0]
-
-    def derivative(self, like: jax.ShapeDtypeStruct) -> Any:
-        """Returns the jaxpr that computes the activation's tangent from v and its tangent."""
-        function = functools.partial(applied, self.activation)
-        return jax.make_jaxpr(lambda v, dv: jax.jvp(function, (v,), (dv,))[1])(like, like)
+        derivative, v = self.activation.derivative, u * weight + bias
+        return elementwise_results(derivative, v, dy, product=product)[0]
 
     def along_x(self, h: Array, u: Array, rstd: Array, mean: Mean) -> Array:
         """Returns dx for h; as the map is symmetric, also the tangent of u for that of x."""
@@ -108,7 +100,3 @@ class Sums(NamedTuple):
     def chosen(self, weight: Array, bias: Array) -> list[Array]:
         """Returns those of the two gradients that are wanted."""
         return [weight] * self.of_weight + [bias] * self.of_bias
-
-
-def _like(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -5,13 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from eqx_norm._jax.collectives import AxisName
 from eqx_norm._jax.jaxprs import equations
 from eqx_norm._jax.lowering import Target
+from eqx_norm._normalise.formulas.activation import Activation, Elementwise
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 
@@ -31,12 +30,12 @@ def check(
     x: Array,
     mask: Array | None,
     layout: Layout,
-    norm: RowNorm,
     axis_name: AxisName,
-    is_elementwise: bool,
+    activation: Activation | None,
+    elementwise: Elementwise | None,
 ) -> None:
-    """Raises `ValueError` if no kernel serves x, on any platform."""
-    activation = norm.activation
+    """Raises `ValueError` if no kernel serves x, on any platform. `elementwise` is the
+    activation, or `None` if it is not elementwise."""
     refused = functools.partial(refusal, x, axes="one example")
     if mask is not None:
         raise refused("no kernel takes a mask")
@@ -47,9 +46,9 @@ def check(
             "a kernel normalises adjacent values, not those along the channels (axis=0)"
         )
     if activation is not None:
-        if not is_elementwise:
+        if elementwise is None:
             raise refused(f"activation={activation} does not show that it is elementwise")
-        found = equations(norm.derivative(jax.ShapeDtypeStruct((), jnp.float32)))
+        found = equations(elementwise.derivative)
         if others := {equation.primitive.name for equation in found} - _COMPUTED:
             names = ", ".join(sorted(others))
             raise refused(f"no kernel computes {names}, which activation={activation} needs")
