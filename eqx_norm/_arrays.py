@@ -61,7 +61,9 @@ def moments(
         # A count without axes is that of positions that are not masked.
         count = count if count.ndim else jnp.where(values.mask, count, 0)
         count = (
-            count if count.size == m2.size else jnp.broadcast_to(count, values.layout.moments)
+            count
+            if count.size == m2.size
+            else jnp.broadcast_to(count, values.layout.moments_shape)
         )
         count = count.reshape(kept)
     return Moments(count, Pair.of(mean, rest), m2)
@@ -135,7 +137,7 @@ def _like_x(name: str, array: Array, values: Values) -> Array:
             f"{name} has shape {array.shape}, which does not broadcast to x, of {x.shape}. Add "
             f"the axes that it lacks at the end, for example {name}[:, None]."
         )
-    array, start = array.reshape(shape), x.ndim - values.layout.of_moments.ndim
+    array, start = array.reshape(shape), x.ndim - values.layout.moment_blocks.ndim
     if set(shape[start:]) <= {1}:
         return array
     # A pass may merge the last axes into one.

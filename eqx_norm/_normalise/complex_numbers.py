@@ -22,12 +22,12 @@ def parts(values: Values) -> Values:
     return Values.of(jnp.stack(both), mask, groups=2, channels=2)
 
 
-def whole(of_parts: Moments) -> Moments:
+def joined(of_parts: Moments) -> Moments:
     """Returns the moments of complex numbers: m2 is the sum of the m2 of both parts."""
     count = of_parts.count
-    mean, m2 = Pair(_joined(of_parts.mean_pair.parts)), jnp.add(*jnp.split(of_parts.m2, 2))
+    mean, m2 = Pair(_complex(of_parts.mean_pair.parts)), jnp.add(*jnp.split(of_parts.m2, 2))
     return Moments(count[: m2.size] if count.ndim else count, mean, m2)
 
 
-def _joined(both: Array) -> Array:
+def _complex(both: Array) -> Array:
     return lax.complex(*jnp.split(both, 2, axis=-1))

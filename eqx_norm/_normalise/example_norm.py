@@ -4,10 +4,10 @@
     d_norm(dx, d_weight, d_bias; x, weight, bias, ...)  the derivative of norm
     d_norm_t(dy; x, weight, bias, ...)                  the transpose of d_norm: gradients
 
-with `...` the moments of x, by which the backward pass need not compute them again (a kernel
-computes them again), and the mask, if there is one. `forms.choice_for_examples` has a form of y
-and of the gradients for each platform. y has the same form whether it is differentiated or not.
-All other derivatives, forward mode and higher orders, are those of `moments` and `normalise`.
+with `...` rstd and the mean of x, which the backward pass reads (but a kernel computes them
+again), and the mask, if there is one. `forms.choice_for_examples` has a form of y and of the
+gradients for each platform. y has the same form whether it is differentiated or not. All other
+derivatives, forward mode and higher orders, are those of `moments` and `normalise`.
 
 As in `derivatives.moments_and_affine`, arrays have as many axes as x, with size 1 where they
 are broadcast. `d_norm_t` sums over mapped axes of size 1.
@@ -35,7 +35,7 @@ from .formulas.reference import Shape, compute_dtype, widened
 from .formulas.row_norm import RowNorm
 from .kernels import rows
 from .moments import moments
-from .normalise import Affine, normalise
+from .normalise import Affine, like_x, normalise
 from .values import Values
 
 
@@ -62,14 +62,9 @@ def normalise_example(
     if axis_name != () or jnp.iscomplexobj(x) or not is_fused or x.ndim == 0:
         return normalise(values, moments(values, axis_name, centred=centred), affine, eps=eps)
 
-    def like_x(vector: Array | None, default: int) -> Array:
-        if vector is None:
-            return jnp.full((1,) * x.ndim, default, wide.dtype)
-        is_of_values = vector.size == x.size
-        shape = x.shape if is_of_values else layout.weights
-        return vector.reshape(shape).astype(wide.dtype)
-
-    vectors = like_x(weight, 1), like_x(bias, 0)
+    defaults = (jnp.full((1,) * x.ndim, number, wide.dtype) for number in (1, 0))
+    given = like_x((weight, bias), values)
+    vectors = [d if v is None else v for d, v in zip(defaults, given, strict=True)]
     # A kernel takes a weight of each value, or one of each group.
     in_kernel = kernel and (layout.groups == 1 or layout.channels != layout.groups)
     if in_kernel or any(v.shape == x.shape for v in vectors):
@@ -138,13 +133,13 @@ def _types(
     return [*_type(x, dy), *(typed([x], x, *weight) for weight in weights)]
 
 
-def _of_moments(x: Shape, *, layout: Layout, shape: Shape = (), **_: object) -> list[Shape]:
+def _vectors(x: Shape, *, layout: Layout, shape: Shape = (), **_: object) -> list[Shape]:
     """Returns the shapes of moments, and of gradients of weights."""
-    return [(*x[: len(x) - layout.ndim], *layout.moments), *[shape] * bool(shape)]
+    return [(*x[: len(x) - layout.ndim], *layout.moments_shape), *[shape] * bool(shape)]
 
 
-def _moment_types(x: Aval, *mask: Aval, layout: Layout, centred: bool, **_: object) -> Any:
-    (shape,), dtype = _of_moments(x.shape, layout=layout), compute_dtype(x.dtype)
+def _vector_types(x: Aval, *mask: Aval, layout: Layout, centred: bool, **_: object) -> Any:
+    (shape,), dtype = _vectors(x.shape, layout=layout), compute_dtype(x.dtype)
     return [typed([x, *mask], x, shape, dtype, x.ndim - layout.ndim)] * (3 if centred else 1)
 
 
@@ -153,8 +148,8 @@ def _lowered_tangent(target: Target, *arrays: Array, **static: Any) -> list[Arra
     return _tangent(*arrays, **static)
 
 
-_new = functools.partial(new_primitive, full=[0], vectors=_of_moments)
-MOMENTS = _new("moments_of_example", example_passes.moments, _moment_types)
+_new = functools.partial(new_primitive, full=[0], vectors=_vectors)
+RSTD_AND_MEAN = _new("rstd_and_mean", example_passes.rstd_and_mean, _vector_types)
 NORM = _new("norm", choice_for_examples.y, _type)
 D_NORM = new_primitive("d_norm", _lowered_tangent, _type, full=[0, 3])
 D_NORM_T = _new("d_norm_t", choice_for_examples.gradients, _types, full=[0, 1])
@@ -168,7 +163,7 @@ def _norm_jvp(primals: Args, tangents: Args, *, kernel: bool, **static: Any) -> 
     along = [*map(registry.instantiate_zeros, tangents[:3])]
     norm: RowNorm = static["norm"]
     how: Any = {"layout": static["layout"], "eps": norm.eps, "centred": norm.centred}
-    vectors = [] if kernel else bind(MOMENTS, lax.stop_gradient(x), *others[2:], **how)
+    vectors = [] if kernel else bind(RSTD_AND_MEAN, lax.stop_gradient(x), *others[2:], **how)
     operands = [*along, *primals[:3], *vectors, *primals[3:]]
     (y,) = NORM.bind(*primals, kernel=kernel, **static)
     return [y], bind(D_NORM, *operands, kernel=kernel, **static)

@@ -47,7 +47,7 @@ def moments(
     if jnp.iscomplexobj(values.x):
         parts = complex_numbers.parts(values)
         how: Any = {"centred": centred, "safe": safe, "implementation": implementation}
-        return complex_numbers.whole(moments(parts, axis_name, **how))
+        return complex_numbers.joined(moments(parts, axis_name, **how))
     names, mesh = collectives.split_names(axis_name)
     if centred:
         vectors = _statistics(values, names, mesh, implementation=implementation)
@@ -59,17 +59,17 @@ def moments(
 def _statistics(values: Values, names: Names, mesh: Names, **how: Any) -> Sequence[Array]:
     """Returns count, mean, m2 and mean_rest."""
     x, layout = lax.stop_gradient(values.x), values.layout
-    where: Any = {"blocks": layout.of_moments, "shape": layout.moments, "names": names}
+    where: Any = {"blocks": layout.moment_blocks, "shape": layout.moments_shape, "names": names}
     columns = bind(STATISTICS, x, values.mask, **where, **how)
     return collectives.pooled([column.reshape(-1) for column in columns], mesh)
 
 
 def _squares(values: Values, names: Names, mesh: Names) -> Sequence[Array]:
     """Returns the count, 0, the sum of squares, and 0."""
-    (x, wide, mask, layout), shape = values, values.layout.moments
+    (x, wide, mask, layout), shape = values, values.layout.moments_shape
     zero = jnp.zeros(shape, wide.dtype)
     arrays = (lax.stop_gradient(wide), lax.stop_gradient(x), zero, zero, mask)
-    sums = bind(SUMS, *arrays, both=False, blocks=layout.of_moments, shape=shape)
+    sums = bind(SUMS, *arrays, both=False, blocks=layout.moment_blocks, shape=shape)
     if mask is not None:
         count = mask.astype(zero.dtype) * (x.size // mask.size)
         count = count if layout.groups is None else count.sum() / layout.size
@@ -91,7 +91,7 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
         values, vectors = complex_numbers.parts(values), [*map(jnp.concatenate, pairs)]
     how: Any = {"centred": True, "safe": True}
     found = differentiable(values, axis_name, count, *vectors, **how)
-    return (complex_numbers.whole(found) if is_complex else found).astype(dtype)
+    return (complex_numbers.joined(found) if is_complex else found).astype(dtype)
 
 
 def differentiable(
@@ -118,11 +118,13 @@ def differentiable(
         count, n = [full(s, size, m2.dtype) for s in ((), (1,) * x.ndim)]
     else:  # all channels have the same count
         count = count if along_first else count[0]
-        n = jnp.maximum(count, 1).reshape(layout.moments if along_first else (1,) * x.ndim)
+        n = jnp.maximum(count, 1).reshape(
+            layout.moments_shape if along_first else (1,) * x.ndim
+        )
     names, mesh = collectives.split_names(axis_name)
-    columns = (v.reshape(layout.moments) for v in (mean, rest, m2))
+    columns = (v.reshape(layout.moments_shape) for v in (mean, rest, m2))
     arrays = (wide, x, *columns, n, *([] if mask is None else [mask]))
-    where: Any = {"blocks": layout.of_moments, "shape": layout.moments, "safe": safe}
+    where: Any = {"blocks": layout.moment_blocks, "shape": layout.moments_shape, "safe": safe}
     columns = MOMENTS.bind(*arrays, names=names, mesh=mesh, centred=centred, **where)
     mean, m2 = (column.reshape(-1) for column in columns)
     return Moments(count, Pair.of(mean, rest) if centred else mean, m2)

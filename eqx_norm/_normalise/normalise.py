@@ -1,6 +1,7 @@
 """Normalises an example's values by moments, and applies weight, bias and activation."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -35,10 +36,10 @@ def normalise(values: Values, used: Moments, affine: Affine, *, eps: float) -> A
     All values up to the activation's result are float32 or better. `used` has one number per
     group.
     """
-    (x, wide, mask, layout), blocks = values, values.layout.of_weights
+    (x, wide, mask, layout), blocks = values, values.layout.weight_blocks
     rstd = reference.rsqrt(used.variance + eps).astype(wide.dtype)
     mean, mean_rest, scale = columns = layout.columns(used, rstd)
-    weight, bias, activation = _like_x(affine, values)
+    (weight, bias), activation = like_x(affine[:2], values), affine.activation
     if jnp.iscomplexobj(x):
         y = functools.partial(_in_jax_numpy, values, activation=activation)
         # A barrier before each vector, but not before x, which would then be saved twice.
@@ -69,8 +70,8 @@ def normalise_in_jax_numpy(
     can read the program."""
     rstd = (1 / jnp.sqrt(used.variance + eps)).astype(values.wide.dtype)
     columns = values.layout.columns(used, rstd)
-    weight, bias, activation = _like_x(affine, values)
-    return _in_jax_numpy(values, columns, weight, bias, activation=activation)
+    weight, bias = like_x(affine[:2], values)
+    return _in_jax_numpy(values, columns, weight, bias, activation=affine.activation)
 
 
 def _in_jax_numpy(
@@ -109,14 +110,12 @@ def _of_each_value(
     return applied(activation, u)
 
 
-def _like_x(affine: Affine, values: Values) -> Affine:
-    """Returns weight and bias with as many axes as x, in the compute dtype."""
+def like_x(vectors: Sequence[Array | None], values: Values) -> list[Array | None]:
+    """Returns each weight or bias with as many axes as x, in the compute dtype."""
 
-    def like_x(vector: Array | None) -> Array | None:
-        if vector is None:
-            return None
-        shape = vector.shape if vector.ndim == values.x.ndim else values.layout.weights
+    def reshaped(vector: Array) -> Array:
+        shape = vector.shape if vector.ndim == values.x.ndim else values.layout.weights_shape
         shape = values.x.shape if vector.size == values.x.size else shape
         return vector.reshape(shape).astype(values.wide.dtype)
 
-    return affine._replace(weight=like_x(affine.weight), bias=like_x(affine.bias))
+    return [None if vector is None else reshaped(vector) for vector in vectors]

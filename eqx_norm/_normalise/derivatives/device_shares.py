@@ -144,8 +144,8 @@ class _Shared(NamedTuple):
                 values = zip(compute(*operands, **local), shapes, strict=True)
                 return [value.reshape(shape) for value, shape in values]
 
-        whole = jax.NamedSharding(mesh, jax.P())
-        return mesh, of_share, places, (*(split(a.shape) for a in operands[:-1]), whole)
+        replicated = jax.NamedSharding(mesh, jax.P())
+        return mesh, of_share, places, (*(split(a.shape) for a in operands[:-1]), replicated)
 
     def _spec(self, mesh: Any, x: Shape, given: jax.P) -> list[tuple[str, ...]]:
         """Returns the names of the mesh axes that split each axis of x, none for one that is

@@ -3,7 +3,6 @@ compute the formulas of `formulas.reference`."""
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -62,20 +61,20 @@ def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape)
         if examples and not mask:
             # k is the largest of the first values on each device, because XLA may send x to
             # other devices to slice one example.
-            k = reference.first(x, shape=(*x.shape[:mapped], *shape[mapped:]))
+            k = reference.first_value(x, shape=(*x.shape[:mapped], *shape[mapped:]))
             for axis in examples:
                 k = _first_on_each(target.devices, k, axis)
             k = k.max(examples, keepdims=True)
         else:
-            k = reference.first(x, *mask, shape=shape, largest=True)
+            k = reference.first_value(x, *mask, shape=shape, largest=True)
         # The barrier makes k whole on each device; without it XLA reduces k for each reader.
         return lax.optimization_barrier(k.reshape(-1))
     if mask and target.platform == "gpu":
         arrays, shape = blocks.arranged([x, *mask], shape, flat=True)
-        return reference.first(*arrays, shape=shape)  # one gather for all axes
+        return reference.first_value(*arrays, shape=shape)  # one gather for all axes
     sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
     differs = any(n != 1 for n in sizes)  # between examples
-    return reference.first(x, *mask, shape=shape, largest=differs)
+    return reference.first_value(x, *mask, shape=shape, largest=differs)
 
 
 def _first_on_each(devices: int, x: Array, axis: int) -> Array:
@@ -86,13 +85,6 @@ def _first_on_each(devices: int, x: Array, axis: int) -> Array:
         return x
     parts = x.reshape(*x.shape[:axis], devices, n // devices, *x.shape[axis + 1 :])
     return lax.index_in_dim(parts, 0, axis + 1, keepdims=False)
-
-
-def moments(target: Target, *arrays: Array, shape: Shape, **_parameters: object) -> list[Array]:
-    """Returns the mean and m2 of `statistics` unchanged: only the derivatives read x."""
-    del target
-    _, _, mean, _, m2, *_count_and_mask = arrays
-    return [jnp.broadcast_to(vector, shape) for vector in (mean, m2)]
 
 
 def sums(

@@ -24,12 +24,12 @@ from eqx_norm.strategies._pair import rounded
 from . import choice, on_cpu
 
 
-def moments(
+def rstd_and_mean(
     target: Target, x: Array, *mask: Array, layout: Layout, eps: float, centred: bool
 ) -> list[Array]:
     """Returns rstd of each group and, if `centred`, the mean as a pair."""
-    shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments)
-    how: Any = {"blocks": layout.of_moments, "shape": shape}
+    shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
+    how: Any = {"blocks": layout.moment_blocks, "shape": shape}
     on_a_cpu = target.own_sums == "cpu"
     if centred:
         how |= {"implementation": "auto", "written": False}
@@ -84,10 +84,10 @@ class Passes(NamedTuple):
         """Returns the normalised x."""
         # The squares of RMSNorm are read by XLA's library, which converts x itself.
         x = _small(self.target, at.x, once=not self.norm.centred)
-        vectors, form = self._moments(at), self._form(at)
-        x, *mask = form(x, *at.mask)
-        rstd, *mean = form(*vectors)
-        weight, bias = form(at.weight, at.bias)
+        vectors, arranged = self._rstd_and_mean(at), self._arrangement(at)
+        x, *mask = arranged(x, *at.mask)
+        rstd, *mean = arranged(*vectors)
+        weight, bias = arranged(at.weight, at.bias)
         d = _deviations(x, rstd, mean, mask)
         y = self.norm.y(d, rstd * weight, bias)
         return reference.masked(y, *mask).astype(at.x.dtype)
@@ -96,12 +96,13 @@ class Passes(NamedTuple):
         self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
     ) -> list[Array]:
         """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
-        layout, norm, target, form = self.layout, self.norm, self.target, self._form(at)
-        of_moments = form.shape((*at.x.shape[: at.x.ndim - layout.ndim], *layout.moments))
-        of_weights = form.shape(sums.shape or at.weight.shape)
+        target, layout, norm = self
+        arranged, mapped = self._arrangement(at), at.x.shape[: at.x.ndim - layout.ndim]
+        moments_shape = arranged.shape((*mapped, *layout.moments_shape))
+        weights_shape = arranged.shape(sums.shape or at.weight.shape)
         arrays = (_small(target, v) for v in (at.x, dy))
-        x, dy, weight, bias, *mask = form(*arrays, at.weight, at.bias, *at.mask)
-        vectors, passes = form(*(vectors or self._moments(at))), itertools.count(1)
+        x, dy, weight, bias, *mask = arranged(*arrays, at.weight, at.bias, *at.mask)
+        vectors, passes = arranged(*(vectors or self._rstd_and_mean(at))), itertools.count(1)
 
         product = _rounded_product if self._is_on_cpu else lax.mul
 
@@ -118,13 +119,13 @@ class Passes(NamedTuple):
             return reference.masked(g, *mask), d, rstd
 
         g, d, rstd = each_pass()
-        sizes = [*enumerate(zip(of_moments, of_weights, x.shape, strict=True))]
+        sizes = [*enumerate(zip(moments_shape, weights_shape, x.shape, strict=True))]
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
         parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
         weighted = [weight * part for part in parts[: 1 + norm.centred]]
         totals = choice.summed_over(self._sums(weighted, outer), target.over[0])
-        n = jnp.maximum(_count(target, layout, x, mask, of_moments), 1)
+        n = jnp.maximum(_count(target, layout, x, mask, moments_shape), 1)
         if inner or outer:
             g, d, rstd = each_pass()
         is_broadcast = isinstance(x.size, int) and weight.size < x.size
@@ -141,17 +142,17 @@ class Passes(NamedTuple):
             g, d, rstd = each_pass()
             parts = [g * d, g]
         arrays = sums.chosen(parts[0] * rstd, parts[-1])
-        arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, of_weights))
+        arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, weights_shape))
         return [dx, *choice.summed_over(arrays, target.over[1])]
 
-    def _moments(self, at: Operands) -> list[Array]:
+    def _rstd_and_mean(self, at: Operands) -> list[Array]:
         how: Any = {"layout": self.layout, "eps": self.norm.eps, "centred": self.norm.centred}
-        return moments(self.target, at.x, *at.mask, **how)
+        return rstd_and_mean(self.target, at.x, *at.mask, **how)
 
-    def _form(self, at: Operands) -> "_Form":
+    def _arrangement(self, at: Operands) -> "_Arrangement":
         weights = (math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in at[1:3])
         per_value = max(weights) == math.prod(self.layout.shape)
-        return _Form(self.layout, self.target.own_sums == "cpu", per_value)
+        return _Arrangement(self.layout, self.target.own_sums == "cpu", per_value)
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -161,7 +162,7 @@ class Passes(NamedTuple):
         return choice.reduction(self.target)(arrays, axes) if axes else arrays
 
 
-class _Form(NamedTuple):
+class _Arrangement(NamedTuple):
     """Reshapes arrays of the caller's shape: x, masks, weights and moments."""
 
     layout: Layout
@@ -171,17 +172,17 @@ class _Form(NamedTuple):
     def __call__(self, *arrays: Array) -> list[Array]:
         layout = self.layout
 
-        def formed(array: Array) -> Array:
+        def reshaped(array: Array) -> Array:
             if array.dtype == bool and self.is_flat and layout.groups is not None:
                 mapped = array.shape[: array.ndim - layout.ndim]
                 array = jnp.broadcast_to(array, (*mapped, *layout.shape))
             return array.reshape(self.shape(array.shape))
 
-        return [*map(formed, arrays)]
+        return [*map(reshaped, arrays)]
 
     def shape(self, shape: Shape) -> Shape:
         """Returns the shape for an array of this shape."""
-        layout, blocks = self.layout, self.layout.of_moments
+        layout, blocks = self.layout, self.layout.moment_blocks
         if layout.groups is None:
             return blocks.flat(shape) if self.is_flat else shape
         if not self.is_flat:

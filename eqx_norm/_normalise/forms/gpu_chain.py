@@ -106,8 +106,8 @@ class Chain(NamedTuple):
 
     def _repeats(self, shape: Shape) -> bool:
         """Returns whether a weight of this shape is one of a block of values in a row."""
-        whole, size = math.prod(self.layout.shape), self.layout.size
-        return math.prod(shape[len(shape) - self.layout.ndim :]) not in (1, size, whole)
+        values, size = math.prod(self.layout.shape), self.layout.size
+        return math.prod(shape[len(shape) - self.layout.ndim :]) not in (1, size, values)
 
     def _rows(self, array: Array) -> Array:
         """Returns an array as float32 with a row for each group. The barrier materialises the

@@ -25,26 +25,26 @@ class Blocks(NamedTuple):
         """Returns the shape `(*mapped, blocks, values)`. XLA:CPU loops over an array's axes,
         and rows of 7 or 8 values are too short for a vector unit."""
         mapped = len(shape) - self.ndim
-        first, *others = shape[mapped:] or (1,)
-        number = 1 if first == 1 else self.number
+        size, *others = shape[mapped:] or (1,)
+        number = 1 if size == 1 else self.number
         # One block may have a first axis of any size.
-        first = first if number == 1 else first // number
-        return (*shape[:mapped], number, math.prod((first, *others)))
+        size = size if number == 1 else size // number
+        return (*shape[:mapped], number, math.prod((size, *others)))
 
-    def cut(self, shape: Shape, whole: Shape) -> Shape:
+    def cut(self, shape: Shape, x: Shape) -> Shape:
         """Returns the shape of an operand with the first axis of an example cut into blocks, if
-        a block of x, of shape `whole`, spans several indices of that axis; else `shape` itself.
+        a block of x, of shape `x`, spans several indices of that axis; else `shape` itself.
         In another shape XLA:TPU would copy the array; XLA:GPU would not fuse it into sums."""
         axis = len(shape) - self.ndim
-        if self.ndim == 0 or self.number in (1, whole[axis]):
+        if self.ndim == 0 or self.number in (1, x[axis]):
             return shape
         number = 1 if shape[axis] == 1 else self.number
         return (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
 
     def share(self, x: Shape, share: Shape) -> "Blocks":
         """Returns the blocks of a device's share of x, which cuts no block."""
-        first = len(x) - self.ndim
-        number = self.number * share[first] // x[first] if self.number > 1 else self.number
+        axis = len(x) - self.ndim
+        number = self.number * share[axis] // x[axis] if self.number > 1 else self.number
         return self._replace(number=number)
 
     def arranged(
@@ -52,9 +52,9 @@ class Blocks(NamedTuple):
     ) -> tuple[list[Array], Shape]:
         """Returns the arrays and the shape of vectors, reshaped for the computation by `flat`
         or `cut`. The first array is as large as x."""
-        whole = arrays[0].shape
-        form = self.flat if flat else functools.partial(self.cut, whole=whole)
-        formed, length = [a.reshape(form(a.shape)) for a in arrays], form(whole)[-1:]
+        x = arrays[0].shape
+        form = self.flat if flat else functools.partial(self.cut, x=x)
+        formed, length = [a.reshape(form(a.shape)) for a in arrays], form(x)[-1:]
         if flat:
             # A mask of positions is repeated for each channel of a group: a group is one row.
             formed = [
@@ -114,7 +114,7 @@ class Layout(NamedTuple):
         return len(self.shape)
 
     @property
-    def moments(self) -> Shape:
+    def moments_shape(self) -> Shape:
         """Returns the shape of moments, with as many axes as x."""
         if self.groups is None:
             return tuple(1 if i in self.axes else n for i, n in enumerate(self.shape))
@@ -126,14 +126,14 @@ class Layout(NamedTuple):
         return tuple(n for i, n in enumerate(self.shape) if i not in self.axes) or (1,)
 
     @property
-    def weights(self) -> Shape:
+    def weights_shape(self) -> Shape:
         """Returns the shape of a weight or bias of each channel, with as many axes as x."""
         return (-1, *self._ones)[: len(self.shape)]
 
     @property
     def size(self) -> int:
         """Returns the number of groups."""
-        return math.prod(self.moments)
+        return math.prod(self.moments_shape)
 
     @property
     def length(self) -> Any:
@@ -148,7 +148,7 @@ class Layout(NamedTuple):
         return (*shape[: len(shape) - self.ndim], number, size // number)
 
     @property
-    def of_moments(self) -> Blocks:
+    def moment_blocks(self) -> Blocks:
         """Returns the blocks of a pass whose vectors have one number for each group; without
         groups, for each position; the last axes are merged if all are summed, or all kept."""
         if self.groups is not None:
@@ -163,10 +163,10 @@ class Layout(NamedTuple):
         return Blocks(len(self.shape) - start, self.shape[start] if self.shape else 1)
 
     @property
-    def of_weights(self) -> Blocks:
+    def weight_blocks(self) -> Blocks:
         """Returns the blocks of a pass whose vectors have one number for each channel;
         without groups, for each position."""
-        return Blocks(len(self.shape), self.channels) if self.groups else self.of_moments
+        return Blocks(len(self.shape), self.channels) if self.groups else self.moment_blocks
 
     @property
     def _ones(self) -> Shape:
@@ -176,7 +176,7 @@ class Layout(NamedTuple):
         """Returns mean, mean_rest and rstd per channel or position, with as many axes as x."""
         vectors = [*used.mean_pair.words(rstd.dtype), rstd]
         if self.groups is None:
-            return [v.reshape(self.moments) for v in vectors]
+            return [v.reshape(self.moments_shape) for v in vectors]
         if (times := self.channels // self.groups) > 1:
             vectors = [jnp.repeat(v, times) for v in vectors]
-        return [v.reshape(self.weights) for v in vectors]
+        return [v.reshape(self.weights_shape) for v in vectors]

@@ -56,19 +56,19 @@ def moments(x: Array) -> list[Array]:
     it = fit[0]
     if rows < it.rows:
         x = jnp.concatenate([jnp.repeat(x[:, :1], it.rows - rows, 1), x], 1)
-    whole, left = divmod(rows, it.rows)
-    blocks, ahead = channels // it.columns, max(1, min(_HELD // it.wide, whole))
+    tiles, left = divmod(rows, it.rows)
+    blocks, ahead = channels // it.columns, max(1, min(_HELD // it.wide, tiles))
     programs = _PROGRAMS // (blocks * ensemble)
     # A slice has three float32 for each channel, which are written once and read once.
     most = min(2 * programs, int(rows * size * _LITTLE) // (2 * 3 * 4))
-    each = max(ahead, -(-whole // max(1, programs, most)))
-    slices = max(1, -(-whole // each))
+    each = max(ahead, -(-tiles // max(1, programs, most)))
+    slices = max(1, -(-tiles // each))
     merging = Tile(*(4, 8) if slices <= _ROWS and channels % 32 == 0 else _narrow(channels), 1)
     kept = 1 if slices == 1 else -(-slices // merging.rows) * merging.rows
 
     def body(program: Array, x: Ref, *outputs: Ref) -> None:
         member, i, block = tile.divided(program, slices, blocks)
-        first, here = i * each, tile.span(block * it.columns, it.columns)
+        first_tile, here = i * each, tile.span(block * it.columns, it.columns)
 
         def load(row: Array | int) -> Array:
             return tile.load(x.at[member, tile.span(row, it.rows), here], it)
@@ -76,15 +76,15 @@ def moments(x: Array) -> list[Array]:
         def several(many: int, start: Array | int) -> Callable[[Array, Lanes], Lanes]:
             def step(t: Array, lanes: Lanes) -> Lanes:
                 at = start + t * many  # the number of tiles that the lanes have read
-                values = [load((first + at + u) * it.rows) for u in range(many)]
+                values = [load((first_tile + at + u) * it.rows) for u in range(many)]
                 return _extended(lanes, values, at.astype(jnp.float32), many)
 
             return step
 
         zeros = tile.zeros((it.rows, it.columns), it)
         # Inside `shard_map`, loaded values vary over the mesh, and zeros do not.
-        lanes = Lanes(load(first * it.rows) + zeros, zeros, zeros, zeros)
-        tiles_here = jnp.minimum(each, whole - first)
+        lanes = Lanes(load(first_tile * it.rows) + zeros, zeros, zeros, zeros)
+        tiles_here = jnp.minimum(each, tiles - first_tile)
         groups, _ = tile.divided(tiles_here, ahead)
         lanes = lax.fori_loop(np.int32(0), groups, several(ahead, 0), lanes)
         done = groups * ahead
@@ -95,11 +95,11 @@ def moments(x: Array) -> list[Array]:
             row = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
             more = (row >= it.rows - left * is_last).astype(jnp.float32)
 
-            def rest(_: Array, lanes: Lanes) -> Lanes:
+            def add_last(_: Array, lanes: Lanes) -> Lanes:
                 last = load(max(0, rows - it.rows))
                 return _extended(lanes, [last], count, more)
 
-            lanes = lax.fori_loop(np.int32(0), is_last, rest, lanes)
+            lanes = lax.fori_loop(np.int32(0), is_last, add_last, lanes)
             count = count + more
         total = (tiles_here * it.rows + left * is_last).astype(jnp.float32)
         for ref, value in zip(outputs, _merged(lanes, count, total), strict=True):

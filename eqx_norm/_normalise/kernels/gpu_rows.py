@@ -79,16 +79,16 @@ class Grid(NamedTuple):
 def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Array]:
     """Returns y. x is `(*mapped, groups, n)`, and weight and bias are of shape
     `(1, ..., 1, groups or 1, n or 1)`."""
-    whole, (weight, bias) = x.reshape(-1, x.shape[-1]), _vectors(x, weight, bias)
+    all_rows, (weight, bias) = x.reshape(-1, x.shape[-1]), _vectors(x, weight, bias)
     groups = len(weight)
 
     def most(it: Tile) -> int:
         return _MOST if it.rows == 1 else _MOST_OF_ROWS
 
     # A sum within a warp needs no waiting; four warps share a row of more than 1024 values.
-    grid = Grid.of(whole, groups, (1, 4), most, _AIM)
-    whole = grid.padded(whole)
-    m, n = whole.shape
+    grid = Grid.of(all_rows, groups, (1, 4), most, _AIM)
+    all_rows = grid.padded(all_rows)
+    m, n = all_rows.shape
 
     def body(program: Array, x: Ref, weight: Ref, bias: Ref, y: Ref) -> None:
         start = jnp.minimum(program * grid.rows, m - grid.rows)
@@ -99,7 +99,9 @@ def forward(x: Array, weight: Array, bias: Array, *, norm: RowNorm) -> list[Arra
         tile.store(y.at[at], norm.y(u, w, b))
 
     vectors = map(grid.weights, (weight, bias))
-    (y,) = tile.call(body, [whole, *vectors], [(whole.shape, x.dtype)], -(-m // grid.rows))
+    (y,) = tile.call(
+        body, [all_rows, *vectors], [(all_rows.shape, x.dtype)], -(-m // grid.rows)
+    )
     return [y[: x.size // n].reshape(x.shape)]
 
 
@@ -114,8 +116,8 @@ def backward(
     # vectors of eight float32 over warps.
     rows = x.reshape(flat)
     grid = Grid.of(rows, groups, (tile.WARPS,), lambda _: _MOST_BACKWARD, _AIM_BACKWARD)
-    whole = [grid.padded(v.reshape(flat)) for v in (dy, x)]
-    (m, n), block, period = whole[0].shape, grid.rows, grid.period
+    padded = [grid.padded(v.reshape(flat)) for v in (dy, x)]
+    (m, n), block, period = padded[0].shape, grid.rows, grid.period
     places, periods = period // block, -(-m // period)
     # Programs that run at once: two to four for each core, as the registers allow.
     at_once = tile.CORES * max(2, min(4, 64 * tile.THREADS // (grid.tile.rows * n)))
@@ -130,8 +132,8 @@ def backward(
         w, b = (grid.weight(vector, place) for vector in (weight, bias))
 
         def step(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
-            first = (i * steps + j) * period + place
-            start = jnp.minimum(first, m - block)
+            first_row = (i * steps + j) * period + place
+            start = jnp.minimum(first_row, m - block)
             at = tile.span(start, block), tile.span(0, n)
             u, rstd = _standardised(norm, grid, x, at)
             g = norm.g(tile.load(dy.at[at], grid.tile), u, w, b)
@@ -142,7 +144,7 @@ def backward(
                 return totals
             if m % block:  # another block has added the first rows of the last block
                 row = lax.broadcasted_iota(jnp.int32, (block, n), 0)
-                g = jnp.where(row >= first - start, g, 0.0)
+                g = jnp.where(row >= first_row - start, g, 0.0)
             return tuple(t + v for t, v in zip(totals, (g * u, g), strict=False))
 
         zeros = [tile.zeros((block, n), grid.tile) for _ in sums if not of_rows]
@@ -157,9 +159,12 @@ def backward(
                 tile.store(ref.at[tile.span(i, 1)], total)
 
     partial = (m,) if of_rows else (programs, n) if groups == 1 else (programs, period, n)
-    outputs = [(whole[1].shape, x.dtype), *[(partial, jnp.float32)] * (2 * (shape is not None))]
+    outputs = [
+        (padded[1].shape, x.dtype),
+        *[(partial, jnp.float32)] * (2 * (shape is not None)),
+    ]
     vectors = map(grid.weights, (weight, bias))
-    dx, *sums = tile.call(body, [*whole, *vectors], outputs, programs * places)
+    dx, *sums = tile.call(body, [*padded, *vectors], outputs, programs * places)
     if sums:
         whole_sums = [v[: flat[0]] if of_rows else v for v in sums]
         sums = _added([v.reshape(-1, groups, length) for v in whole_sums])

@@ -89,21 +89,21 @@ def _call(
 ) -> list[Array]:
     """Runs `body(*arrays, *vectors, y, *sums)` block by block and returns y and the sums. y is
     like the last of the arrays; sums are vectors in float32."""
-    x, (whole, block) = arrays[-1], _blocks(arrays[-1])
-    one_row = 1, 1, whole[-1]
+    x, (shape, block) = arrays[-1], _blocks(arrays[-1])
+    one_row = 1, 1, shape[-1]
     vectors = [jnp.broadcast_to(v.reshape(1, 1, -1), one_row) for v in vectors]
     row = pl.BlockSpec(block, lambda i, j: (i, j, 0))
     vector = pl.BlockSpec(one_row, lambda i, j: (0, 0, 0))
     y, *totals = pl.pallas_call(
         body,
-        [like(x, whole, x.dtype), *[like(x, one_row, jnp.float32)] * sums],
-        grid=tuple(map(pl.cdiv, whole[:2], block)),
+        [like(x, shape, x.dtype), *[like(x, one_row, jnp.float32)] * sums],
+        grid=tuple(map(pl.cdiv, shape[:2], block)),
         in_specs=[row] * len(arrays) + [vector] * len(vectors),
         out_specs=[row] + [vector] * sums,
         # A sum is added up on one core.
         compiler_params=pltpu.CompilerParams(("arbitrary" if sums else "parallel",) * 2),
         name="eqx_norm_rows",
-    )(*(a.reshape(whole) for a in arrays), *vectors)
+    )(*(a.reshape(shape) for a in arrays), *vectors)
     return [y.reshape(x.shape), *totals]
 
 
