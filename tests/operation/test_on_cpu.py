@@ -34,6 +34,15 @@ def test_tree_sums(shape, axes):
         assert actual.dtype == np.float32
 
 
+@pytest.mark.parametrize("length", [192, 729, 784, 1000, 1280, 5003])
+def test_rows_are_summed_in_whole_cache_lines(length):
+    """Fails if a loop adds along the numbers of a row, or over less than a line at a time."""
+    sums = jax.make_jaxpr(lambda x: on_cpu.tree_sums([x, x], (1,)))(jnp.zeros((8, length)))
+    shapes = [e.invars[0].aval.shape for e in sums.eqns if e.primitive.name == "reduce"]
+    in_lines = [math.prod(shape[1:]) for shape in shapes if shape[-1] == 16 and len(shape) > 2]
+    assert max(in_lines) > 0.9 * length
+
+
 # Whole cache lines, the same positions of several examples, rows, columns.
 SHAPES = [(32, 4, 3136), (32, 8, 49), (1, 16, 1024), (512, 64, 1)]
 
@@ -82,7 +91,8 @@ FORWARD = [
     (RMSNorm(384), (512, 384), "float32", 2, 3),
     (RMSNorm(384), (6304, 384), "bfloat16", 2, 3),
     (GroupNorm(8, 64), (8, 64, 14, 14), "float32", 3, 6),
-    (InstanceNorm(64), (8, 64, 14, 14), "float32", 3, 5),
+    (InstanceNorm(64), (8, 64, 14, 14), "float32", 4, 7),  # 12 lines, and 4 numbers
+    (InstanceNorm(64), (8, 64, 28, 28), "float32", 3, 6),  # 7 by 7 lines
     (InstanceNorm(64), (8, 64, 7, 7), "bfloat16", 1, 6),
     (INFERENCE, (2048, 256), "float32", 1, 2),
 ]
