@@ -36,49 +36,24 @@ _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
 _WRAPPERS = (eqx.nn.Shared, eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
 
-def fold(linear: Linear, norm: BatchNorm, state: eqx.nn.State) -> Linear:
-    r"""Returns one linear layer that replaces `linear` and `norm` in inference.
-
-    For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
-    the new weight and bias are, for each output channel,
-
-    $$W' = s W, \qquad b' = s (b - \mu) + \beta, \qquad
-      s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}.$$
-
-    Both are computed in float64 and rounded once, to the dtype of $W$. Convolutions may be
-    transposed or grouped, with any padding.
-
-    ```python
-    conv = fold(conv, eqx.nn.inference_mode(norm), state)
-    ```
-
-    **Arguments:**
-
-    - `linear`: an `eqx.nn.Linear`, `Conv` or `ConvTranspose` whose output goes to the norm.
-    - `norm`: a `BatchNorm`, in inference mode (`eqx.nn.inference_mode`) or frozen.
-    - `state`: the state with the norm's running statistics, which stays valid.
-
-    **Returns:** a new layer of the type of `linear`, with a bias.
-
-    **Raises:** `ValueError` with the reason if the two layers cannot be folded.
-
-    Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
-    `torch.nn.utils.fusion.fuse_conv_bn_eval`.
-    """
-    if getattr(norm, "activation", None) is not None:
-        raise ValueError(f"activation={norm.activation} cannot be folded; fold_pairs keeps it.")
-    return _folded(linear, norm, state)
-
-
 def fold_pairs(
     model: Model, state: eqx.nn.State, pairs: Mapping[str, str]
 ) -> tuple[Model, eqx.nn.State]:
-    """Returns the model and state with batch norms folded into the linear layers before them.
+    r"""Returns the model and state with batch norms folded into the linear layers before them.
 
     ```python
     model = eqx.nn.inference_mode(model)
     model, state = fold_pairs(model, state, {"conv1": "bn1", "layers[0]": "layers[1]"})
     ```
+
+    For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
+    the new weight and bias are, for each output channel,
+
+    $$W' = s W, \qquad b' = s (b - \mu) + \beta, \qquad
+      s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}},$$
+
+    computed in float64 and rounded once, to the dtype of $W$. Convolutions may be transposed or
+    grouped, with any padding.
 
     `fold_pairs` does not see how the model calls its layers. You must know that the output of
     each linear layer goes to its norm and nowhere else, and that the norm has no other input.
@@ -95,6 +70,9 @@ def fold_pairs(
 
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
+
+    Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
+    `torch.nn.utils.fusion.fuse_conv_bn_eval`.
     """
     values, folded, markers = checked(model, state), dict[str, PyTree](), set[Hashable]()
     hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'

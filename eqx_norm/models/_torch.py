@@ -1,7 +1,7 @@
 """Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -33,7 +33,7 @@ def from_torch(
     model: Model,
     state: State,
     state_dict: Mapping[str, Any],
-    names: Names | Literal["order"] = None,
+    names: Names = None,
     *,
     strict: bool = True,
     values: ArrayLike | None = None,
@@ -51,14 +51,9 @@ def from_torch(
     as Gemma, with `weight_offset=1.0`.
 
     **Layers are matched** by equal names, such as `layers[1].norm` and `layers.1.norm`, unless
-    `names` says otherwise. `names` is one of:
-
-    - a mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
-        (`layer1.0.bn1`), or a function from a path to a prefix. For a `DataParallel` pass
-        `{"": "module"}`; `{"head": None}` leaves the head unchanged;
-    - `"order"`: layers without an equal name are matched by order, among layers whose arrays
-        have the same names and shapes. If PyTorch declares such layers in another order, they
-        are exchanged: read `report.matched`, edit it, and pass it as `names`.
+    `names` says otherwise: a mapping from paths (`layers[1].norm`) or their beginnings to
+    PyTorch's prefixes (`layer1.0.bn1`), or a function from a path to a prefix. For a
+    `DataParallel` pass `{"": "module"}`; `{"head": None}` leaves the head unchanged.
 
     **Layers that can be loaded** are the norms of this package; Equinox's `LayerNorm`,
     `GroupNorm`, `RMSNorm`, `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has
@@ -88,8 +83,7 @@ def from_torch(
     """
     untraced(model, state, state_dict)
     arrays, problems = _arrays(state_dict)
-    by_order = names == "order"
-    report, keyed = match(model, state, arrays, None if by_order else names, by_order)
+    report, keyed = match(model, state, arrays, names)
     loaded = dict[str, jax.Array]()
     for key, slot in keyed:
         if key in arrays:
@@ -110,7 +104,6 @@ def from_torch(
     lines = [listed(problems, "\n    ")] if problems else []
     if report.leftovers and (strict or not report.matched):
         fixes = ['match them by a mapping, such as names={"head": "fc"}']
-        fixes += [] if by_order else ['by order, where shapes are equal: names="order"']
         if any(k.endswith(MEAN) for k in report.unexpected) and layers_of(model, InstanceNorm):
             fixes += ["load an InstanceNorm's statistics into the layer of docs/own_norm.md"]
         fixes += ["leave them out by strict=False"] if strict else []
@@ -149,7 +142,7 @@ def to_torch(
     """
     untraced(model, state)
     state_dict = dict[str, np.ndarray]()
-    for key, slot in match(model, state, {}, names, by_order=False)[1]:
+    for key, slot in match(model, state, {}, names)[1]:
         if key in state_dict:
             raise ValueError(
                 f"{slot.path!r} and another array would both be {key!r}. Give their layers "
