@@ -6,6 +6,8 @@ tests/determinism/test_transformations.py checks the primitive.
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from eqx_norm._jax import registry
 
 
@@ -31,13 +33,13 @@ def _transpose(cotangent: Any, x: Any, *, kind: str, **rest: Any) -> list[Any]:
     return [PROBE.bind(cotangent, kind="cotangent", **rest)]
 
 
-def _batch(axis: Any, arrays: Any, places: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
-    """Marks the whole batch as one value, whose `order` has the batch axis in front."""
+def _batch(axis: Any, arrays: Any, places: Any, **parameters: Any) -> Any:
+    """Marks the whole batch as one value, with the batch axis in front."""
     (x,), (batch,) = arrays, places
     if batch is None:
-        return PROBE.bind(x, order=order, **rest), None
-    order = (batch, *(axis + (axis >= batch) for axis in order))
-    return PROBE.bind(x, order=order, **rest), batch
+        return PROBE.bind(x, **parameters), None
+    y = PROBE.bind(jnp.moveaxis(x, batch, 0), **parameters)
+    return jnp.moveaxis(y, 0, batch), batch  # XLA drops both moves where the mark vanishes
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:
