@@ -43,14 +43,23 @@ def layers_of(model: PyTree, kind: Kind) -> Nodes:
     return {path_of(keys): node for keys, node in nodes if isinstance(node, kind)}
 
 
-def chosen(layers: Nodes, where: Where | None, verb: str, what: str) -> Nodes:
-    """Returns the layers for which `where(path, layer)` is true. If there is none, raises
-    `ValueError`: "nothing to `verb`: the model holds no `what`"."""
+def chosen(
+    model: PyTree,
+    kind: Kind,
+    where: Where | None,
+    verb: str,
+    what: str,
+    accepts: Callable[[Any], bool] = lambda layer: True,
+) -> Nodes:
+    """Returns the layers of a kind that `accepts(layer)`, and for which `where(path, layer)` is
+    true. If there is none, raises `ValueError`: "nothing to `verb`: the model holds no
+    `what`"."""
     if where is not None and not callable(where):
         raise ValueError(
             f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
             "that returns whether to choose it: where=lambda path, layer: path == 'layers[1]'."
         )
+    layers = {p: layer for p, layer in layers_of(model, kind).items() if accepts(layer)}
     selection = {p: layer for p, layer in layers.items() if where is None or where(p, layer)}
     if not selection:
         paths = listed(path or "the model" for path in layers)

@@ -11,18 +11,10 @@ from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy
 
+from . import _layers
 from ._carry import carry
 from ._freeze import freeze, is_frozen
-from ._layers import (
-    Model,
-    State,
-    Where,
-    at_offset,
-    chosen,
-    copied,
-    layers_of,
-    replaced,
-)
+from ._layers import Model, State, Where
 
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_EXAMPLES = AbstractExampleNorm.settings
@@ -76,7 +68,7 @@ def reconfigure(
     strategy without `load`, and for a state of another model.
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
-    layers = chosen(layers_of(model, _OURS), where, "reconfigure", what)
+    layers = _layers.chosen(model, _OURS, where, "reconfigure", what)
     has_batches = any(isinstance(layer, BatchNorm) for layer in layers.values())
     known = sorted(_OF_EXAMPLES + (_OF_BATCHES if has_batches else ()))
     if unknown := [name for name in settings if name not in known]:
@@ -86,7 +78,8 @@ def reconfigure(
             "training and inference mode."
         )
     carrying = functools.partial(carry, values=values, batches=batches)
-    return replaced(model, state, layers, lambda layer: _changed(layer, settings), carrying)
+    changing = functools.partial(_changed, settings=settings)
+    return _layers.replaced(model, state, layers, changing, carrying)
 
 
 def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:
@@ -95,8 +88,8 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         settings = {name: value for name, value in settings.items() if name in layer.settings}
         settings = {"weight_offset": layer.weight_offset} | settings
         fresh = LayerNorm(1, **settings)
-        layer = at_offset(layer, fresh.weight_offset)
-        return copied(layer, **{name: getattr(fresh, name) for name in settings})
+        layer = _layers.at_offset(layer, fresh.weight_offset)
+        return _layers.copied(layer, **{name: getattr(fresh, name) for name in settings})
     kept = "axis_name", "memory_axis_name", "weight_offset"
     strategy: Any = layer.approach
     strategy = strategy.strategy if is_frozen(layer) else strategy
@@ -115,8 +108,8 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         approach = _with_momentum(approach, settings.pop("momentum"))
     settings["approach"] = approach
     fresh = BatchNorm(layer.input_size, **settings)
-    changed = at_offset(layer, fresh.weight_offset)
-    changed = copied(changed, **{name: getattr(fresh, name) for name in settings})
+    changed = _layers.at_offset(layer, fresh.weight_offset)
+    changed = _layers.copied(changed, **{name: getattr(fresh, name) for name in settings})
     return freeze(changed) if is_frozen(layer) else changed
 
 

@@ -15,17 +15,8 @@ from eqx_norm._instance_norm import InstanceNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import (
-    Model,
-    State,
-    entries,
-    layers_of,
-    listed,
-    located,
-    state_of,
-    untraced,
-    with_nodes,
-)
+from . import _layers
+from ._layers import Model, State, layers_of
 from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
 
 
@@ -81,7 +72,7 @@ def from_torch(
 
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
-    untraced(model, state, state_dict)
+    _layers.untraced(model, state, state_dict)
     arrays, problems = _arrays(state_dict)
     report, keyed = match(model, state, arrays, names)
     loaded = dict[str, jax.Array]()
@@ -95,23 +86,26 @@ def from_torch(
     for path, norm in {} if problems else layers_of(model, BatchNorm).items():
         mean, variance = (loaded.get(f"{path}.{name}") for name in (MEAN, VARIANCE))
         if mean is not None and variance is not None:
-            with located(path, norm):
+            with _layers.located(path, norm):
                 before = _memory.recall(norm, state).statistics
                 given = Moments.of(mean, variance, values, int(norm.unbiased))
                 memory = _contract.load(norm.approach, given, before)
             counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
             learnt[norm.memory_index.marker] = Remembered(memory, counts)
-    lines = [listed(problems, "\n    ")] if problems else []
+    lines = [_layers.listed(problems, "\n    ")] if problems else []
     if report.leftovers and (strict or not report.matched):
         fixes = ['match them by a mapping, such as names={"head": "fc"}']
-        if any(k.endswith(MEAN) for k in report.unexpected) and layers_of(model, InstanceNorm):
+        has_means = any(k.endswith(MEAN) for k in report.unexpected)
+        if has_means and layers_of(model, InstanceNorm):
             fixes += ["load an InstanceNorm's statistics into the layer of docs/own_norm.md"]
         fixes += ["leave them out by strict=False"] if strict else []
         lines += [*report.leftovers, f"You can {'; or '.join(fixes)}."]
     if lines:
         raise ValueError("\n    ".join(["Nothing was loaded:", *lines]))
-    after: Any = None if state is None else state_of(model, entries(state) | learnt)
-    return with_nodes(model, loaded), after, report
+    after: Any = state
+    if state is not None:
+        after = _layers.state_of(model, _layers.entries(state) | learnt)
+    return _layers.with_nodes(model, loaded), after, report
 
 
 def to_torch(
@@ -140,7 +134,7 @@ def to_torch(
 
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
-    untraced(model, state)
+    _layers.untraced(model, state)
     state_dict = dict[str, np.ndarray]()
     for key, slot in match(model, state, {}, names)[1]:
         if key in state_dict:
