@@ -11,26 +11,26 @@ import jax.numpy as jnp
 from eqx_norm._jax import registry
 
 
-def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, kind: str, **parameters: Any) -> Any:
     """Marks value and tangent; the transpose of the tangent's mark marks the cotangent."""
     (x,), (tangent,) = primals, tangents
     if kind == "done":
         raise ValueError(
             "recorded(...) is inside a derivative (jax.grad, jax.jvp, ...), where it would "
-            f"miss the cotangent of {rest['name']!r}. Put it around the whole step: "
+            f"miss the cotangent of {parameters['name']!r}. Put it around the whole step: "
             "jax.jit(recorded(step)), where step takes the gradient."
         )
-    y = PROBE.bind(x, kind=kind, **rest)
+    y = PROBE.bind(x, kind=kind, **parameters)
     if isinstance(tangent, registry.Zero) or kind == "cotangent":
         return y, tangent
     kind = "recomputed" if kind == "recomputed" else "tangent"
-    return y, PROBE.bind(tangent, kind=kind, **rest)
+    return y, PROBE.bind(tangent, kind=kind, **parameters)
 
 
-def _transpose(cotangent: Any, x: Any, *, kind: str, **rest: Any) -> list[Any]:
+def _transpose(cotangent: Any, x: Any, *, kind: str, **parameters: Any) -> list[Any]:
     if isinstance(cotangent, registry.Zero):
         return [cotangent]
-    return [PROBE.bind(cotangent, kind="cotangent", **rest)]
+    return [PROBE.bind(cotangent, kind="cotangent", **parameters)]
 
 
 def _batch(axis: Any, arrays: Any, places: Any, **parameters: Any) -> Any:

@@ -1,7 +1,7 @@
 """Merges batch norms into the linear layers before them, and proposes pairs of layers."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from eqx_norm._normalise import Activation
 from . import _layers
 from ._freeze import is_frozen
 from ._layers import Model, layers_of
-
-Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
 # These wrappers use the layer inside in two places, or compute the layer's weight.
@@ -150,7 +148,7 @@ def _at(path: str, model: PyTree, kind: type | tuple[type, ...]) -> PyTree:
     return layers[path]
 
 
-def _folded(layer: Linear, norm: PyTree, state: eqx.nn.State) -> Linear:
+def _folded(layer: PyTree, norm: PyTree, state: eqx.nn.State) -> PyTree:
     _layers.untraced(layer, norm, state)
     _layers.check_single(layer, norm)
     if obstacle := _obstacle(layer, norm):

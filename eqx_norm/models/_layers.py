@@ -262,7 +262,7 @@ def _renamed(indices: Mapping[str, eqx.nn.StateIndex], field: str) -> eqx.nn.Sta
     this end is replaced, so the new marker is the marker that `make_with_state` would give.
     Layers with equal markers share a state, and their new markers are equal, too.
     """
-    first, index = next(iter(indices.items()))
+    old_field, index = next(iter(indices.items()))
     if isinstance(index.marker, str):
-        return copied(index, marker=index.marker.removesuffix(first) + field)
-    return index if field == first else copied(index, marker=(index.marker, field))
+        return copied(index, marker=index.marker.removesuffix(old_field) + field)
+    return index if field == old_field else copied(index, marker=(index.marker, field))

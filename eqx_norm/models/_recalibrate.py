@@ -17,7 +17,7 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative
 
 from . import _layers
-from ._carry import carry, with_statistics
+from ._carry import batches_of, carry
 from ._layers import layers_of
 
 Forward = Callable[[Any, eqx.nn.State, Any], object]
@@ -126,7 +126,8 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
         return empty
 
     statistics = _layers.over_members(one, memory.accepted)(memory.statistics)
-    return (with_statistics(old, memory, statistics),)
+    counts = jnp.stack([batches_of(old, memory), memory.rejected], -1)
+    return (Remembered(statistics, counts),)
 
 
 # `_step` is compiled once for all calls with the same forward.

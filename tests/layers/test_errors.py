@@ -132,7 +132,7 @@ def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
     path.write_text(WARNED)
     caught = python(path, PYTHONPATH=str(ROOT)).stdout.splitlines()
     words = ("uses approach='batch'", "mode='ema'", "issues/659")
-    others = ("In training, x of shape (3,) and axis_name='b' hold one value", "or GroupNorm")
+    others = ("x of shape (3,) and axis_name='b' hold one value", "or GroupNorm")
     groups = ("x of shape (8, 1) and axis_name=() hold one value per group", "fewer groups")
     expectations = {"first": words, "second": others, "third": groups}
     for warning, (nth, expected) in zip(caught, expectations.items(), strict=True):
