@@ -70,8 +70,8 @@ class Pair(NamedTuple):
         return start.moved(end, jnp.where(near, 1 - share, share))
 
     def moved(self, other: "Pair", share: Array | float) -> "Pair":
-        """Returns `self + share * (other - self)`, as `towards` does, for a small share. With a
-        share near 1, the difference must be exact, unless `self` is 0."""
+        """Returns `self + share * (other - self)`, accurate for a share of up to 0.5, and for
+        any share if `self` is 0 or the difference is exact. (`towards` has no such limit.)"""
         share = jnp.asarray(share).astype(self.parts.dtype)
         share = jnp.expand_dims(share, -2) if share.ndim else share
         return Pair(_moved(self.parts, other.parts, share))
