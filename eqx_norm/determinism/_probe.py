@@ -102,7 +102,9 @@ def monitor(tree: Tree, name: str) -> Tree:
     def marked(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
         if not is_array(leaf):
             return leaf
-        return PROBE.bind(jnp.asarray(leaf), name=_below(name, path), kind="forward")
+        x = jnp.asarray(leaf)
+        order = tuple(range(x.ndim))
+        return PROBE.bind(x, name=_below(name, path), kind="forward", order=order)
 
     return jax.tree_util.tree_map_with_path(marked, tree)
 

@@ -100,23 +100,24 @@ def _refuse(equation: JaxprEqn, context: Context, *operands: Any) -> NoReturn:
 
 
 def _probe(equation: JaxprEqn, context: Context, operand: Any) -> Evaluated:
-    name, kind = equation.params["name"], equation.params["kind"]
+    name, kind, order = (equation.params[key] for key in ("name", "kind", "order"))
     x = jnp.asarray(operand)  # the operand may be a number
     varying = jax.typeof(x).manual_axis_type.varying if context.check_vma else context.mesh_axes
     axes = tuple(axis for axis in context.mesh_axes if axis in varying)
     others = tuple(axis for axis in context.mesh_axes if axis not in varying)
-    row = of_array(x, lax.axis_index(axes).astype(jnp.uint32) if axes else None)
+    value = x.transpose(order)
+    row = of_array(value, lax.axis_index(axes).astype(jnp.uint32) if axes else None)
     if others:
         # Of equal values on several devices only one counts: `shard_map` sums the rows.
         row = jnp.where(lax.axis_index(others) == 0, row, 0)
-    value, shape = x, x.shape
+    shape = value.shape
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if axes:
         # Parts are concatenated along an axis, so a scalar gets an axis.
         value, (length, *rest) = jnp.atleast_1d(value), shape or (1,)
         shape = (length * lax.axis_size(axes), *rest)
-    y = PROBE.bind(x, name=name, kind="done")
+    y = PROBE.bind(x, name=name, kind="done", order=order)
     probe = Probe(name, kind, shape, str(x.dtype), axes)
     return [y], Record(row[None], (value,) if context.keep_values else (), (probe,))
 
