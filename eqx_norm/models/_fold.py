@@ -30,6 +30,7 @@ def fold_pairs(
     ```python
     model = eqx.nn.inference_mode(model)
     model, state = fold_pairs(model, state, {"conv1": "bn1", "layers[0]": "layers[1]"})
+    (conv, _), state = fold_pairs([conv, norm], state, {"[0]": "[1]"})  # of two layers
     ```
 
     For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
