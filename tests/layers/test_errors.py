@@ -305,7 +305,7 @@ is_complex = partial(layer, bias=jnp.ones(6, jnp.complex64))
         (LayerNorm(4), (5, 3, 4), ValueError(r"jax.vmap\(jax.vmap\(layer\)\)\(x\)")),
         (lambda _: LayerNorm(3)(jnp.arange(3)), (3,), TypeError(r"x has dtype int.*x.astype")),
         (RMSNorm(6), (4, 6), ValueError(r"a batch.*jax\.vmap\(layer\)\(x\)")),
-        (LayerNorm((2, 3)), (4, 2, 3), ValueError(r'vectorize\(layer, .*"\(a,b\)->')),
+        (LayerNorm((2, 3)), (4, 2, 3), ValueError(r"a batch.*jax\.vmap\(layer\)\(x\)")),
         (group, (4, 6, 3), ValueError(r"\(4, 6, 3\).*looks like a batch")),
         (group, (), ValueError(r"shape \(\).*channels=6")),
         (GroupNorm(4, None, 1e-5, False), (6,), ValueError("groups=4 and channels=6")),
