@@ -1,33 +1,33 @@
 """Checks the arguments that several layers share."""
 
+import functools
 import math
 from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, PyTree
+from jaxtyping import Array, PyTree
 
-from eqx_norm import _activation
 from eqx_norm._contract import described
-from eqx_norm._normalise import Affine, AxisName, Shape, names_of, widened
+from eqx_norm._normalise import Activation, Affine, AxisName, Shape, names_of, widened
 from eqx_norm.strategies._numbers import is_count, number
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5, or 30 of the 38 decades of
 # float32. The other 8 are for the factors that the derivative is multiplied by.
-_LEAST_EPS = 1e-20
+_LEAST = {"eps": 1e-20}
 
 
-def checked_eps(eps: float) -> float:
-    """Returns `eps`; raises `ValueError` unless it is a finite number that is large enough."""
-    value = number(eps)
-    if not (isinstance(value, float) and _LEAST_EPS <= value < math.inf):
-        raise ValueError(
-            f"eps={eps!r}: values of variance 0 are divided by sqrt(eps), and their gradients "
-            f"by its powers, so eps must be a finite number, at least {_LEAST_EPS}, as 1e-5."
-        )
-    return value
+def checked_number(argument: str, value: Any) -> float:
+    """Returns a number as a `float`; raises `ValueError` unless it is finite and large enough
+    for this argument."""
+    result, least = number(value), _LEAST.get(argument, -math.inf)
+    if not (isinstance(result, float) and math.isfinite(result) and result >= least):
+        bound = f", at least {least}, as 1e-5" if argument in _LEAST else ""
+        raise ValueError(f"{argument}={value!r}: it must be a finite number{bound}.")
+    return result
 
 
 def checked_size(argument: str, value: Any, given: object = None) -> int:
@@ -76,15 +76,25 @@ def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
     return result
 
 
-def checked_offset(weight_offset: float) -> float:
-    """Returns `weight_offset`; raises `ValueError` unless it is a finite number."""
-    value = number(weight_offset)
-    if not (isinstance(value, float) and math.isfinite(value)):
+def checked_activation(activation: Activation | None) -> Activation | None:
+    """Returns the activation; raises `ValueError` for a NumPy function, and for an object that
+    is not callable."""
+    if activation is not None and (
+        isinstance(activation, np.ufunc) or not callable(activation)
+    ):
         raise ValueError(
-            f"weight_offset={weight_offset!r}: it is added to the weight, so it must be a "
-            "finite number: 0.0, or 1.0 for weights around zero."
+            f"activation={activation!r} is no function that JAX can trace. Give the function "
+            "itself, and JAX's, not NumPy's: for example activation=jax.numpy.tanh."
         )
-    return value
+    return activation
+
+
+def comparable(activation: Activation | None) -> Activation | None:
+    """Returns the activation. Converts a `functools.partial`, which equals only itself, to a
+    `Partial`, a pytree with the arguments as leaves."""
+    if isinstance(activation, functools.partial):
+        return Partial(activation.func, *activation.args, **activation.keywords)
+    return activation
 
 
 def affine(layer: PyTree, weight: Any, bias: Any, shape: Shape, x: Array) -> Affine:
@@ -92,43 +102,38 @@ def affine(layer: PyTree, weight: Any, bias: Any, shape: Shape, x: Array) -> Aff
     weight and bias given replace the layer's own, of `shape`. Raises `ValueError` or
     `TypeError` for arrays that do not fit."""
     weight, bias = (
-        _checked_own(name, getattr(layer, name), shape, x)
-        if value is None
-        else _checked_weight(name, value, shape, x)
-        for name, value in (("weight", weight), ("bias", bias))
+        _fitting(layer, name, given, shape, x)
+        for name, given in (("weight", weight), ("bias", bias))
     )
     if weight is not None and layer.weight_offset != 0:
         weight = layer.weight_offset + widened(weight)
-    return Affine(weight, bias, _activation.comparable(layer.activation))
+    return Affine(weight, bias, comparable(layer.activation))
 
 
-def _checked_own(name: str, own: Any, shape: tuple[int, ...], x: Array) -> Array | None:
-    if own is not None and np.shape(own) != shape:
+def _fitting(layer: PyTree, name: str, given: Any, shape: Shape, x: Array) -> Array | None:
+    """Returns the weight or bias given, or else the layer's own."""
+    if given is None:
+        array, shapes, whose = getattr(layer, name), [shape], f"The layer's own {name}"
+        fix = f"Put such a one there by eqx.tree_at, or write layer(x, {name}={name})."
+    else:
+        array, shapes, whose = jnp.asarray(given), [shape, x.shape], f"{name}="
+        is_complex = jnp.iscomplexobj(array) and not jnp.iscomplexobj(x)
+        if is_complex or not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise TypeError(
+                f"{name}= has dtype {array.dtype}, and x has {x.dtype}: give floats, or a "
+                f"complex {name} for complex x. Write {name}.astype({x.dtype})."
+            )
+        fix = (
+            f"If all examples share it, write jax.vmap(lambda x: layer(x, {name}={name}))(x); "
+            f"if not, jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
+        )
+    if array is not None and np.shape(array) not in shapes:
+        right = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(
-            f"The layer's own {name} has shape {np.shape(own)}, and x has {x.shape}: here it "
-            f"must have the shape {shape}. Put one of that shape there by eqx.tree_at, or give "
-            f"the call another, layer(x, {name}={name})."
+            f"{whose} has shape {np.shape(array)}, but for x of shape {x.shape} it must have "
+            f"the shape {right}. {fix}"
         )
-    return own
-
-
-def _checked_weight(name: str, value: ArrayLike, shape: tuple[int, ...], x: Array) -> Array:
-    value = jnp.asarray(value)
-    is_complex = jnp.iscomplexobj(value) and not jnp.iscomplexobj(x)
-    if is_complex or not jnp.issubdtype(value.dtype, jnp.inexact):
-        raise TypeError(
-            f"{name}= has dtype {value.dtype}, and x has {x.dtype}: give floats, or a complex "
-            f"{name} for complex x. Write {name}.astype({x.dtype})."
-        )
-    if value.shape not in (shape, x.shape):
-        others = "" if shape == x.shape else f", or one for each value of x, {x.shape}"
-        raise ValueError(
-            f"{name}= has shape {value.shape}, but this layer takes the shape {shape}{others}. "
-            "If all examples share it, map over x alone, "
-            f"jax.vmap(lambda x: layer(x, {name}={name}))(x); if each has its own, over both, "
-            f"jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
-        )
-    return value
+    return array
 
 
 def not_one_example(
@@ -180,27 +185,25 @@ def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -
     position of `x`; with `of_values`, for each value. `mapped` shows how to call the layer."""
     if mask is None:
         return None
-    mask, spatial = jnp.asarray(mask), x.shape[1:]
+    mask = jnp.asarray(mask)
     if mask.dtype != bool:
         raise TypeError(
             f"mask has dtype {mask.dtype}, but must say which values count: give booleans, "
             "for example mask > 0."
         )
-    if of_values and mask.shape not in ((), x.shape):
-        columns = (*mask.shape, *(1,) * (x.ndim - mask.ndim))
-        column = f"mask[{', '.join([':'] * mask.ndim + ['None'] * (x.ndim - mask.ndim))}]"
-        ways = {column: columns, "mask": mask.shape}
-        fitting = [way for way, shape in ways.items() if broadcasts(shape, x.shape)]
-        calls = " or ".join(f"mask=jnp.broadcast_to({way}, x.shape)" for way in fitting)
-        how = f"one for each value, of shape {x.shape}" + (f": {calls}" if calls else "")
-    elif of_values or broadcasts(mask.shape, spatial):
-        return mask
+    if of_values:
+        fits = mask.shape in ((), x.shape)
+        each = f"value, of shape {x.shape}: for rows, jnp.broadcast_to(mask[:, None], x.shape)"
     else:
-        how = f"one for each position, of shape {spatial}; the channels share it"
-    raise ValueError(
-        f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give one "
-        f"bool for the example, of shape (), or {how}. Map over the mask as over x: {mapped}."
-    )
+        fits = broadcasts(mask.shape, x.shape[1:])
+        each = f"position, of shape {x.shape[1:]}; the channels share it"
+    if not fits:
+        raise ValueError(
+            f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give "
+            f"one bool for the example, of shape (), or one for each {each}. Map over the mask "
+            f"as over x: {mapped}."
+        )
+    return mask
 
 
 def broadcasts(shape: Shape, to: Shape) -> bool:

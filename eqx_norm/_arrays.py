@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from eqx_norm import _activation, _arguments, _normalise
+from eqx_norm import _arguments, _normalise
 from eqx_norm._normalise import Activation, Affine, Values
 from eqx_norm.strategies import Moments, Pair
 
@@ -113,8 +113,8 @@ def normalise(
         None if w is None else _like_x(name, jnp.asarray(w), values)
         for name, w in (("weight", weight), ("bias", bias))
     )
-    activation = _activation.comparable(_activation.checked(activation))
-    affine, eps = Affine(weight, bias, activation), _arguments.checked_eps(eps)
+    activation = _arguments.comparable(_arguments.checked_activation(activation))
+    affine, eps = Affine(weight, bias, activation), _arguments.checked_number("eps", eps)
     return _normalise.normalise(values, moments, affine, eps=eps)
 
 

@@ -24,8 +24,8 @@ def update(
             "moments that normalise the batch and the new memory: return used, memory"
         )
     used, learnt = result
-    used = _moments(used, batch.mean.shape, f"{name} returned, before the memory,")
-    return used, _memory(learnt, memory, name)
+    used = _checked(used, batch.mean.shape, f"{name} returned, before the memory,")
+    return used, _in_form(learnt, memory, name)
 
 
 def infer(
@@ -34,7 +34,7 @@ def infer(
     """Returns `approach.infer(memory)`, with the `ddof` of the layer; raises unless it is
     `Moments` of all channels."""
     name = f"{type(approach).__name__}.infer"
-    return _moments(approach.infer(memory), (channels,), f"{name} returned", int(unbiased))
+    return _checked(approach.infer(memory), (channels,), f"{name} returned", int(unbiased))
 
 
 def running(layer: PyTree, memory: PyTree) -> Moments:
@@ -46,10 +46,10 @@ def load(approach: AbstractStrategy[PyTree], learnt: Moments, empty: PyTree) -> 
     """Returns `approach.load(learnt)`; raises unless it has the form of the `empty` memory, and
     counts that are known."""
     name = f"{type(approach).__name__}.load"
-    return _memory(approach.load(learnt), empty, name, must_count=True)
+    return _in_form(approach.load(learnt), empty, name, must_count=True)
 
 
-def _memory(returned: PyTree, given: PyTree, name: str, must_count: bool = False) -> PyTree:
+def _in_form(returned: PyTree, given: PyTree, name: str, must_count: bool = False) -> PyTree:
     """Returns the memory with arrays in place of numbers, plain `Moments` in place of each
     `TrainingBatch`, and `ddof` and a count as in `given`. A count that is not known is nominal,
     1, unless it `must_count`."""
@@ -82,7 +82,7 @@ def _memory(returned: PyTree, given: PyTree, name: str, must_count: bool = False
     return returned
 
 
-def _moments(used: object, shape: tuple[int, ...], returned: str, ddof: int = 0) -> Moments:
+def _checked(used: object, shape: tuple[int, ...], returned: str, ddof: int = 0) -> Moments:
     if not isinstance(used, Moments):
         has_moments = isinstance(getattr(used, "moments", None), Moments)
         raise ValueError(

@@ -66,9 +66,17 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
         self.channels = shape[0] if shape else None
         self._check_groups(self.channels or self.groups)
         self.channelwise_affine = affine = bool(channelwise_affine)
-        weights = affine, affine, dtype
-        others = activation, axis_name, weight_offset, implementation
-        super().__init__(shape, eps, *weights, *others)
+        super().__init__(
+            shape,
+            affine,
+            affine,
+            dtype,
+            eps=eps,
+            activation=activation,
+            axis_name=axis_name,
+            weight_offset=weight_offset,
+            implementation=implementation,
+        )
 
     def _check_groups(self, channels: int) -> None:
         if channels % self.groups:

@@ -125,18 +125,14 @@ def check(layer: PyTree, remembered: Remembered) -> None:
     is_hashable = is_fixed(approach) and not jax.tree.leaves(eqx.filter(approach, eqx.is_array))
     type_of_new = _once_for_equal_layers if is_hashable else _type_of_new
     init = type_of_new(approach, channels, dtype_of(memory))
-    structure, shapes, dtypes = form(remembered)
-    expected_structure, expected_shapes, expected_dtypes = form(init)
-    if structure != expected_structure or shapes != expected_shapes:
-        is_stacked = [shape[1:] for shape in shapes] == expected_shapes
+    (*found, dtypes), (*expected, expected_dtypes) = form(remembered), form(init)
+    if found != expected:
+        unstacked = [found[0], [shape[1:] for shape in found[1]]]
+        is_stacked = unstacked == expected
+        cause = STACKED if is_stacked else "The state given belongs to another layer."
         raise ValueError(
-            (
-                STACKED
-                if structure == expected_structure and is_stacked
-                else "The state given belongs to another layer."
-            )
-            + f" This layer, with input_size={channels} and approach={approach}, remembers\n"
-            f"    {eqx.tree_pformat(init.statistics, struct_as_array=True)}\n"
+            f"{cause} This layer, with input_size={channels} and approach={approach}, "
+            f"remembers\n    {eqx.tree_pformat(init.statistics, struct_as_array=True)}\n"
             f"but the state holds\n    {eqx.tree_pformat(memory)}"
         )
     for actual, expected in zip(dtypes, expected_dtypes, strict=True):

@@ -1,13 +1,10 @@
 """Defines `RMSNorm`."""
 
-from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import equinox as eqx
-from jax.typing import DTypeLike
 
 from eqx_norm._example import AbstractShapeNorm
-from eqx_norm._normalise import Activation, Implementation
 
 
 class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
@@ -23,30 +20,15 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
     y = jax.vmap(jax.vmap(layer))(x)                     # x is [N, T, 64]
     ```
 
+    **Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
+
+    **Raises:** `ValueError` for an invalid argument.
+
     Zhang and Sennrich, "Root Mean Square Layer Normalization",
     https://arxiv.org/abs/1910.07467.
     """
 
     centred: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        shape: int | Sequence[int],
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: DTypeLike | None = None,
-        *,
-        activation: Activation | None = None,
-        axis: int | None = None,
-        axis_name: Hashable | Sequence[Hashable] = (),
-        weight_offset: float = 0.0,
-        implementation: Implementation = "auto",
-    ):
-        """**Arguments:** as for `LayerNorm`, with `eps` added to the mean square.
-
-        **Raises:** `ValueError` for an invalid argument.
-        """
-        weights = use_weight, use_bias, dtype
-        others = activation, axis, axis_name, weight_offset, implementation
-        super().__init__(shape, eps, *weights, *others)
+    # Type checkers would make another one from the fields.
+    __init__ = AbstractShapeNorm.__init__

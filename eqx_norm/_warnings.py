@@ -18,12 +18,18 @@ def stacklevel() -> int:
     return level
 
 
-def warn_of_one_value(
-    x: Array, axis_name: AxisName, kind: str, to_do: str, when: str = ""
-) -> None:
-    """Warns that each channel, or other `kind` of group, has moments of only one value."""
+_FIXES = {
+    "channel": "Give a larger batch, or train with LayerNorm or GroupNorm. To infer, use "
+    "eqx.nn.inference_mode(model).",
+    "group": "Normalise more values together: by fewer groups, at more positions, or in a "
+    "layer of another shape; or use RMSNorm, which keeps the sign.",
+}
+
+
+def warn_of_one_value(x: Array, axis_name: AxisName, kind: str) -> None:
+    """Warns that each channel of a batch, or each group of an example, has only one value."""
     warnings.warn(
-        f"{when}x of shape {x.shape} and axis_name={axis_name!r} hold one value per {kind}. It "
-        f"is its own mean, so y is the layer's bias, whatever x is. {to_do}",
+        f"x of shape {x.shape} and axis_name={axis_name!r} hold one value per {kind}. It is "
+        f"its own mean, so y is the layer's bias, whatever x is. {_FIXES[kind]}",
         stacklevel=stacklevel(),
     )

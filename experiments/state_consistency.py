@@ -39,7 +39,7 @@ QUICK = (*OURS, peers.EQUINOX_EMA, peers.EQUINOX_BATCH)
 WHOLE = (*QUICK, peers.FLAX, peers.TORCH)
 SHAPE = (1, 2, 3)  # the thread's: batch, channels, space
 ONE_VALUE = ((1, 6), (1, 6, 1))  # per channel
-warnings.filterwarnings("ignore", "In training, x of .* one value")  # tested here
+warnings.filterwarnings("ignore", "x of shape .* one value per channel")  # tested here
 BAD = ("nan", "inf", "-inf", "3e38")
 
 # Functions that train on a batch, and return output and gradients; that evaluate a batch; and

@@ -39,20 +39,15 @@ class Pair(NamedTuple):
     @property
     def value(self) -> Inexact[Array, "*sets n"]:
         """Returns the numbers, each rounded to one float."""
-        return lax.index_in_dim(self.parts, 0, self.parts.ndim - 2, keepdims=False)
-
-    @property
-    def _both(self) -> tuple[Array, Array]:
-        axis = self.parts.ndim - 2
-        first, second = (lax.index_in_dim(self.parts, i, axis, keepdims=False) for i in (0, 1))
-        return first, second
+        return self._part(0)
 
     @property
     def rest(self) -> Inexact[Array, "*sets n"]:
         """Returns the rounding errors of `value`, which are constants to derivatives."""
-        return lax.stop_gradient(
-            lax.index_in_dim(self.parts, 1, self.parts.ndim - 2, keepdims=False)
-        )
+        return lax.stop_gradient(self._part(1))
+
+    def _part(self, index: int) -> Array:
+        return lax.index_in_dim(self.parts, index, self.parts.ndim - 2, keepdims=False)
 
     # For pairs `+` adds numbers; for other named tuples it concatenates.
     def __add__(self, other: "ArrayLike | Pair") -> "Pair":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -75,8 +70,8 @@ class Pair(NamedTuple):
         return start.moved(end, jnp.where(near, 1 - share, share))
 
     def moved(self, other: "Pair", share: Array | float) -> "Pair":
-        """Returns `self + share * (other - self)`, as `towards` does, for a small share. With a
-        share near 1, the difference must be exact, unless `self` is 0."""
+        """Returns `self + share * (other - self)`, accurate for a share of up to 0.5, and for
+        any share if `self` is 0 or the difference is exact. (`towards` has no such limit.)"""
         share = jnp.asarray(share).astype(self.parts.dtype)
         share = jnp.expand_dims(share, -2) if share.ndim else share
         return Pair(_moved(self.parts, other.parts, share))
@@ -110,15 +105,19 @@ def rounded(value: Array) -> Array:
 # rounding errors, which are 0, and drop them later.
 @jax.custom_jvp
 def _sum(a: Array, b: Array) -> Array:
-    return _added(*Pair(a)._both, *Pair(b)._both)
+    return _added(*_both(a), *_both(b))
 
 
 @jax.custom_jvp
 def _moved(start: Array, end: Array, share: Array) -> Array:
     # Value and rest are subtracted one by one: XLA:CPU would materialise a pair's parts.
-    (value, rest), (to, rest_to) = Pair(start)._both, Pair(end)._both
+    (value, rest), (to, rest_to) = _both(start), _both(end)
     share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False) if share.ndim else share
     return _added(value, rest, rounded(share * (to - value)), share * (rest_to - rest))
+
+
+def _both(parts: Array) -> tuple[Array, Array]:
+    return Pair(parts)._part(0), Pair(parts)._part(1)
 
 
 def _added(a: Array, rest_a: Array, b: Array, rest_b: Array) -> Array:

@@ -117,7 +117,7 @@ class Renorm(AbstractRunningStrategy):
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[Moments, Running]:
         r_max = self._bound(self.r_max, 1, batch)
         d_max = self._bound(self.d_max, 0, batch)
-        running, first = memory.moments, memory.batches == 0
+        running, is_first = memory.moments, memory.batches == 0
         sigma_b = jnp.sqrt(capped(batch.variance) + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
@@ -127,7 +127,7 @@ class Renorm(AbstractRunningStrategy):
         clipped = jnp.where(is_far, jnp.sign(distance) * bound, distance)
         # The mean is shifted by d sigma_b / r, exactly `distance` if neither is clipped.
         shift = clipped * (sigma_b / sigma / r).astype(distance.dtype)
-        r, shift = lax.stop_gradient((jnp.where(first, 1, r), jnp.where(first, 0, shift)))
+        r, shift = lax.stop_gradient((jnp.where(is_first, 1, r), jnp.where(is_first, 0, shift)))
         # The gradient treats d and r as constants, but not sigma_b.
         moving = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)
         # With this m2 the layer, which adds eps, divides x by sigma_b / r.

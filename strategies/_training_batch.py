@@ -37,8 +37,8 @@ class TrainingBatch(Moments):
         return Moments(self.count, self.mean_pair, self.m2, self.ddof)
 
     def with_moments(self, moments: Moments) -> "TrainingBatch":
-        """Returns a batch with these moments (if their `count` is `None`, with that of this
-        one), and the same `eps`, `step` and `unbiased`."""
+        """Returns a batch with these moments and the `eps`, `step` and `unbiased` of this one.
+        The `count` of this one replaces a `count` of `None`."""
         if moments.count is None:
             moments = Moments.of(moments.mean_pair, moments.m2, self.count)
         count, mean, m2 = moments.count, moments.mean_pair, moments.m2

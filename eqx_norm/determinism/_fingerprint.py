@@ -1,5 +1,6 @@
 """Defines `fingerprint`, a checksum of bits that does not depend on the order of summation."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,23 +74,18 @@ def _narrowed(x: Any) -> Any:
 
 
 def of_array(
-    x: Shaped[Array, "..."],
-    order: tuple[int, ...] | None = None,
-    part: UInt32[Array, ""] | None = None,
+    x: Shaped[Array, "..."], part: UInt32[Array, ""] | None = None
 ) -> UInt32[Array, "2"]:
-    """Returns the fingerprint of `x.transpose(order)`, but does not transpose `x`.
+    """Returns the fingerprint of an array.
 
     With `part`, `x` is the part with this number of an array split along its first axis. The
     sum of the parts' fingerprints is the fingerprint of the array.
     """
     words = _words(x)
-    order = tuple(range(x.ndim)) if order is None else order
-    strides, size = [0] * words.ndim, 1
-    for axis in reversed((*order, *range(x.ndim, words.ndim))):
-        strides[axis], size = size, size * words.shape[axis]
+    strides = [math.prod(words.shape[axis + 1 :]) for axis in range(words.ndim)]
     start = jnp.asarray(_FIRST)
     if part is not None:
-        start = start + part * np.uint32(size * _STEP % 2**32)
+        start = start + part * np.uint32(words.size * _STEP % 2**32)
 
     def add_both(sums: Sequence[Array], terms: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(map(lax.add, sums, terms))

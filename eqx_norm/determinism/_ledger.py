@@ -166,13 +166,13 @@ def read(path: str | os.PathLike[str]) -> Contents:
     """
     path = Path(path)
     try:
-        *lines, rest = path.read_bytes().split(b"\n")
+        *lines, incomplete = path.read_bytes().split(b"\n")
         header, *rows = map(json.loads, lines)
         if header["format"] != _FORMAT:
             raise ValueError
         for row in rows:
             row |= {name: tuple(row[name]) for name in ("iteration", "shape")}
-        return Contents(path, header, tuple(Row(**row) for row in rows), bool(rest))
+        return Contents(path, header, tuple(Row(**row) for row in rows), bool(incomplete))
     except OSError as error:
         raise LedgerError(f"{path} cannot be read ({error.strerror}).") from None
     except (ValueError, LookupError, TypeError):

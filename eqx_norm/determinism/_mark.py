@@ -9,35 +9,35 @@ from typing import Any
 from eqx_norm._jax import registry
 
 
-def _jvp(primals: Any, tangents: Any, *, kind: str, **rest: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, kind: str, **params: Any) -> Any:
     """Marks value and tangent; the transpose of the tangent's mark marks the cotangent."""
     (x,), (tangent,) = primals, tangents
     if kind == "done":
         raise ValueError(
             "recorded(...) is inside a derivative (jax.grad, jax.jvp, ...), where it would "
-            f"miss the cotangent of {rest['name']!r}. Put it around the whole step: "
+            f"miss the cotangent of {params['name']!r}. Put it around the whole step: "
             "jax.jit(recorded(step)), where step takes the gradient."
         )
-    y = PROBE.bind(x, kind=kind, **rest)
+    y = PROBE.bind(x, kind=kind, **params)
     if isinstance(tangent, registry.Zero) or kind == "cotangent":
         return y, tangent
     kind = "recomputed" if kind == "recomputed" else "tangent"
-    return y, PROBE.bind(tangent, kind=kind, **rest)
+    return y, PROBE.bind(tangent, kind=kind, **params)
 
 
-def _transpose(cotangent: Any, x: Any, *, kind: str, **rest: Any) -> list[Any]:
+def _transpose(cotangent: Any, x: Any, *, kind: str, **params: Any) -> list[Any]:
     if isinstance(cotangent, registry.Zero):
         return [cotangent]
-    return [PROBE.bind(cotangent, kind="cotangent", **rest)]
+    return [PROBE.bind(cotangent, kind="cotangent", **params)]
 
 
-def _batch(axis: Any, arrays: Any, places: Any, *, order: tuple[int, ...], **rest: Any) -> Any:
+def _batch(axis: Any, arrays: Any, dims: Any, *, order: tuple[int, ...], **params: Any) -> Any:
     """Marks the whole batch as one value, whose `order` has the batch axis in front."""
-    (x,), (batch,) = arrays, places
+    (x,), (batch,) = arrays, dims
     if batch is None:
-        return PROBE.bind(x, order=order, **rest), None
+        return PROBE.bind(x, order=order, **params), None
     order = (batch, *(axis + (axis >= batch) for axis in order))
-    return PROBE.bind(x, order=order, **rest), batch
+    return PROBE.bind(x, order=order, **params), batch
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:

@@ -52,13 +52,13 @@ def recorded(
     def with_record(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Record]:
         # The function is wrapped, because Equinox warns of a layer behind `jax.vmap`.
         traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
-        jaxpr, outputs, rest = traced(*args, **kwargs)
+        jaxpr, outputs, static = traced(*args, **kwargs)
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
         # The program is compiled as a whole, as the step would be, also without an outer `jit`.
         run = jax.jit(functools.partial(evaluate, jaxpr, Context(keep_values)))
         leaves, record = run(*arrays)
         output = jax.tree.unflatten(jax.tree.structure(outputs), leaves)
-        return eqx.combine(output, rest), record
+        return eqx.combine(output, static), record
 
     return with_record
 

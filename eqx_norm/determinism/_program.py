@@ -105,11 +105,11 @@ def _probe(equation: JaxprEqn, context: Context, operand: Any) -> Evaluated:
     varying = jax.typeof(x).manual_axis_type.varying if context.check_vma else context.mesh_axes
     axes = tuple(axis for axis in context.mesh_axes if axis in varying)
     others = tuple(axis for axis in context.mesh_axes if axis not in varying)
-    row = of_array(x, order, lax.axis_index(axes).astype(jnp.uint32) if axes else None)
+    value = x.transpose(order)
+    row = of_array(value, lax.axis_index(axes).astype(jnp.uint32) if axes else None)
     if others:
         # Of equal values on several devices only one counts: `shard_map` sums the rows.
         row = jnp.where(lax.axis_index(others) == 0, row, 0)
-    value = x.transpose(order)
     shape = value.shape
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)

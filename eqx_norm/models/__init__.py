@@ -5,7 +5,6 @@ is changed in place. docs/models.md has an example of each function.
 """
 
 from ._fold import FoldedBatchNorm as FoldedBatchNorm
-from ._fold import fold as fold
 from ._fold import fold_pairs as fold_pairs
 from ._fold import propose_pairs as propose_pairs
 from ._freeze import freeze as freeze

@@ -77,11 +77,6 @@ def carry(
     return (Remembered(statistics, jnp.stack([accepted, memory.rejected], -1)),)
 
 
-def with_statistics(layer: BatchNorm, memory: Remembered, statistics: PyTree) -> Remembered:
-    """Returns the layer's memory with other statistics, counting batches, not micro-batches."""
-    return Remembered(statistics, jnp.stack([batches_of(layer, memory), memory.rejected], -1))
-
-
 def batches_of(layer: BatchNorm, memory: Remembered) -> Int[Array, "*members"]:
     """Returns how many batches, not micro-batches, a strategy has accepted."""
     return memory.accepted - layer.approach.without_pending(memory.statistics)[1]

@@ -1,7 +1,7 @@
 """Merges batch norms into the linear layers before them, and proposes pairs of layers."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,72 +13,34 @@ from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
 
+from . import _layers
 from ._freeze import is_frozen
-from ._layers import (
-    Model,
-    axes_in_front,
-    check_single,
-    checked,
-    checked_mapping,
-    copied,
-    layers_of,
-    listed,
-    path_of,
-    state_of,
-    untraced,
-    with_nodes,
-)
-
-Linear = TypeVar("Linear", bound=eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose)
+from ._layers import Model, layers_of
 
 _LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
 # These wrappers use the layer inside in two places, or compute the layer's weight.
 _WRAPPERS = (eqx.nn.Shared, eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
 
-def fold(linear: Linear, norm: BatchNorm, state: eqx.nn.State) -> Linear:
-    r"""Returns one linear layer that replaces `linear` and `norm` in inference.
+def fold_pairs(
+    model: Model, state: eqx.nn.State, pairs: Mapping[str, str]
+) -> tuple[Model, eqx.nn.State]:
+    r"""Returns the model and state with batch norms folded into the linear layers before them.
+
+    ```python
+    model = eqx.nn.inference_mode(model)
+    model, state = fold_pairs(model, state, {"conv1": "bn1", "layers[0]": "layers[1]"})
+    (conv, _), state = fold_pairs([conv, norm], state, {"[0]": "[1]"})  # of two layers
+    ```
 
     For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
     the new weight and bias are, for each output channel,
 
     $$W' = s W, \qquad b' = s (b - \mu) + \beta, \qquad
-      s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}.$$
+      s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}},$$
 
-    Both are computed in float64 and rounded once, to the dtype of $W$. Convolutions may be
-    transposed or grouped, with any padding.
-
-    ```python
-    conv = fold(conv, eqx.nn.inference_mode(norm), state)
-    ```
-
-    **Arguments:**
-
-    - `linear`: an `eqx.nn.Linear`, `Conv` or `ConvTranspose` whose output goes to the norm.
-    - `norm`: a `BatchNorm`, in inference mode (`eqx.nn.inference_mode`) or frozen.
-    - `state`: the state with the norm's running statistics, which stays valid.
-
-    **Returns:** a new layer of the type of `linear`, with a bias.
-
-    **Raises:** `ValueError` with the reason if the two layers cannot be folded.
-
-    Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
-    `torch.nn.utils.fusion.fuse_conv_bn_eval`.
-    """
-    if getattr(norm, "activation", None) is not None:
-        raise ValueError(f"activation={norm.activation} cannot be folded; fold_pairs keeps it.")
-    return _folded(linear, norm, state)
-
-
-def fold_pairs(
-    model: Model, state: eqx.nn.State, pairs: Mapping[str, str]
-) -> tuple[Model, eqx.nn.State]:
-    """Returns the model and state with batch norms folded into the linear layers before them.
-
-    ```python
-    model = eqx.nn.inference_mode(model)
-    model, state = fold_pairs(model, state, {"conv1": "bn1", "layers[0]": "layers[1]"})
-    ```
+    computed in float64 and rounded once, to the dtype of $W$. Convolutions may be transposed or
+    grouped, with any padding.
 
     `fold_pairs` does not see how the model calls its layers. You must know that the output of
     each linear layer goes to its norm and nowhere else, and that the norm has no other input.
@@ -95,10 +57,14 @@ def fold_pairs(
 
     **Raises:** `ValueError` if a path leads to no such layer or a pair cannot be folded; the
     message names the pair and the reason.
+
+    Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
+    `torch.nn.utils.fusion.fuse_conv_bn_eval`.
     """
-    values, folded, markers = checked(model, state), dict[str, PyTree](), set[Hashable]()
+    values = _layers.checked(model, state)
+    folded, markers = dict[str, PyTree](), set[Hashable]()
     hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'
-    for linear, norm in checked_mapping("pairs", pairs, hint).items():
+    for linear, norm in _layers.checked_mapping("pairs", pairs, hint).items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
             folded[linear] = _folded(layer, after, state)
@@ -107,8 +73,8 @@ def fold_pairs(
         # pyright takes the parent's abstract `__call__` for a field.
         folded[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
         markers.add(after.memory_index.marker)
-    model = with_nodes(model, folded)
-    return model, state_of(model, values, markers)
+    model = _layers.with_nodes(model, folded)
+    return model, _layers.state_of(model, values, markers)
 
 
 def propose_pairs(model: Any) -> dict[str, str]:
@@ -150,7 +116,7 @@ def propose_pairs(model: Any) -> dict[str, str]:
         is_pair = isinstance(linear, _LINEAR) and isinstance(norm, eqx.nn.BatchNorm)
         two_norms = isinstance(other, eqx.nn.BatchNorm) and second[:-1] == third[:-1]
         if is_pair and first[:-1] == second[:-1] and not (two_norms or _mismatch(linear, norm)):
-            pairs[path_of(first)] = path_of(second)
+            pairs[_layers.path_of(first)] = _layers.path_of(second)
     return pairs
 
 
@@ -174,7 +140,7 @@ def _at(path: str, model: PyTree, kind: type | tuple[type, ...]) -> PyTree:
     layers = layers_of(model, kind)
     if path not in layers:
         what = "batch norm" if kind is eqx.nn.BatchNorm else "linear layer or convolution"
-        paths = listed(map(repr, layers)) or "none"
+        paths = _layers.listed(map(repr, layers)) or "none"
         raise ValueError(f"there is no {what} at {path!r}. Paths in this model: {paths}.")
     for outer, wrapper in layers_of(model, _WRAPPERS).items():
         if not outer or path.startswith((f"{outer}.", f"{outer}[")):
@@ -183,9 +149,9 @@ def _at(path: str, model: PyTree, kind: type | tuple[type, ...]) -> PyTree:
     return layers[path]
 
 
-def _folded(layer: Linear, norm: PyTree, state: eqx.nn.State) -> Linear:
-    untraced(layer, norm, state)
-    check_single(layer, norm)
+def _folded(layer: PyTree, norm: PyTree, state: eqx.nn.State) -> PyTree:
+    _layers.untraced(layer, norm, state)
+    _layers.check_single(layer, norm)
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
     memory = _memory.recall(norm, state)
@@ -201,7 +167,8 @@ def _folded(layer: Linear, norm: PyTree, state: eqx.nn.State) -> Linear:
         weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
     if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
         raise ValueError(f"the folded layer is not finite in {weight.dtype}; use float32.")
-    return copied(layer, use_bias=True, weight=jnp.asarray(weight), bias=jnp.asarray(bias))
+    weight, bias = jnp.asarray(weight), jnp.asarray(bias)
+    return _layers.copied(layer, use_bias=True, weight=weight, bias=bias)
 
 
 def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
@@ -222,7 +189,7 @@ def _mismatch(layer: PyTree, norm: PyTree) -> str | None:
     if calls not in _LINEAR:
         known = "eqx.nn.Linear, Conv and ConvTranspose"
         return f"only {known} can be folded; {type(layer).__name__} has another __call__"
-    if (outputs := layer.weight.shape[axes_in_front(layer)]) != norm.input_size:
+    if (outputs := layer.weight.shape[_layers.axes_in_front(layer)]) != norm.input_size:
         return f"the norm has {norm.input_size} channels, but the layer returns {outputs}"
     if not jnp.issubdtype(layer.weight.dtype, jnp.floating):
         return f"the layer has arrays of {layer.weight.dtype}; only floats can be folded"

@@ -8,7 +8,7 @@ import jax
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm.strategies import Frozen
 
-from ._layers import Model, Where, chosen, copied, layers_of, with_nodes
+from ._layers import Model, Where, chosen, copied, with_nodes
 
 
 def freeze(model: Model, where: Where | None = None) -> Model:
@@ -36,7 +36,7 @@ def freeze(model: Model, where: Where | None = None) -> Model:
 
     **Raises:** `ValueError` if there is no such layer.
     """
-    layers = chosen(layers_of(model, BatchNorm), where, "freeze", "eqx_norm.BatchNorm")
+    layers = chosen(model, BatchNorm, where, "freeze", "eqx_norm.BatchNorm")
     frozen = {
         path: copied(layer, approach=Frozen(layer.approach))
         for path, layer in layers.items()
@@ -54,8 +54,7 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
 
     **Raises:** `ValueError` if there is no such layer.
     """
-    frozen = {p: layer for p, layer in layers_of(model, BatchNorm).items() if is_frozen(layer)}
-    layers = chosen(frozen, where, "unfreeze", "frozen BatchNorm")
+    layers = chosen(model, BatchNorm, where, "unfreeze", "frozen BatchNorm", is_frozen)
     learning = {p: copied(n, approach=n.approach.strategy) for p, n in layers.items()}
     return with_nodes(model, learning)
 

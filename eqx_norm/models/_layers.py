@@ -43,14 +43,23 @@ def layers_of(model: PyTree, kind: Kind) -> Nodes:
     return {path_of(keys): node for keys, node in nodes if isinstance(node, kind)}
 
 
-def chosen(layers: Nodes, where: Where | None, verb: str, what: str) -> Nodes:
-    """Returns the layers for which `where(path, layer)` is true. If there is none, raises
-    `ValueError`: "nothing to `verb`: the model holds no `what`"."""
+def chosen(
+    model: PyTree,
+    kind: Kind,
+    where: Where | None,
+    verb: str,
+    what: str,
+    accepts: Callable[[Any], bool] = lambda layer: True,
+) -> Nodes:
+    """Returns the layers of a kind that `accepts(layer)`, and for which `where(path, layer)` is
+    true. If there is none, raises `ValueError`: "nothing to `verb`: the model holds no
+    `what`"."""
     if where is not None and not callable(where):
         raise ValueError(
             f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
             "that returns whether to choose it: where=lambda path, layer: path == 'layers[1]'."
         )
+    layers = {p: layer for p, layer in layers_of(model, kind).items() if accepts(layer)}
     selection = {p: layer for p, layer in layers.items() if where is None or where(p, layer)}
     if not selection:
         paths = listed(path or "the model" for path in layers)
@@ -253,7 +262,7 @@ def _renamed(indices: Mapping[str, eqx.nn.StateIndex], field: str) -> eqx.nn.Sta
     this end is replaced, so the new marker is the marker that `make_with_state` would give.
     Layers with equal markers share a state, and their new markers are equal, too.
     """
-    first, index = next(iter(indices.items()))
+    old_field, index = next(iter(indices.items()))
     if isinstance(index.marker, str):
-        return copied(index, marker=index.marker.removesuffix(first) + field)
-    return index if field == first else copied(index, marker=(index.marker, field))
+        return copied(index, marker=index.marker.removesuffix(old_field) + field)
+    return index if field == old_field else copied(index, marker=(index.marker, field))

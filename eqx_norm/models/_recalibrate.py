@@ -16,18 +16,9 @@ from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative
 
-from ._carry import carry, with_statistics
-from ._layers import (
-    axes_in_front,
-    chosen,
-    copied,
-    entries,
-    layers_of,
-    over_members,
-    replaced,
-    state_of,
-    untraced,
-)
+from . import _layers
+from ._carry import batches_of, carry
+from ._layers import layers_of
 
 Forward = Callable[[Any, eqx.nn.State, Any], object]
 
@@ -79,9 +70,9 @@ def recalibrate(
     ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
     https://arxiv.org/abs/2105.07576, call the method precise batch norm.
     """
-    untraced(model, state)
-    learning = {p: n for p, n in layers_of(model, BatchNorm).items() if n.approach.learns}
-    norms = chosen(learning, None, "recalibrate", "eqx_norm.BatchNorm that is not frozen")
+    _layers.untraced(model, state)
+    what, learns = "eqx_norm.BatchNorm that is not frozen", lambda norm: norm.approach.learns
+    norms = _layers.chosen(model, BatchNorm, None, "recalibrate", what, learns)
 
     # A batch of one value has no unbiased variance; all batches together have one.
     settings: Any = {"approach": Cumulative(), "inference": False, "unbiased": False}
@@ -93,8 +84,8 @@ def recalibrate(
         batches = map(_first, batches)
         settings["memory_axis_name"] = ()  # the batch is one group
 
-    pooling = functools.partial(copied, **settings)
-    pooler, after = replaced(model, state, norms, pooling, _empty)
+    pooling = functools.partial(_layers.copied, **settings)
+    pooler, after = _layers.replaced(model, state, norms, pooling, _empty)
     count = 0
     for batch in batches:
         after = _step(forward, pooler, after, batch)
@@ -121,7 +112,7 @@ def recalibrate(
         )
     if notes:
         warnings.warn(note, stacklevel=2)
-    return state_of(model, entries(state) | learnt)
+    return _layers.state_of(model, _layers.entries(state) | learnt)
 
 
 def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
@@ -134,8 +125,9 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
         _contract.load(old.approach, new.approach.infer(empty), old.approach.init(*sizes))
         return empty
 
-    statistics = over_members(one, memory.accepted)(memory.statistics)
-    return (with_statistics(old, memory, statistics),)
+    statistics = _layers.over_members(one, memory.accepted)(memory.statistics)
+    counts = jnp.stack([batches_of(old, memory), memory.rejected], -1)
+    return (Remembered(statistics, counts),)
 
 
 # `_step` is compiled once for all calls with the same forward.
@@ -182,7 +174,7 @@ def _over_batch(axis_name: Hashable, model: PyTree, state: eqx.nn.State, x: Arra
         return mapped(x, state)
     except Exception as error:
         layers = layers_of(model, (eqx.nn.Linear, eqx.nn.Conv, BatchNorm)).values()
-        if any(map(axes_in_front, layers)):
+        if any(map(_layers.axes_in_front, layers)):
             raise ValueError(_ENSEMBLE.format(axis_name)) from error
         raise ValueError(
             f"The model was mapped over {axis_name!r}, the first axis of a batch of shape "

@@ -11,22 +11,14 @@ from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
 from eqx_norm.strategies import AbstractStrategy
 
+from . import _layers
 from ._carry import carry
 from ._freeze import freeze, is_frozen
-from ._layers import (
-    Model,
-    State,
-    Where,
-    at_offset,
-    chosen,
-    copied,
-    layers_of,
-    replaced,
-)
+from ._layers import Model, State, Where
 
 _OURS = BatchNorm, AbstractExampleNorm
-_OF_EXAMPLES = AbstractExampleNorm.settings
-_OF_BATCHES = ("approach", "momentum", "unbiased", "axis_name", "memory_axis_name")
+_OF_ALL = ("eps", "activation", "weight_offset", "implementation")
+_OF_BATCH_NORM = ("approach", "momentum", "unbiased", "axis_name", "memory_axis_name")
 
 
 def reconfigure(
@@ -76,9 +68,9 @@ def reconfigure(
     strategy without `load`, and for a state of another model.
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
-    layers = chosen(layers_of(model, _OURS), where, "reconfigure", what)
+    layers = _layers.chosen(model, _OURS, where, "reconfigure", what)
     has_batches = any(isinstance(layer, BatchNorm) for layer in layers.values())
-    known = sorted(_OF_EXAMPLES + (_OF_BATCHES if has_batches else ()))
+    known = sorted(_OF_ALL + (_OF_BATCH_NORM if has_batches else ()))
     if unknown := [name for name in settings if name not in known]:
         raise ValueError(
             f"{unknown[0]}= cannot be changed in the layers that were chosen, only "
@@ -86,21 +78,29 @@ def reconfigure(
             "training and inference mode."
         )
     carrying = functools.partial(carry, values=values, batches=batches)
-    return replaced(model, state, layers, lambda layer: _changed(layer, settings), carrying)
+    changing = functools.partial(_changed, settings=settings)
+    return _layers.replaced(model, state, layers, changing, carrying)
 
 
 def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:
     """Returns the layer with other settings, checked as for a new layer."""
+    settings = {"weight_offset": layer.weight_offset} | settings
     if isinstance(layer, AbstractExampleNorm):
-        settings = {name: value for name, value in settings.items() if name in layer.settings}
-        settings = {"weight_offset": layer.weight_offset} | settings
+        settings = {name: value for name, value in settings.items() if name in _OF_ALL}
         fresh = LayerNorm(1, **settings)
-        layer = at_offset(layer, fresh.weight_offset)
-        return copied(layer, **{name: getattr(fresh, name) for name in settings})
-    kept = "axis_name", "memory_axis_name", "weight_offset"
+    else:
+        names = {"axis_name": layer.axis_name, "memory_axis_name": layer.memory_axis_name}
+        settings = _with_approach(layer, names | settings)
+        fresh = BatchNorm(layer.input_size, **settings)
+    changed = _layers.at_offset(layer, fresh.weight_offset)
+    changed = _layers.copied(changed, **{name: getattr(fresh, name) for name in settings})
+    return freeze(changed) if is_frozen(layer) else changed
+
+
+def _with_approach(layer: BatchNorm, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings with a strategy as the approach, or a name and its momentum."""
     strategy: Any = layer.approach
     strategy = strategy.strategy if is_frozen(layer) else strategy
-    settings = {name: getattr(layer, name) for name in kept} | settings
     approach: Any = settings.get("approach", strategy)
     if callable(approach) and not isinstance(approach, type):
         approach = approach(strategy)
@@ -113,11 +113,7 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         settings = {"momentum": layer.momentum} | settings
     elif "momentum" in settings and isinstance(approach, AbstractStrategy):
         approach = _with_momentum(approach, settings.pop("momentum"))
-    settings["approach"] = approach
-    fresh = BatchNorm(layer.input_size, **settings)
-    changed = at_offset(layer, fresh.weight_offset)
-    changed = copied(changed, **{name: getattr(fresh, name) for name in settings})
-    return freeze(changed) if is_frozen(layer) else changed
+    return settings | {"approach": approach}
 
 
 def _with_momentum(approach: AbstractStrategy, momentum: float) -> AbstractStrategy:

@@ -14,7 +14,7 @@ from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _me
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, Running, named
 
-from ._layers import Model, State, Where, chosen, copied, layers_of, over_members, replaced
+from ._layers import Model, State, Where, chosen, copied, over_members, replaced
 from ._reconfigure import reconfigure
 
 # Maps Equinox's norms of one example to this package's.
@@ -82,7 +82,7 @@ def swap(
         "norm of eqx.nn. Replace the norms of other packages where the model makes them, or as "
         "docs/home_made_norms.md shows"
     )
-    layers = chosen(layers_of(model, THEIRS), where, "swap", what)
+    layers = chosen(model, THEIRS, where, "swap", what)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, OURS)}
     model, state = replaced(model, state, theirs, _ours, _carry)
     if not (overrides and theirs):

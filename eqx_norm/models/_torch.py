@@ -1,7 +1,7 @@
 """Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
 from collections.abc import Hashable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,17 +15,8 @@ from eqx_norm._instance_norm import InstanceNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
-from ._layers import (
-    Model,
-    State,
-    entries,
-    layers_of,
-    listed,
-    located,
-    state_of,
-    untraced,
-    with_nodes,
-)
+from . import _layers
+from ._layers import Model, State, layers_of
 from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
 
 
@@ -33,7 +24,7 @@ def from_torch(
     model: Model,
     state: State,
     state_dict: Mapping[str, Any],
-    names: Names | Literal["order"] = None,
+    names: Names = None,
     *,
     strict: bool = True,
     values: ArrayLike | None = None,
@@ -51,14 +42,9 @@ def from_torch(
     as Gemma, with `weight_offset=1.0`.
 
     **Layers are matched** by equal names, such as `layers[1].norm` and `layers.1.norm`, unless
-    `names` says otherwise. `names` is one of:
-
-    - a mapping from paths (`layers[1].norm`) or their beginnings to PyTorch's prefixes
-        (`layer1.0.bn1`), or a function from a path to a prefix. For a `DataParallel` pass
-        `{"": "module"}`; `{"head": None}` leaves the head unchanged;
-    - `"order"`: layers without an equal name are matched by order, among layers whose arrays
-        have the same names and shapes. If PyTorch declares such layers in another order, they
-        are exchanged: read `report.matched`, edit it, and pass it as `names`.
+    `names` says otherwise: a mapping from paths (`layers[1].norm`) or their beginnings to
+    PyTorch's prefixes (`layer1.0.bn1`), or a function from a path to a prefix. For a
+    `DataParallel` pass `{"": "module"}`; `{"head": None}` leaves the head unchanged.
 
     **Layers that can be loaded** are the norms of this package; Equinox's `LayerNorm`,
     `GroupNorm`, `RMSNorm`, `Linear`, `Embedding`, `Conv`, `ConvTranspose` (whose weight has
@@ -86,10 +72,9 @@ def from_torch(
 
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
-    untraced(model, state, state_dict)
+    _layers.untraced(model, state, state_dict)
     arrays, problems = _arrays(state_dict)
-    by_order = names == "order"
-    report, keyed = match(model, state, arrays, None if by_order else names, by_order)
+    report, keyed = match(model, state, arrays, names)
     loaded = dict[str, jax.Array]()
     for key, slot in keyed:
         if key in arrays:
@@ -101,24 +86,26 @@ def from_torch(
     for path, norm in {} if problems else layers_of(model, BatchNorm).items():
         mean, variance = (loaded.get(f"{path}.{name}") for name in (MEAN, VARIANCE))
         if mean is not None and variance is not None:
-            with located(path, norm):
+            with _layers.located(path, norm):
                 before = _memory.recall(norm, state).statistics
                 given = Moments.of(mean, variance, values, int(norm.unbiased))
                 memory = _contract.load(norm.approach, given, before)
             counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
             learnt[norm.memory_index.marker] = Remembered(memory, counts)
-    lines = [listed(problems, "\n    ")] if problems else []
+    lines = [_layers.listed(problems, "\n    ")] if problems else []
     if report.leftovers and (strict or not report.matched):
         fixes = ['match them by a mapping, such as names={"head": "fc"}']
-        fixes += [] if by_order else ['by order, where shapes are equal: names="order"']
-        if any(k.endswith(MEAN) for k in report.unexpected) and layers_of(model, InstanceNorm):
+        has_means = any(k.endswith(MEAN) for k in report.unexpected)
+        if has_means and layers_of(model, InstanceNorm):
             fixes += ["load an InstanceNorm's statistics into the layer of docs/own_norm.md"]
         fixes += ["leave them out by strict=False"] if strict else []
         lines += [*report.leftovers, f"You can {'; or '.join(fixes)}."]
     if lines:
         raise ValueError("\n    ".join(["Nothing was loaded:", *lines]))
-    after: Any = None if state is None else state_of(model, entries(state) | learnt)
-    return with_nodes(model, loaded), after, report
+    after: Any = state
+    if state is not None:
+        after = _layers.state_of(model, _layers.entries(state) | learnt)
+    return _layers.with_nodes(model, loaded), after, report
 
 
 def to_torch(
@@ -147,9 +134,9 @@ def to_torch(
 
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
-    untraced(model, state)
+    _layers.untraced(model, state)
     state_dict = dict[str, np.ndarray]()
-    for key, slot in match(model, state, {}, names, by_order=False)[1]:
+    for key, slot in match(model, state, {}, names)[1]:
         if key in state_dict:
             raise ValueError(
                 f"{slot.path!r} and another array would both be {key!r}. Give their layers "

@@ -1,8 +1,7 @@
 """Lists a model's arrays by PyTorch's names, and matches the arrays with a `state_dict`."""
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -91,10 +90,6 @@ class Slot(NamedTuple):
         return weight.swapaxes(1, 2).reshape(second * self.groups, -1, *kernel)
 
 
-# The keys are a layer's path, then PyTorch's name, which is "" for an array outside of layers.
-Slots = dict[str, dict[str, Slot]]
-
-
 def _nodes_of(model: PyTree, above: jtu.KeyPath = ()) -> dict[str, PyTree]:
     """Returns the layers that PyTorch may have, and the arrays outside of layers, by path."""
     nodes, owner = dict[str, PyTree](), path_of(above)
@@ -149,31 +144,21 @@ def _slot(path: str, layer: PyTree, field: str, array: Any) -> Slot:
 
 
 def match(
-    model: PyTree,
-    state: eqx.nn.State | None,
-    arrays: Mapping[str, np.ndarray],
-    names: Names,
-    by_order: bool,
+    model: PyTree, state: eqx.nn.State | None, arrays: Collection[str], names: Names
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
-    """Matches layers with the entries of a `state_dict`. Returns the report, and the keys and
-    arrays of all layers that `names` does not leave out."""
+    """Matches layers with the names of a `state_dict`'s arrays. Returns the report, and the
+    keys and arrays of all layers that `names` does not leave out."""
     if state is not None:
         checked(model, state)
     nodes = _nodes_of(model)
     prefixes, skipped = _prefixes_of(nodes, names)
-    slots = {p: _slots_of(p, node, state) for p, node in nodes.items() if p not in skipped}
-
-    def keys(path: str) -> dict[str, Slot]:
-        return {_key(prefixes[path], name): slot for name, slot in slots[path].items()}
-
-    def is_there(path: str) -> bool:
-        return not arrays.keys().isdisjoint(keys(path))
-
-    if by_order:
-        absent = {path: layer for path, layer in slots.items() if not is_there(path)}
-        prefixes |= _by_order(absent, arrays, {*prefixes.values()})
-    matched = {path: prefixes[path] for path in slots if is_there(path)}
-    keyed = [pair for path in slots for pair in keys(path).items()]
+    matched, keyed = dict[str, str](), list[tuple[str, Slot]]()
+    for path in (path for path in nodes if path not in skipped):
+        slots = _slots_of(path, nodes[path], state)
+        layer = [(_key(prefixes[path], name), slot) for name, slot in slots.items()]
+        keyed += layer
+        if any(k in arrays for k, _ in layer):
+            matched[path] = prefixes[path]
     wanted = dict(keyed)
     missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
     left_out = {prefixes[path] for path in skipped}
@@ -187,7 +172,7 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
     that is left out gets the prefix of the whole part of the model that is left out."""
     hint = (
         "paths to PyTorch's prefixes, such as the report.matched of from_torch, and no "
-        'function that returns prefixes. (names="order" is for from_torch.)'
+        "function that returns prefixes."
     )
     dotted = {path: _dotted(path) for path in paths}
     pairs = {path: names(path) for path in dotted} if callable(names) else names
@@ -212,28 +197,6 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
 
 def _key(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
-
-
-def _by_order(
-    slots: Slots, arrays: Mapping[str, np.ndarray], taken: Container[str]
-) -> dict[str, str]:
-    """Returns prefixes of layers, matched by order within each group of equal names and shapes,
-    if the model and the `state_dict` have equally many such layers."""
-    ours = {
-        path: {name: slot.shape for name, slot in layer.items()} | {COUNT: ()}
-        for path, layer in slots.items()
-    }
-    theirs = defaultdict[str, dict[str, tuple[int, ...]]](dict)
-    for k, array in arrays.items():
-        prefix, _, name = k.rpartition(".")
-        if prefix not in taken:
-            theirs[prefix] |= {name: array.shape, COUNT: ()}
-    prefixes = dict[str, str]()
-    for path, shapes in ours.items():
-        equal, candidates = ([p for p in d if d[p] == shapes] for d in (ours, theirs))
-        if len(equal) == len(candidates):
-            prefixes[path] = candidates[equal.index(path)]
-    return prefixes
 
 
 def _dotted(path: str) -> str:

@@ -1,5 +1,6 @@
 """Defines `unswap`, which replaces this package's norms by Equinox's."""
 
+import functools
 import math
 from typing import Any, cast
 
@@ -11,18 +12,9 @@ from eqx_norm import BatchNorm, _contract
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Accumulated, Batch, Ema
 
+from . import _layers
 from ._carry import batches_of, is_new
-from ._layers import (
-    Model,
-    State,
-    Where,
-    at_offset,
-    chosen,
-    copied,
-    layers_of,
-    over_members,
-    replaced,
-)
+from ._layers import Model, State, Where
 from ._swap import OURS, TO_THEIRS, converted, refuse_subclass
 
 
@@ -63,8 +55,9 @@ def unswap(
     """
     if mode not in (None, "batch", "ema"):
         raise ValueError(f"mode={mode!r}: eqx.nn.BatchNorm has mode='batch' and mode='ema'.")
-    layers = chosen(layers_of(model, OURS), where, "unswap", "layer of eqx_norm")
-    return replaced(model, state, layers, lambda layer: _theirs(layer, mode), _carry_back)
+    layers = _layers.chosen(model, OURS, where, "unswap", "layer of eqx_norm")
+    theirs = functools.partial(_theirs, mode=mode)
+    return _layers.replaced(model, state, layers, theirs, _carry_back)
 
 
 def _theirs(layer: PyTree, mode: str | None) -> PyTree:
@@ -74,7 +67,7 @@ def _theirs(layer: PyTree, mode: str | None) -> PyTree:
             f"activation={layer.activation}: Equinox's layer has none. Remove it by "
             "eqx_norm.models.reconfigure(model, state, activation=None), and apply it yourself."
         )
-    layer = at_offset(layer, 0.0)
+    layer = _layers.at_offset(layer, 0.0)
     if kind := TO_THEIRS.get(type(layer)):
         for name, default in (("axis", None), ("axis_name", ())):
             if (value := getattr(layer, name, default)) != default:
@@ -90,7 +83,7 @@ def _theirs(layer: PyTree, mode: str | None) -> PyTree:
         0.99 if layer.momentum is None else layer.momentum,
         mode=cast(Any, _mode(layer) if mode is None else mode),
     )
-    return copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
+    return _layers.copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
 def _mode(layer: BatchNorm) -> str:
@@ -124,4 +117,4 @@ def _carry_back(
         return count, (mean, variance.astype(mean.dtype))
 
     batches = batches_of(old, memory)
-    return over_members(one, batches)(memory, batches)
+    return _layers.over_members(one, batches)(memory, batches)

@@ -340,7 +340,7 @@ def test_empty_batch_leaves_the_memory_unchanged(approach):
         assert same(state, after)
 
 
-@pytest.mark.filterwarnings("ignore:In training, x of")
+@pytest.mark.filterwarnings("ignore:x of shape")
 @each_approach
 def test_one_value_per_channel_gives_the_bias_and_no_nan(approach):
     """Tests MXNet #21111: the variance of a single value causes no NaN."""

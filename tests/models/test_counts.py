@@ -90,12 +90,13 @@ def test_every_reader_gets_the_unbiased_variance(approach):
     of_flag = jax.jit(lambda x, s, flag: over_batch(lambda *a: layer(*a, inference=flag))(x, s))
     variance = np.var(x, 0, ddof=1)
     scale = 1 / np.sqrt(variance + 1e-5)
+    (folded, _), _ = models.fold_pairs([linear, infer], state, {"[0]": "[1]"})
     for got, expected in (
         (remembered(*reconfigure(layer, state, approach="batch"))[1], variance),
         (remembered(layer, models.recalibrate(layer, state, [x[:2], x[2:]]))[1], variance),
         (models.to_torch(layer, state)["running_var"], variance),
         (their_state.get(theirs.batch_state_index)[1], variance),
-        (models.fold(linear, infer, state).weight, np.asarray(linear.weight) * scale[:, None]),
+        (folded.weight, np.asarray(linear.weight) * scale[:, None]),
         (of_flag(floats(x), copy(state), jnp.array(True))[0], (x - x.mean(0)) * scale),
         (call(infer, copy(state), floats(x))[0], (x - x.mean(0)) * scale),
         (remembered(layer, state)[1], variance),

@@ -10,7 +10,6 @@ import pytest
 
 from eqx_norm import BatchNorm, InstanceNorm, LayerNorm
 from eqx_norm.models import (
-    fold,
     fold_pairs,
     freeze,
     from_torch,
@@ -51,14 +50,13 @@ _, STATE = call(MODEL, STATE, normal(0, (4, C)))
 SWAPPED = made(two, THEIRS)
 LINEAR = [eqx.nn.Linear(C, C, key=KEY)], STATE
 NORM, NORM_STATE = BOTH = make(C, "batch", approach="batch", inference=True)
-ACTIVE = make(C, "batch", approach="batch", inference=True, activation=jax.nn.relu)
 UNLOADED = make(C, "batch", approach=Unloaded())
 WRONG = make(C, "batch", approach=Wrong())
 OWN: Any = type("Own", (BatchNorm,), {})(C, "batch", approach="batch")
 LOADING = make(C, "batch", approach=Loading())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
-ORDER: Any = "order"
+TEXT: Any = "text"
 PAIRS: Any = [("[0]", "[1]")]
 NUMBER: Any = {"[0]": 0}
 FROM_NUMBER: Any = {0: "a"}
@@ -156,14 +154,12 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
     (lambda: unfreeze(MODEL), "nothing to unfreeze: .*holds no frozen BatchNorm"),
     # fold
-    (lambda: fold(BLOCKS[0][0], BLOCKS[0][1], BLOCKS[1]), STACKED_WEIGHT),
     (lambda: folded(BLOCKS[0], state=BLOCKS[1]), f"^pairs=.*: Conv1d{STACKED_WEIGHT}"),
-    (lambda: fold(conv(), NORM, mapped(NORM_STATE)), "one more axis in front: .* out_axes"),
+    (lambda: folded(PLAIN, state=mapped(NORM_STATE)), "one more axis in front: .* out_axes"),
     (lambda: folded(NORM_STATE, state=PLAIN), EXCHANGED),
     (lambda: fold_pairs(PLAIN, NORM_STATE, PAIRS), r"^pairs=\[\('\[0\]', .* dict\(pairs\)"),
     (lambda: fold_pairs(PLAIN, NORM_STATE, NUMBER), r"^pairs=\{'\[0\]': 0\} is no .*bn1"),
-    (lambda: jitted(fold)(*PLAIN, NORM_STATE), TRACED),
-    (lambda: jitted(lambda: fold(*PLAIN, NORM_STATE))(), TRACED),
+    (lambda: jitted(lambda: folded(PLAIN))(), f"^pairs=.*{TRACED[1:]}"),
     (lambda: jitted(folded)(PLAIN), f"^pairs=.*{TRACED[1:]}"),
     (lambda: folded([conv(), NORM], "[2]"), r"^pairs=.*no linear .* '\[2\]'\..*: '\[0\]'"),
     (lambda: folded([conv(), norm(THEIRS)]), r"^pairs=.*equinox\S+BatchNorm.*models\.swap"),
@@ -176,8 +172,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: folded(shared([conv(), conv(), NORM]), "pytree[0]", "pytree[2]"), r"nn\.Shared"),
     (lambda: folded([eqx.nn.WeightNorm(conv()), NORM], "[0].layer"), r"nn\.WeightNorm"),
     (lambda: folded([SPECTRAL, NORM], "[0].layer"), r"nn\.SpectralNorm"),
-    (lambda: fold(HUGE, NORM, SMALL), "not finite in float16; use float32"),
-    (lambda: fold(conv(), *ACTIVE), "activation=.* cannot be folded"),
+    (lambda: folded([HUGE, NORM], state=SMALL), "not finite in float16; use float32"),
     # recalibrate
     (lambda: recalibrated([]), "^batches is empty"),
     (lambda: recalibrated([], *UNLOADED), "^BatchNorm: Cumulative cannot take over"),
@@ -202,7 +197,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: jitted(to_torch)(MODEL, STATE), TRACED),
     (lambda: from_torch(MODEL, STATE, {}, NUMBER), r"^names=\{'\[0\]': 0\} is no .* strings"),
     (lambda: to_torch(MODEL, STATE, FROM_NUMBER), r"^names=\{0: 'a'\} is no .* strings"),
-    (lambda: to_torch(MODEL, STATE, ORDER), r"^names='order' is no mapping .*report\.matched"),
+    (lambda: to_torch(MODEL, STATE, TEXT), r"^names='text' is no mapping .*report\.matched"),
     (lambda: to_torch(MODEL, STATE, NUMBER.get), r"^names=\{'\[0\]': 0\} is no .* function"),
     (lambda: from_torch(*SWAPPED, {}), r"^\[0\]: .*eqx_norm\.models\.swap"),
     (lambda: from_torch(MODEL, None, {}), r"^\[0\]: .*in the model's state"),
