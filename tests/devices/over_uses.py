@@ -239,7 +239,7 @@ def test_explicit_axes_along_channels_too(name, along, parameters):
 def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
     """Tests parameters and memory split along their channels, too (FSDP)."""
     channels, mesh = 2 * DEVICES, mesh_of(devices=DEVICES)
-    x, dy = (jnp.tile(array, (1, 4, 1))[:, :channels] for array in arguments(CASE)[:2])
+    x, dy = (jnp.concatenate([a] * 4, 1)[:, :channels] for a in arguments(CASE)[:2])
     layer, state = make(channels, "batch", approach=CASE.approach)
     expected, _ = run(step_of(forward), layer, state, x, dy)
     layer, state = put((layer, state), mesh, "devices", channels)

@@ -76,6 +76,24 @@ def test_a_row_does_not_depend_on_other_rows(layer, shape, dtype):
         assert same(y_and_gradients(layer, x[:n], dy[:n])[:2], (y[:n], dx[:n])), n
 
 
+@pytest.mark.parametrize(("layer", "shape"), [LAYERS[1], LAYERS[7]])
+def test_a_row_with_its_own_mask_and_weights_does_not_depend_on_other_rows(layer, shape):
+    x, dy = arrays(shape, "float32")
+    mask = normal(2, (N, *(shape[1:] or shape))) < 1
+    weights = {name: normal(i, (N, shape[0])) for i, name in enumerate(("weight", "bias"), 3)}
+
+    @jax.jit
+    def y_and_dx(x, dy, mask, weights):
+        y, pull_back = jax.vjp(lambda x: over_examples(layer, x, mask, **weights), x)
+        return y, pull_back(dy)[0]
+
+    given = x, dy, mask, weights
+    expected = y_and_dx(*given)
+    for some in (slice(None, None, -1), slice(1), slice(16)):
+        rows = y_and_dx(*jax.tree.map(lambda a, some=some: a[some], given))
+        assert same(rows, [a[some] for a in expected]), some
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("layer", "shape"),
@@ -138,14 +156,19 @@ def test_a_row_does_not_depend_on_whether_the_batch_is_a_symbol(layer, shape, dt
         assert same(jax.jit(gradients.call)(x[:n], dy[:n])[:2], (y[:n], dx[:n]))
 
 
-def test_inference_of_batch_norm():
+def test_an_example_in_inference_of_batch_norm_does_not_depend_on_other_examples():
     layer, state = make(24, "batch", approach="batch", inference=True)
     x = normal(0, (N, 24, 5, 5))
+    mask = normal(1, (N, 5, 5)) < 1
 
     @jax.jit
-    def y_and_dx(x):
-        y, pull_back = jax.vjp(lambda x: jax.vmap(lambda x: layer(x, state)[0])(x), x)
+    def y_and_dx(x, mask):
+        def one(x, mask):
+            return layer(x, state, mask=mask)[0]
+
+        y, pull_back = jax.vjp(lambda x: jax.vmap(one)(x, mask), x)
         return y, pull_back(y)[0]
 
-    y, dx = y_and_dx(x)
-    assert same(y_and_dx(x[:3]), (y[:3], dx[:3]))
+    for whole, part in ((None, None), (mask, mask[:3])):
+        y, dx = y_and_dx(x, whole)
+        assert same(y_and_dx(x[:3], part), (y[:3], dx[:3]))

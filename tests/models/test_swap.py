@@ -200,7 +200,7 @@ def test_swap_error_for_a_subclass_has_the_where_that_skips_it(tmp_path):
     with pytest.raises(ValueError, match=error) as raised:
         swap(model, state)
     where = str(raised.value).split("where=")[1].removesuffix(".")
-    left, other = swap(model, state, **run(f"where = {where}", tmp_path))[0]
+    left, other = swap(model, state, where=run(f"where = {where}", tmp_path)["where"])[0]
     assert type(left) is LayerNorm2d
     assert left.weight is model[0].weight
     assert type(other) is eqx_norm.LayerNorm
