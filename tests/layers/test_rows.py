@@ -89,7 +89,7 @@ def test_a_row_with_its_own_mask_and_weights_does_not_depend_on_other_rows(layer
 
     given = x, dy, mask, weights
     expected = y_and_dx(*given)
-    for some in (slice(None, None, -1), slice(1), slice(16)):
+    for some in (slice(None, None, -1), slice(16)):
         rows = y_and_dx(*jax.tree.map(lambda a, some=some: a[some], given))
         assert same(rows, [a[some] for a in expected]), some
 
