@@ -147,7 +147,7 @@ def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach
     ("name", "axes"),
     [
         ("ema, relu", {"devices": DEVICES}),
-        ("renorm, relu, mask", {"devices": DEVICES}),
+        pytest.param("renorm, relu, mask", {"devices": DEVICES}, marks=pytest.mark.long),
         (MASKED, {"groups": 4, "members": 2}),
     ],
     ids=str,
