@@ -126,7 +126,8 @@ def test_examples_in_the_documents(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("approach", STRATEGIES)
 def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach, unchecked):
-    """Tests those in x of two training steps before an inference, with a mask, over a mesh."""
+    """Tests derivatives in each x of two training steps and an inference, with a mask, over a
+    mesh."""
     case = fuzz.Case(
         approach=approach,
         channels=2,
