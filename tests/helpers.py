@@ -1,7 +1,5 @@
 """Holds helpers of several tests: the approaches under test, and functions to call a layer."""
 
-import inspect
-import re
 from typing import Any
 
 import equinox as eqx
@@ -84,17 +82,17 @@ def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
     return TrainingBatch(**vars(batch), eps=eps, step=jnp.asarray(step, jnp.int32))
 
 
-def example(documented: Any, **names: Any) -> dict[str, Any]:
-    """Runs the Python example in a docstring with the given names, and returns all names."""
-    (code,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(documented) or "", re.DOTALL)
-    exec(code, names)
-    return names
+class Cumulative(AbstractStrategy[Moments]):
+    """Normalises by the batch, and infers by all values so far, as a user's strategy may."""
 
+    def init(self, channels, dtype):
+        return Moments.zero(channels, dtype)
 
-# A user's strategy: training normalises by the batch, inference by all values so far.
-Cumulative: Any = example(AbstractStrategy, AbstractStrategy=AbstractStrategy, Moments=Moments)[
-    "Cumulative"
-]
+    def update(self, batch, memory):
+        return batch, memory.merge(batch)
+
+    def infer(self, memory):
+        return memory
 
 
 class Loading(Cumulative):
@@ -102,6 +100,12 @@ class Loading(Cumulative):
 
     def load(self, learnt):
         return learnt
+
+
+def random_layer(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns a layer of Equinox with random arrays, without a program that draws them."""
+    layer = eqx.filter_eval_shape(kind, *args, key=jax.random.key(0), **kwargs)
+    return jax.tree.map(lambda array: normal(0, array.shape), layer)
 
 
 def normal(seed: int, shape: tuple[int, ...], mean: float = 0.0, std: float = 1.0) -> Array:

@@ -13,18 +13,14 @@ from tests.processes import ROOT, python
 
 FLAG = "--xla_gpu_deterministic_ops"
 
-# A new process, in which JAX has not started. JAX ends the process at an unknown flag.
-FRESH = """
-import json, os, random
-import jax, numpy as np
-from eqx_norm.determinism import deterministic
 
-first = deterministic(0, cpu_threads=2)
-numbers = random.random(), float(np.random.uniform())
-jax.numpy.zeros(()).block_until_ready()
-second = deterministic(0, cpu_threads=2)
-print(json.dumps([first, second, numbers, os.environ["XLA_FLAGS"]]))
-"""
+def before_and_after_jax_starts():
+    """Prints what a new process sets; JAX ends the process at an unknown flag."""
+    first = deterministic(0, cpu_threads=2)
+    numbers = random.random(), float(np.random.uniform())
+    jax.numpy.zeros(()).block_until_ready()
+    second = deterministic(0, cpu_threads=2)
+    print(json.dumps([first, second, numbers, os.environ["XLA_FLAGS"]]))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +33,8 @@ def nothing_set(monkeypatch):
 
 def test_deterministic_sets_all_before_jax_starts_and_may_be_called_again():
     flags = "--xla_force_host_platform_device_count=2"
-    printed = python("-c", FRESH, XLA_FLAGS=flags, JAX_PLATFORMS="cpu").stdout
+    program = f"import {__name__} as test; test.before_and_after_jax_starts()"
+    printed = python("-c", program, XLA_FLAGS=flags, JAX_PLATFORMS="cpu").stdout
     (first,), (settings,), numbers, set_flags = json.loads(printed)
     page = (ROOT / "docs" / "determinism.md").read_text("utf-8")
     for name, *cells in first:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from eqx_norm import BatchNorm, LayerNorm
 from eqx_norm.determinism import fingerprint, monitor, monitor_module, recorded
 from tests.compiling import filter_jit, jit
-from tests.helpers import normal, over_batch, same
+from tests.helpers import normal, over_batch, random_layer, same
 
 W, X = normal(0, (3, 3)), normal(1, (4, 3))
 MESH = Mesh(np.array(jax.devices()[:1]), ("devices",))
@@ -171,7 +171,7 @@ def test_monitor_where_recording_is_impossible_is_an_error():
         monitor(X, "")
 
 
-LINEAR = eqx.nn.Linear(3, 3, key=jax.random.key(0))
+LINEAR = random_layer(eqx.nn.Linear, 3, 3)
 NORM = BatchNorm(3, "batch", approach="batch", activation=eqx.nn.PReLU())
 MODEL = eqx.nn.Sequential([LINEAR, NORM, eqx.nn.Sequential([LayerNorm(3), LINEAR])])
 

@@ -4,7 +4,6 @@ Run by test_devices.py, in processes with 8 devices or more.
 """
 
 import functools
-import re
 from typing import Any
 
 import equinox as eqx
@@ -16,27 +15,30 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eqx_norm import LayerNorm, RMSNorm
+from tests import fuzz
+from tests.documents import programs_in
+from tests.documents import run as run_program
 from tests.helpers import make, normal, over_batch, same
 from tests.layers import test_rows
 from tests.layers.norms import (
     NAMES,
-    each_example_norm,
     made,
     moved,
     over_examples,
     with_parameters,
 )
 from tests.processes import ROOT
+from tests.strategies.recursions import STRATEGIES
 
 from .ways import (
     CASES,
     DEVICES,
+    SHAPE,
     SPLIT,
     WAYS,
     WHOLE,
     C,
     Case,
-    L,
     N,
     Way,
     arguments,
@@ -52,10 +54,10 @@ from .ways import (
 
 CASE = Case("batch", jax.nn.relu, jnp.float32, masked=False)
 MASKED = "batch, silu, bf16, mask"
-# Each case over a mesh and by `jit`, and the other ways once with a mask and once without.
-PAIRS = {(case, way) for case in CASES for way in ("shard_map", "jit")}
-PAIRS |= {("ema, relu", way) for way in WAYS}
-MASKED_PAIRS = {(MASKED, way) for way in WAYS} - PAIRS
+# Each case over a mesh, and each way; `make test-long` adds each case by `jit`, and each way
+# with a mask.
+PAIRS = {(case, "shard_map") for case in CASES} | {("ema, relu", way) for way in WAYS}
+LONG_PAIRS = {(case, "jit") for case in CASES} | {(MASKED, way) for way in WAYS}
 ROWS = "LayerNorm", "RMSNorm", "GroupNorm"
 # What `make test` compiles of all norms and splits.
 DRAWN = {("BatchNorm", "values"), ("LayerNorm", "uneven"), ("GroupNorm", "explicit")}
@@ -65,7 +67,7 @@ def one_model(name, **options):
     """Returns a layer, its state or `None`, and `f(layer, state, x)` on one device."""
     if name == "BatchNorm":
         return *make(C, "batch", approach="variance_clip", **options), forward
-    layer, call = made(name, (C, L), **options)
+    layer, call = made(name, SHAPE, **options)
     return layer, None, lambda layer, _, x, mask=None: call(layer, x)
 
 
@@ -86,7 +88,10 @@ def on_one_device(case):
 
 @pytest.mark.parametrize(
     ("case", "way"),
-    [*sorted(PAIRS), *(pytest.param(*p, marks=pytest.mark.long) for p in sorted(MASKED_PAIRS))],
+    [
+        *sorted(PAIRS),
+        *(pytest.param(*p, marks=pytest.mark.long) for p in sorted(LONG_PAIRS - PAIRS)),
+    ],
 )
 def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     outputs, sent, sent_forward = take_step(CASES[case], WAYS[way]())
@@ -101,43 +106,49 @@ def test_a_step_equals_that_of_one_device_and_sends_vectors_alone(case, way):
     assert all(elements <= 4 * DEVICES * C + 1 for _, elements in sent), sent
 
 
-def test_activation_of_images_in_shard_map_equals_that_on_one_device():
-    """Fails if the activation in longer rows is traced as if x did not vary over devices."""
-    x, dy = jax.random.normal(jax.random.key(0), (2, N, C, 3, 7))
-    options: Any = {"approach": "batch", "activation": jax.nn.silu}
-    (layer, state), (one, _) = (
-        make(C, names, **options) for names in (("batch", "devices"), "batch")
-    )
-    step = step_of(over_mesh(forward, (SPLIT, WHOLE), mesh_of(devices=DEVICES)))
-    outputs, _ = run(step, layer, state, x, dy)
-    assert error(outputs, run(step_of(forward), one, state, x, dy)[0]) < 1e-5
-
-
 @pytest.mark.long
 def test_examples_in_the_documents(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    over_mesh_code, *others = programs_in("devices.md")
-    for code in [*others, "\n".join(programs_in("checkpoints.md"))]:
-        exec(code, {})
+    devices, checkpoints = (
+        programs_in((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+        for page in ("devices", "checkpoints")
+    )
+    for program in [*devices[1:], "\n".join(checkpoints)]:
+        run_program(program, tmp_path)
     x, *_ = arguments(CASE)
     model, state = make(C, ("batch", "devices"), approach=CASE.approach)
-    names: dict[str, Any] = {"model": model, "state": state, "x": x}
-    exec(over_mesh_code, names)
+    names = run_program(devices[0], tmp_path, model=model, state=state, x=x)
     one, _ = make(C, "batch", approach=CASE.approach)
     expected = jax.jit(forward)(one, state, x)
     assert error((names["y"], names["state"]), expected) < 1e-6
 
 
-def programs_in(document):
-    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+@pytest.mark.long
+@pytest.mark.parametrize("approach", STRATEGIES)
+def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach, unchecked):
+    """Tests derivatives in each x of two training steps and an inference, with a mask, over a
+    mesh."""
+    case = fuzz.Case(
+        approach=approach,
+        channels=2,
+        axes=(("batch", 4),),
+        devices="checked",
+        weights="own",
+        spatial=(3,),
+        mask="position",
+        activation="gelu",
+        steps=("train", "train", "infer"),
+        of="vjp of vjp",
+        through=True,
+    )
+    assert not fuzz.run(case)
 
 
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
         ("ema, relu", {"devices": DEVICES}),
-        ("renorm, relu, mask", {"devices": DEVICES}),
+        pytest.param("renorm, relu, mask", {"devices": DEVICES}, marks=pytest.mark.long),
         (MASKED, {"groups": 4, "members": 2}),
     ],
     ids=str,
@@ -206,9 +217,9 @@ def test_a_scan_over_micro_batches_inside_shard_map():
     ("name", "along", "parameters"),
     [
         ("BatchNorm", P("a", "c"), "c"),
-        ("BatchNorm", P(("a", "c")), None),
         ("LayerNorm", P("a", "c"), "c"),
-        ("GroupNorm", P("a", "c"), "c"),
+        pytest.param("BatchNorm", P(("a", "c")), None, marks=pytest.mark.long),
+        pytest.param("GroupNorm", P("a", "c"), "c", marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -229,7 +240,7 @@ def test_explicit_axes_along_channels_too(name, along, parameters):
 def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
     """Tests parameters and memory split along their channels, too (FSDP)."""
     channels, mesh = 2 * DEVICES, mesh_of(devices=DEVICES)
-    x, dy = (jnp.tile(array, (1, 4, 1))[:, :channels] for array in arguments(CASE)[:2])
+    x, dy = (jnp.concatenate([a] * 4, 1)[:, :channels] for a in arguments(CASE)[:2])
     layer, state = make(channels, "batch", approach=CASE.approach)
     expected, _ = run(step_of(forward), layer, state, x, dy)
     layer, state = put((layer, state), mesh, "devices", channels)
@@ -241,7 +252,7 @@ def test_parameters_are_split_over_devices_and_a_donated_state_is_used_up():
     assert all(elements <= 4 * DEVICES * channels for _, elements in sent), sent
 
 
-@each_example_norm
+@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm, axis=0", "GroupNorm"])
 def test_norms_of_one_example_send_nothing_but_gradients_of_their_parameters(name):
     x, dy, _ = arguments(CASE)
     layer, _, f = one_model(name, activation=jax.nn.silu)
@@ -299,7 +310,7 @@ def test_a_program_that_jit_splits_equals_that_of_one_device_and_gathers_no_x(na
         assert all(elements < x.size // 2 for _, elements in sent), sent
 
 
-@pytest.mark.parametrize("shape", [(C,), (C, L)])
+@pytest.mark.parametrize("shape", [(C,), (C, 5)])
 def test_an_export_over_devices_sends_no_x(shape):
     """Tests a program in which XLA splits the passes of `BatchNorm` itself, as on a TPU."""
     where = NamedSharding(mesh_of(devices=DEVICES), SPLIT)
@@ -313,8 +324,7 @@ def test_an_export_over_devices_sends_no_x(shape):
     assert all(elements <= 4 * DEVICES * C for _, elements in sent), sent
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("layer", "shape"), test_rows.LAYERS[::4])
+@pytest.mark.parametrize(("layer", "shape", "dtype"), test_rows.DRAWN[::3])
 def test_a_row_has_the_bits_of_one_device(layer, shape, dtype):
     layer, (x, dy) = moved(layer), test_rows.arrays(shape, dtype, 5 * DEVICES)
     expected = test_rows.y_and_gradients(layer, x, dy)[:2]
@@ -341,7 +351,7 @@ def test_persistent_cache_finds_programs_that_jit_splits():
     jax.config.update(setting, True)
     try:
         outputs = []
-        for layer in 2 * (LayerNorm((C, L)), RMSNorm((C, L))):
+        for layer in 2 * (LayerNorm(SHAPE), RMSNorm(SHAPE)):
             jax.clear_caches()
             events.clear()
             outputs.append(run(jax.grad(lambda x, f=layer: (jax.vmap(f)(x) ** 3).sum()), x)[0])

@@ -18,7 +18,9 @@ from eqx_norm.strategies import Renorm
 from tests.helpers import make
 
 DEVICES = 8
-N, C, L = 16, 6, 5
+N, C = 16, 6
+SPACE = 3, 2  # two axes, whose values a layer handles as one longer row
+SHAPE = C, *SPACE
 WHOLE, SPLIT = P(), P("devices")
 
 
@@ -43,10 +45,10 @@ CASES = {
 def arguments(case: Case) -> tuple[jax.Array, ...]:
     """Returns x, the cotangent of y, and the mask; of the examples of one device none count."""
     random = np.random.default_rng(0)
-    x, dy = random.standard_normal((2, N, C, L))
-    mask = np.ones((N, L), bool)
+    x, dy = random.standard_normal((2, N, *SHAPE))
+    mask = np.ones((N, *SPACE), bool)
     if case.masked:
-        mask = random.uniform(size=mask.shape) < random.uniform(0.2, 1.2, (N, 1))
+        mask = random.uniform(size=mask.shape) < random.uniform(0.2, 1.2, (N, 1, 1))
         mask[6:8] = False
     return jnp.asarray(5 + 2 * x, case.dtype), jnp.asarray(dy, case.dtype), jnp.asarray(mask)
 
@@ -143,7 +145,7 @@ def pmap() -> Way:
     def joined(outputs: Any) -> Any:
         y, *others, dx = outputs
         others = jax.tree.map(lambda leaf: leaf[0], others)
-        return y.reshape(N, C, L), *others, dx.reshape(N, C, L)
+        return y.reshape(N, *SHAPE), *others, dx.reshape(N, *SHAPE)
 
     step = of_arrays(step_of(forward, "devices"), mapped)
     return Way(of_arrays(forward, mapped), step, placed=split, joined=joined)

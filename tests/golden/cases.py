@@ -11,6 +11,7 @@ SHAPE = (4, 3, 6, 5)  # of all arrays, also Flax's: channels are axis 1
 # So small that weight and bias, which walk at random for 100 steps, stay of order 1.
 LEARNING_RATE = 0.01
 RECORDED = (1, 2, 3, 10, 50, 100)
+# Drawn once; the golden files have the batches of these seeds.
 SEEDS = {"torch": 2569079486, "flax": 1820740916}
 
 Arrays = dict[str, np.ndarray]

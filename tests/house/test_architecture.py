@@ -2,9 +2,13 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.processes import ROOT, python
@@ -85,23 +89,21 @@ def test_imports_go_one_way(arrow):
     }
 
 
-# Prints the modules that Equinox does not load: after the import, and after a gradient.
-PROGRAM = """
-import sys
-import equinox as eqx, jax, jax.numpy as jnp
-before = set(sys.modules)
-from eqx_norm import BatchNorm
-print(*set(sys.modules) - before)
+def print_modules():
+    """Prints the modules that Equinox does not load: after the import, and after a gradient."""
+    before = set(sys.modules)
+    from eqx_norm import BatchNorm
 
-layer, state = eqx.nn.make_with_state(BatchNorm)(4, "batch", approach="batch")
-over_batch = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-eqx.filter_jit(jax.grad(lambda x: jnp.sum(over_batch(x, state)[0])))(jnp.ones((2, 4)))
-print(*set(sys.modules) - before)
-"""
+    print(*set(sys.modules) - before)
+    layer, state = eqx.nn.make_with_state(BatchNorm)(4, "batch", approach="batch")
+    over_batch = jax.vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    eqx.filter_jit(jax.grad(lambda x: jnp.sum(over_batch(x, state)[0])))(jnp.ones((2, 4)))
+    print(*set(sys.modules) - before)
 
 
 def test_layers_load_neither_kernels_nor_models_nor_determinism():
-    imported, trained = (s.split() for s in python("-c", PROGRAM).stdout.splitlines())
+    printed = python("-c", f"import {__name__} as test; test.print_modules()").stdout
+    imported, trained = (line.split() for line in printed.splitlines())
     assert {name.split(".")[0] for name in imported} == {"eqx_norm"}
     unused = re.compile("pallas|mosaic|eqx_norm.models|eqx_norm.determinism")
     assert list(filter(unused.search, trained)) == []

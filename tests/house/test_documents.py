@@ -3,17 +3,24 @@
 `make docs` checks links and anchors when it builds the site.
 """
 
+import functools
 import importlib
 import json
 import re
-from types import ModuleType
+from inspect import cleandoc
+from types import ModuleType, SimpleNamespace
 
 import equinox as eqx
 import jax
+import numpy as np
+import optax
 import pytest
 
-from eqx_norm import BatchNorm
-from tests.helpers import example, normal
+import eqx_norm
+from eqx_norm import BatchNorm, models, strategies
+from tests.compiling import filter_jit
+from tests.documents import programs_in, run
+from tests.helpers import normal
 from tests.processes import ROOT, python
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -32,7 +39,7 @@ def programs():
         headings = r"^### " if path.stem == "faq" else r"^(?:## |::: )"
         for section in re.split(headings, text_of(document), flags=re.MULTILINE)[1:]:
             heading, _, text = section.partition("\n")
-            code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+            code = "\n".join(programs_in(text))
             # `deterministic` comes before JAX starts: tests/determinism/test_recipe.py.
             if code and "deterministic(" not in code:
                 yield f"{document}, {heading}", code
@@ -50,14 +57,50 @@ PROGRAMS = dict(programs())
 )
 def test_code_of_documents_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some programs write files
-    exec(compile(PROGRAMS[name], name, "exec"), {"__name__": "document"})
+    run(PROGRAMS[name], tmp_path)
 
 
-def test_batch_norm_docstring_example_trains_then_infers():
-    names = {"BatchNorm": BatchNorm, "eqx": eqx, "jax": jax, "x": normal(0, (2, 3, 2, 2))}
-    names = example(BatchNorm, **names)
-    index = names["model"].memory_index
-    assert names["state"].get(index).accepted == names["_"].get(index).accepted == 1
+class Model(eqx.Module):
+    """Has the layers that docstrings name."""
+
+    conv1: eqx.nn.Conv2d
+    bn1: eqx.nn.BatchNorm
+    layers: list
+    head: eqx.nn.Linear
+
+    def __init__(self, key, nn=eqx_norm):
+        self.conv1 = conv = eqx.nn.Conv2d(3, 3, 1, key=key)
+        self.bn1 = nn.BatchNorm(3, "batch", mode="batch")
+        self.layers = [conv, nn.BatchNorm(3, "batch", mode="batch")]
+        self.head = eqx.nn.Linear(3, 2, key=key)
+
+    def __call__(self, x, state):
+        for conv, norm in ((self.conv1, self.bn1), self.layers):
+            x, state = norm(conv(x), state)
+        return self.head(x.mean((1, 2))), state
+
+
+DOCUMENTED = [BatchNorm, strategies.Accumulated]
+DOCUMENTED += [f for f in vars(models).values() if "```python" in (f.__doc__ or "")]
+
+
+@pytest.mark.parametrize("documented", DOCUMENTED, ids=lambda value: value.__name__)
+def test_example_in_docstring_runs(documented, tmp_path):
+    key, path, x = jax.random.key(0), tmp_path / "model.eqx", normal(0, (4, 3, 2, 2))
+    build = functools.partial(Model, nn=eqx.nn if documented is models.swap else eqx_norm)
+    model, state = filter_jit(eqx.nn.make_with_state(build))(key)
+    eqx.tree_serialise_leaves(path, (model, state))
+    saved = {} if documented is models.swap else models.to_torch(model, state)
+    saved = {name.replace("head", "fc"): array for name, array in saved.items()}
+    torch = SimpleNamespace(load=lambda *_, **__: saved, from_numpy=np.asarray)
+    names = {"eqx": eqx, "eqx_norm": eqx_norm, "functools": functools, "jax": jax}
+    names |= {"conv": model.conv1, "norm": model.bn1, "batches": [x, x], "tqdm": iter}
+    names |= {"optax": optax, "torch": torch}
+    names |= {"build": build, "key": key, "path": path, "model": model, "state": state, "x": x}
+    (program,) = programs_in(cleandoc(documented.__doc__))
+    names = vars(strategies) | vars(models) | vars(eqx_norm) | names
+    names = {name: value for name, value in names.items() if not name.startswith("__")}
+    run(program, tmp_path, **names)
 
 
 @pytest.mark.long
@@ -121,5 +164,5 @@ def test_api_pages_have_every_public_name_with_an_example(page):
         if not name.startswith("_") and not isinstance(value, bool | ModuleType)
     }
     assert names == public
-    code = " ".join(re.findall(r"```python\n(.*?)```", text_of(f"docs/api/{page}.md"), re.S))
+    code = " ".join(programs_in(text_of(f"docs/api/{page}.md")))
     assert all(re.search(rf"\b{name.split('.')[-1]}\b", code) for name in names)

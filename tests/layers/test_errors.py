@@ -11,7 +11,7 @@ import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm.strategies import NAMED, Batch, Ema, Frozen, Renorm, VarianceClip
-from tests.helpers import Cumulative, cast, make, normal, over_batch
+from tests.helpers import Cumulative, cast, make, normal, over_batch, random_layer
 from tests.layers.norms import with_parameters
 from tests.processes import ROOT, python
 
@@ -38,17 +38,12 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (batch_norm, {"mode": "train"}, "='train' is not known"),
         (batch_norm, {"approach": Ema}, "Ema.*with the parentheses"),
         (batch_norm, {"approach": 3}, "approach=3 is neither a name nor a strategy"),
-        (batch_norm, {"momentum": "0.9"}, "momentum='0.9'.*a number strictly between"),
         (batch_norm, {"approach": Ema(), "momentum": 0.9}, "=0.9 was given beside .*Ema"),
         (batch_norm, {"mode": "ema", "approach": "batch"}, "mode='ema' and .*Leave one of"),
         (batch_norm, {"input_size": 0}, "input_size=0: a size must be an int of 1 or more"),
-        (batch_norm, {"input_size": (3,)}, r"input_size=\(3,\): a size must be an int"),
         (batch_norm, {"implementation": "cuda"}, UNAVAILABLE),
         (batch_norm, {"eps": 9e-21}, "eps=9e-21.*at least 1e-20"),
-        (batch_norm, {"eps": float("nan")}, "eps=nan.*at least 1e-20"),
-        (batch_norm, {"eps": None}, "eps=None.*must be a finite number"),
         (batch_norm, {"axis_name": {"b"}}, "axis_name={'b'} and.*{'b'} is no name.*='batch'"),
-        (batch_norm, {"axis_name": None}, "axis_name=None and.*None is no name.*='batch'"),
         (batch_norm, {"axis_name": iter("b")}, "iterator.* is no name of an axis.*='batch'"),
         (batch_norm, {"axis_name": ("b", "b")}, "name 'b' more than once.*each name once"),
         (batch_norm, {"memory_axis_name": ["a", "batch"]}, "'batch' more than once.*separate"),
@@ -56,15 +51,12 @@ UNAVAILABLE = "'cuda' is not available.*are 'auto', 'xla'"
         (layer_norm, {"dtype": jnp.int32}, "dtype=int32: .*gradients.*dtype=jnp.float32"),
         (layer_norm, {"axis_name": ["a", "a"]}, r"^axis_name=.* name 'a' more than.*once\.$"),
         (InstanceNorm, {"channels": 4, "axis_name": None}, "^axis_name=None: None is no name"),
-        (layer_norm, {"eps": 0.0}, "eps=0.0.*at least 1e-20"),
         (layer_norm, {"eps": float("inf")}, "eps=inf.*must be a finite number"),
         (layer_norm, {"implementation": "cuda"}, UNAVAILABLE),
         (layer_norm, {"weight_offset": np.inf}, "^weight_offset=inf"),
         (layer_norm, {"shape": (3, -1)}, r"shape=\(3, -1\): a size must"),
-        (layer_norm, {"shape": 4.0}, "shape=4.0: a size must be an int"),
         (RMSNorm, {"shape": (2, 0)}, r"shape=\(2, 0\): a size must"),
         (GroupNorm, {"groups": 2.0, "channels": 4}, "groups=2.0: a size must be an int"),
-        (GroupNorm, {"groups": True, "channels": 4}, "groups=True: a size must be an int"),
         (GroupNorm, {"groups": 4, "channels": 6}, "groups=4 and channels=6.*multiple"),
         (GroupNorm, {"groups": 2}, "channels=None.*channelwise_affine=False"),
         (InstanceNorm, {"channels": 0}, "channels=0"),
@@ -94,43 +86,15 @@ def test_approach_name_makes_the_strategy_with_the_layer_s_momentum():
         assert BatchNorm(3, "batch", momentum=0.8, mode=mode, approach=mode).momentum == 0.8
 
 
-# A process of its own: the check of annotations would add stack frames.
-WARNED = """
-import warnings
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-from eqx_norm import BatchNorm, InstanceNorm
-from eqx_norm.strategies import Batch
-
-class Model(eqx.Module):
-    norm: BatchNorm
-    def __init__(self):
-        self.norm = BatchNorm(3, "b")  # the user's first line
-    def __call__(self, x, state):
-        return self.norm(x, state)  # the user's second line
-
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(2):
-        model, state = eqx.nn.make_with_state(Model)()
-        over_batch = jax.vmap(model, axis_name="b", in_axes=(0, None), out_axes=(0, None))
-        over_batch(jnp.ones((1, 3)), state)
-        jax.vmap(InstanceNorm(8))(jnp.ones((2, 8, 1)))  # the user's third line
-assert model.norm.approach == Batch(0.99)
-for warning in caught:
-    print(warning.filename, warning.lineno, warning.message, sep="|")
-"""
-
-
 @pytest.mark.x32  # runs a process of its own
-def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
+def test_warnings_come_once_and_point_to_the_user_s_line():
     """Tests the warnings of a missing approach, and of one value per channel or group:
     https://github.com/ml-explore/mlx/issues/3653,
     https://github.com/pytorch/pytorch/issues/19250."""
-    path = tmp_path / "model.py"
-    path.write_text(WARNED)
+    # In a process of its own: the check of annotations would add stack frames.
+    path = ROOT / "tests" / "layers" / "warned.py"
     caught = python(path, PYTHONPATH=str(ROOT)).stdout.splitlines()
+    lines = path.read_text().splitlines()
     words = ("uses approach='batch'", "mode='ema'", "issues/659")
     others = ("x of shape (3,) and axis_name='b' hold one value", "or GroupNorm")
     groups = ("x of shape (8, 1) and axis_name=() hold one value per group", "fewer groups")
@@ -138,7 +102,7 @@ def test_warnings_come_once_and_point_to_the_user_s_line(tmp_path):
     for warning, (nth, expected) in zip(caught, expectations.items(), strict=True):
         file, line, message = warning.split("|")
         assert file == str(path)
-        assert WARNED.splitlines()[int(line) - 1].endswith(f"# the user's {nth} line")
+        assert lines[int(line) - 1].endswith(f"# the user's {nth} line")
         assert all(part in message for part in expected)
 
 
@@ -290,7 +254,7 @@ EACH = r"jax.vmap\(lambda x, mask: layer\(x, mask=mask\)\)\(x, mask\)"
 BY_TOKEN = r"jnp.broadcast_to\(mask\[:, None\], x.shape\)"
 PARTS = GroupNorm(2, 6, axis_name="parts")
 kernel = jax.vmap(RMSNorm(4, axis_name="a", implementation="pallas"), axis_name="a")
-linear = LayerNorm((3, 4), activation=eqx.nn.Linear(4, 2, key=jax.random.key(0)))
+linear = LayerNorm((3, 4), activation=random_layer(eqx.nn.Linear, 4, 2))
 NOT_A_STATE: Any = jnp.ones(4, bool)
 no_state = partial(TOKENS, state=NOT_A_STATE)
 short, of_batch = partial(layer, weight=jnp.ones(5)), partial(layer, bias=jnp.ones((4, 6)))

@@ -72,11 +72,6 @@ def test_rms_norm_of_complex_numbers():
     np.testing.assert_allclose(y, np.asarray(x) / scale, rtol=1e-5)
 
 
-def test_instance_norm_has_the_defaults_of_pytorch():
-    layer = InstanceNorm(6)
-    assert (layer.weight, layer.bias, layer.eps) == (None, None, 1e-5)
-
-
 @pytest.mark.x32  # Equinox's layer promotes
 def test_example_norms_take_and_return_the_state_of_a_batch_norm():
     layer = moved(LayerNorm(6))

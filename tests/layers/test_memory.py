@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm
-from eqx_norm.models import swap
 from eqx_norm.strategies import (
     Accumulated,
     Adam,
@@ -23,7 +21,7 @@ from eqx_norm.strategies import (
     Frozen,
     Renorm,
 )
-from tests.compiling import filter_jit, jit
+from tests.compiling import jit
 from tests.helpers import (
     APPROACHES,
     bits,
@@ -44,6 +42,7 @@ from tests.helpers import (
 from tests.helpers import Cumulative as Unloaded
 
 X = normal(0, (8, 3, 4), 1, 2)
+LONG = pytest.mark.long
 
 
 @each_approach
@@ -70,7 +69,11 @@ def test_inference_is_right_from_the_first_step_and_changes_nothing(approach, un
         np.testing.assert_allclose(y.std((0, 2)), np.ones(3), rtol=1e-5)
 
 
-@each_approach
+OFTEN = "batch", "renorm", "variance_clip"
+often = [*OFTEN, *(pytest.param(name, marks=LONG) for name in APPROACHES if name not in OFTEN)]
+
+
+@pytest.mark.parametrize("approach", often)
 def test_memory_is_bitwise_equal_with_and_without_a_gradient(approach):
     """Tests the request of MXNet #21111, also without jit, in a checkpoint and in a scan. (From
     the second batch on, compiled programs round once where op-by-op runs round twice.)"""
@@ -91,62 +94,44 @@ def test_memory_is_bitwise_equal_with_and_without_a_gradient(approach):
     assert same(without, with_gradient)
 
 
-class Block(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: BatchNorm
-
-    def __init__(self, approach, key):
-        self.linear = eqx.nn.Linear(3, 3, key=key)
-        self.norm = BatchNorm(3, "batch", approach=approach, activation=jax.nn.relu)
-
-    def __call__(self, x, state):
-        y, state = self.norm(self.linear(x), state)
-        return x + y, state
+def stacked(count, **options):
+    return eqx.filter_vmap(lambda _: make(3, "batch", **options))(jnp.arange(count))
 
 
-@pytest.mark.long
+@LONG
 @each_approach
 def test_scan_over_stacked_layers_equals_a_loop(approach):
     """Tests Equinox #934: each layer of the stack has its own running statistics."""
-    make_block = eqx.nn.make_with_state(functools.partial(Block, approach))
-    blocks, states = eqx.filter_vmap(make_block)(jax.random.split(jax.random.key(0), 3))
+    layers, states = stacked(3, approach=approach, activation=jax.nn.relu)
+    arrays, static = eqx.partition(layers, eqx.is_array)
 
-    def scanned(blocks, states, x):
-        arrays, static = eqx.partition(blocks, eqx.is_array)
-
+    def scanned(x, states):
         def step(x, layer):
             arrays, state = layer
-            return over_batch(eqx.combine(arrays, static))(x, state)
+            y, state = over_batch(eqx.combine(arrays, static))(x, state)
+            return x + y, state
 
         return jax.lax.scan(step, x, (arrays, states))
 
-    def looped(blocks, states, x):
+    def looped(x, states):
         after = []
         for i in range(3):
-            x, state = over_batch(member(blocks, i))(x, copy(member(states, i)))
-            after.append(state)
+            y, state = over_batch(member(layers, i))(x, member(states, i))
+            x, after = x + y, [*after, state]
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after)
 
     def training(forward):
-        def loss(blocks, states, x, dy):
-            y, states = forward(blocks, states, x)
-            return jnp.sum(y * dy), (y, states)
+        def loss(x, states):
+            y, after = forward(x, states)
+            return jnp.sum(y**3), (y, after)
 
-        return filter_jit(eqx.filter_grad(loss, has_aux=True))
+        return jit(jax.value_and_grad(loss, has_aux=True))
 
-    x, dy = normal(5, (8, 3)), normal(6, (8, 3))
     for _ in range(2):
-        answer, expected = (training(f)(blocks, states, x, dy) for f in (scanned, looped))
-        chex.assert_trees_all_close(answer, expected, rtol=1e-5, atol=1e-5)
-        states = answer[1][1]
-    assert (states.get(blocks.norm.memory_index).accepted == 2).all()
-    inference = eqx.nn.inference_mode(blocks)
-    y, expected = (filter_jit(f)(inference, states, x)[0] for f in (scanned, looped))
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
-
-
-def stacked(count, **options):
-    return eqx.filter_vmap(lambda _: make(3, "batch", **options))(jnp.arange(count))
+        answer, expected = (training(f)(X, copy(states)) for f in (scanned, looped))
+        chex.assert_trees_all_close(answer, expected, rtol=1e-5, atol=1e-4)
+        (_, (_, states)), _ = answer
+    assert (states.get(layers.memory_index).accepted == 2).all()
 
 
 def test_running_returns_what_a_layer_and_each_member_of_an_ensemble_infers_by():
@@ -172,14 +157,13 @@ class Scaled(Cumulative):
         return memory.moments.towards(batch, 0.5 / self.scale), memory
 
 
-STRATEGIES = ["ema", "batch", "renorm", Cumulative(), Scaled()]
-LONG = ["adam", "smooth_start", "variance_clip", Average(), Accumulated(Adam(0.9), 1)]
-LONG_TEST = pytest.mark.long
-STRATEGIES += [pytest.param(strategy, marks=LONG_TEST) for strategy in LONG]
+STRATEGIES = ["ema", "renorm", Cumulative(), Scaled()]
+OTHERS = ["batch", "adam", "smooth_start", "variance_clip", Average(), Accumulated(Adam(), 1)]
+STRATEGIES += [pytest.param(strategy, marks=LONG) for strategy in OTHERS]
 
 
 @pytest.mark.x32  # sets 64 bits itself
-@pytest.mark.parametrize("memory_axis_name", [(), pytest.param("ghost", marks=LONG_TEST)])
+@pytest.mark.parametrize("memory_axis_name", [(), pytest.param("ghost", marks=LONG)])
 @pytest.mark.parametrize("approach", STRATEGIES, ids=str)
 def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
     """Tests GradAttack #4, pytorch-flows #8, higher #55: derivatives of inference after a step,
@@ -217,31 +201,6 @@ def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
         np.testing.assert_allclose(found, tangent, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
         assert (abs(expected[jnp.array([0, 2, 3])]) > 1e-3).all()
-
-
-@pytest.mark.x32  # sets 64 bits itself
-def test_derivatives_through_the_memory_equal_those_of_equinox():
-    """Tests two steps of `mode="ema"` in a scan, and second derivatives outside of it."""
-
-    def derivatives(layer, state):
-        def loss(x):
-            def step(state, x):
-                return over_batch(layer)(x, state)[::-1]
-
-            _, y = jax.lax.scan(step, copy(state), jnp.stack([x, x64**2]))
-            return (y[1] * x64).sum()
-
-        return jax.jvp(jax.grad(loss), (x64,), (x64**2,))
-
-    with jax.enable_x64(True):
-        x64 = jnp.asarray(X, float)
-        theirs, before = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
-        ours = swap(theirs, copy(before))
-        for found, expected in zip(
-            derivatives(*ours), derivatives(theirs, before), strict=True
-        ):
-            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
-            assert abs(expected).max() > 1e-2
 
 
 def test_derivative_in_a_value_that_the_users_strategy_reads():
@@ -285,17 +244,17 @@ def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
 def test_non_finite_batch_is_not_remembered_but_counted(approach):
     """Tests finite values, too, whose squares overflow: y and its derivative are finite."""
     layer, state = make(3, "batch", approach=approach)
-    y, state, (_, dx) = call_and_grad(layer, state, X.at[3, 1, 2].set(1e30), X)
+    y, state, (_, dx) = quick_call_and_grad(layer, state, X.at[3, 1, 2].set(1e30), X)
     assert np.isfinite([y, dx]).all()
-    _, state = call(layer, state, X)
+    _, state = quick_call(layer, state, X)
     before = state.get(layer.memory_index)
     for rejected, bad in enumerate((np.nan, np.inf, 1e30), 2):
-        y, state, (_, dx) = call_and_grad(layer, state, X.at[3, 1, 2].set(bad), X)
+        y, state, (_, dx) = quick_call_and_grad(layer, state, X.at[3, 1, 2].set(bad), X)
         after = state.get(layer.memory_index)
         assert same(before.statistics, after.statistics)
         assert (after.accepted, after.rejected) == (1, rejected)
     assert np.isfinite([y, dx]).all()
-    _, state = call(layer, state, 2 * X)
+    _, state = quick_call(layer, state, 2 * X)
     after = state.get(layer.memory_index)
     assert (after.accepted, after.rejected) == (2, 4)
     assert not same(before.statistics, after.statistics)
@@ -306,7 +265,7 @@ def test_a_memory_that_overflows_is_not_remembered(approach):
     """Tests batches of finite mean and variance, whose difference or its square overflows."""
     layer, state = make(3, "batch", approach=approach)
     for x in (X, *(jnp.full_like(X, value) for value in (1e20, -3e38, 3e38)), X):
-        _, state = call(layer, state, x)
+        _, state = quick_call(layer, state, x)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     held = state.get(layer.memory_index)
     assert held.accepted + held.rejected == 5
@@ -327,7 +286,7 @@ class Windows(Unloaded):
 def test_a_memory_may_hold_infinities_and_arrays_of_several_shapes():
     layer, state = make(3, "batch", approach=Windows())
     for x in (X, X.at[0].set(jnp.nan)):
-        _, state = call(layer, state, x)
+        _, state = quick_call(layer, state, x)
     assert state.get(layer.memory_index).counts.tolist() == [1, 1]
 
 
@@ -347,7 +306,7 @@ def test_one_value_per_channel_gives_the_bias_and_no_nan(approach):
     layer, state = make(3, "batch", approach=approach)
     layer = eqx.tree_at(lambda m: m.bias, layer, jnp.arange(3, dtype=jnp.float32))
     x = normal(0, (1, 3, 1, 1), 100, 10)
-    y, state, (_, dx) = call_and_grad(layer, state, x, jnp.ones_like(x))
+    y, state, (_, dx) = quick_call_and_grad(layer, state, x, jnp.ones_like(x))
     assert bits(y) == bits(layer.bias)
     np.testing.assert_array_equal(dx, np.zeros(x.shape))
     mean, variance = remembered(layer, state)

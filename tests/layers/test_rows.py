@@ -37,19 +37,17 @@ MORE = [
     (InstanceNorm(64, affine=True), (64, 7, 7)),
     (RMSNorm(40000), (40000,)),
 ]
-DTYPES = "float32", "bfloat16"
-each_case = pytest.mark.parametrize(
-    ("layer", "shape", "dtype"),
-    [
-        *(pytest.param(*case, dtype) for case in LAYERS for dtype in DTYPES),
-        *(
-            pytest.param(*case, dtype, marks=pytest.mark.long)
-            for case in LAYERS + MORE
-            for dtype in (*DTYPES, "float16")
-            if case in MORE or dtype == "float16"
-        ),
-    ],
-)
+DTYPES = "float32", "bfloat16", "float16"
+DRAWN = [(*case, DTYPES[i % 2]) for i, case in enumerate(LAYERS)]  # by `make test`
+OTHERS = [
+    pytest.param(*case, dtype, marks=pytest.mark.long)
+    for i, case in enumerate(LAYERS + MORE)
+    for dtype in DTYPES
+    if i >= len(LAYERS) or dtype != DTYPES[i % 2]
+]
+each_case = pytest.mark.parametrize(("layer", "shape", "dtype"), DRAWN + OTHERS)
+FEW = [*DRAWN[3:5], DRAWN[7], pytest.param(*DRAWN[2], marks=pytest.mark.long)]
+few_cases = pytest.mark.parametrize(("layer", "shape", "dtype"), FEW)
 
 
 def arrays(shape, dtype, n=N):
@@ -78,18 +76,36 @@ def test_a_row_does_not_depend_on_other_rows(layer, shape, dtype):
     y, dx, _ = y_and_gradients(layer, x, dy)
     assert same(y_alone(layer, x), y)
     assert same(y_and_gradients(layer, x[::-1], dy[::-1])[:2], (y[::-1], dx[::-1]))
-    for n in (1, 3, 16):
+    for n in (1, 16):
         assert same(y_alone(layer, x[:n]), y[:n]), n
         assert same(y_and_gradients(layer, x[:n], dy[:n])[:2], (y[:n], dx[:n])), n
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("layer", "shape"), [LAYERS[1], LAYERS[7]])
+def test_a_row_with_its_own_mask_and_weights_does_not_depend_on_other_rows(layer, shape):
+    x, dy = arrays(shape, "float32")
+    mask = normal(2, (N, *(shape[1:] or shape))) < 1
+    weights = {name: normal(i, (N, shape[0])) for i, name in enumerate(("weight", "bias"), 3)}
+
+    @jax.jit
+    def y_and_dx(x, dy, mask, weights):
+        y, pull_back = jax.vjp(lambda x: over_examples(layer, x, mask, **weights), x)
+        return y, pull_back(dy)[0]
+
+    given = x, dy, mask, weights
+    expected = y_and_dx(*given)
+    for some in (slice(None, None, -1), slice(16)):
+        rows = y_and_dx(*jax.tree.map(lambda a, some=some: a[some], given))
+        assert same(rows, [a[some] for a in expected]), some
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [(norm, (n,)) for n in (40, 384, 1280) for norm in (RMSNorm(n), LayerNorm(n))]
     + [(GroupNorm(8, 64), (64, 5, 5))],
 )
-def test_a_gradient_that_nearly_cancels(layer, shape, dtype):
+def test_a_gradient_that_nearly_cancels_does_not_depend_on_other_rows(layer, shape, dtype):
     """Tests dy = x and no weights: dx is 0 but for rounding, so that half precision shows the
     last bits of a row's sums."""
     x, _ = arrays(shape, dtype)
@@ -123,8 +139,7 @@ def y_and_dx(way, layer, x, dy):
 WAYS = [over_examples, eqx.filter_checkpoint(over_examples), nested, scanned, of_one]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("layer", "shape"), LAYERS[2:5] + LAYERS[7:8])
+@few_cases
 def test_a_row_does_not_depend_on_the_program(layer, shape, dtype):
     """Tests frozen weights, `checkpoint`, nested `vmap`, `scan`, and single examples."""
     layer, (x, dy) = moved(layer), arrays(shape, dtype)
@@ -133,8 +148,7 @@ def test_a_row_does_not_depend_on_the_program(layer, shape, dtype):
         assert same(y_and_dx(way, layer, x, dy), expected), way
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("layer", "shape"), LAYERS[2:5] + LAYERS[7:8])
+@few_cases
 def test_a_row_does_not_depend_on_whether_the_batch_is_a_symbol(layer, shape, dtype):
     layer, (x, dy) = moved(layer), arrays(shape, dtype)
     y, dx, _ = y_and_gradients(layer, x, dy)
@@ -147,14 +161,19 @@ def test_a_row_does_not_depend_on_whether_the_batch_is_a_symbol(layer, shape, dt
         assert same(jax.jit(gradients.call)(x[:n], dy[:n])[:2], (y[:n], dx[:n]))
 
 
-def test_inference_of_batch_norm():
+def test_an_example_in_inference_of_batch_norm_does_not_depend_on_other_examples():
     layer, state = make(24, "batch", approach="batch", inference=True)
     x = normal(0, (N, 24, 5, 5))
+    mask = normal(1, (N, 5, 5)) < 1
 
     @jax.jit
-    def y_and_dx(x):
-        y, pull_back = jax.vjp(lambda x: jax.vmap(lambda x: layer(x, state)[0])(x), x)
+    def y_and_dx(x, mask):
+        def one(x, mask):
+            return layer(x, state, mask=mask)[0]
+
+        y, pull_back = jax.vjp(lambda x: jax.vmap(one)(x, mask), x)
         return y, pull_back(y)[0]
 
-    y, dx = y_and_dx(x)
-    assert same(y_and_dx(x[:3]), (y[:3], dx[:3]))
+    for whole, part in ((None, None), (mask, mask[:3])):
+        y, dx = y_and_dx(x, whole)
+        assert same(y_and_dx(x[:3], part), (y[:3], dx[:3]))

@@ -22,7 +22,7 @@ from eqx_norm.models import (
 )
 from eqx_norm.strategies import Average, Batch, Cumulative
 from tests.helpers import Cumulative as Unloaded
-from tests.helpers import Loading, copy, load, make, normal
+from tests.helpers import Loading, copy, load, make, normal, random_layer
 from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm
 
 
@@ -31,8 +31,7 @@ def two(nn, key):
 
 
 def conv(out=C, kind=eqx.nn.Conv1d):
-    layer = eqx.filter_eval_shape(kind, C, out, 3, key=KEY)
-    return jax.tree.map(lambda array: normal(0, array.shape), layer)
+    return random_layer(kind, C, out, 3)
 
 
 class Standardised(eqx.nn.Conv1d):
@@ -48,7 +47,7 @@ class Wrong(Unloaded):
 MODEL, STATE = made(two, OURS)
 _, STATE = call(MODEL, STATE, normal(0, (4, C)))
 SWAPPED = made(two, THEIRS)
-LINEAR = [eqx.nn.Linear(C, C, key=KEY)], STATE
+LINEAR = [random_layer(eqx.nn.Linear, C, C)], STATE
 NORM, NORM_STATE = BOTH = make(C, "batch", approach="batch", inference=True)
 UNLOADED = make(C, "batch", approach=Unloaded())
 WRONG = make(C, "batch", approach=Wrong())

@@ -1,7 +1,6 @@
 """Tests that jax2onnx exports models, and that ONNX Runtime computes the same outputs."""
 
 import importlib
-import re
 
 import equinox as eqx
 import jax
@@ -11,6 +10,7 @@ from jax.interpreters import batching
 
 from eqx_norm import LayerNorm
 from eqx_norm.models import fold_pairs, propose_pairs, unswap
+from tests.documents import programs_in, run
 from tests.helpers import normal, over_batch
 from tests.models.nested import KEY
 from tests.models.test_torch_peers import resnet18
@@ -43,11 +43,10 @@ def test_exported_folded_resnet18_has_an_operation_for_each_layer(monkeypatch):
     assert check(lambda x: over_batch(model)(x, state)[0], x, monkeypatch) > 750
 
 
-def test_code_of_the_page_on_serving_runs():
+def test_code_of_the_page_on_serving_runs(tmp_path):
     """Runs all code of the page; `tests/house` leaves out code that needs flatbuffers."""
     text = ROOT.joinpath("docs", "serving.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL))
-    exec(compile(code, "serving.md", "exec"), {"__name__": "document"})
+    run("\n".join(programs_in(text)), tmp_path)
 
 
 def test_export_of_layer_norms_by_unswap(monkeypatch):

@@ -11,7 +11,7 @@ from eqx_norm import BatchNorm
 from eqx_norm.models import freeze, trainable, unfreeze
 from eqx_norm.strategies import Batch, Ema, Frozen
 from tests.compiling import filter_jit
-from tests.helpers import copy, example, floats, normal, over_batch, same
+from tests.helpers import copy, floats, normal, over_batch, same
 from tests.models.nested import donatable
 
 X = floats(normal(0, (8, 3, 5), 2, 3))
@@ -94,5 +94,3 @@ def test_freeze_some_layers_and_unfreeze(trained):
     assert unfreeze(eqx.nn.inference_mode(both)).layers[1].inference
     _, _, memory_after, _ = step(both, copy(state), freeze(memory), X)
     assert jax.tree.structure(unfreeze(memory_after)) == jax.tree.structure(memory)
-    layers = example(freeze, **globals(), model=model)["model"].layers
-    assert [layers[i].approach.learns for i in (1, 2)] == [False, True]

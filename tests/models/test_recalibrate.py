@@ -13,7 +13,8 @@ from eqx_norm import BatchNorm
 from eqx_norm.models import freeze, recalibrate
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import Accumulated, Average, VarianceClip
-from tests.helpers import copy, example, make, over_batch, quick_call, remembered, same
+from tests.documents import run
+from tests.helpers import copy, make, over_batch, quick_call, remembered, same
 from tests.models.nested import OURS, donatable, forward, made, norm
 
 SIZES = (16, 8, 16)
@@ -123,15 +124,16 @@ def test_recalibrate_keeps_the_memory_of_a_norm_that_is_not_called(deep):
     assert same(after.get(index), state.get(index))
 
 
-def test_recalibrate_an_ensemble():
+def test_recalibrate_an_ensemble(tmp_path):
     models, states = made(norm, OURS, members=2)
     batches = np.asarray(data(n=48)[..., 0].reshape(3, 2, 8, 3))
     with pytest.raises(ValueError, match="The model is an ensemble") as raised:
         recalibrate(models, states, batches[:, 0])
+    code = textwrap.dedent(
+        str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
+    )
     names = {"eqx": eqx, "jax": jax, "recalibrate": recalibrate, "models": models}
-    names |= {"states": states, "batches": batches[:, 0]}
-    code = str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
-    exec(textwrap.dedent(code), names)
+    names = run(code, tmp_path, **names, states=states, batches=batches[:, 0])
     expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
     np.testing.assert_allclose(remembered(models, names["states"]), expected, rtol=1e-5)
     after = recalibrate(models, states, batches, forward)
@@ -150,6 +152,5 @@ def test_recalibrate_a_model_that_maps_over_stacked_norms():
 def test_recalibrate_accepts_a_generator_of_tuples(deep):
     model, state = deep
     tuples = ((x, "label") for x in cut(data()))
-    names = {"recalibrate": recalibrate, "model": model, "state": state, "tqdm": iter}
-    after = example(recalibrate, **names, batches=tuples)["state"]
+    after = recalibrate(model, state, tuples)
     assert same(after, recalibrate(model, state, cut(data())))

@@ -18,13 +18,12 @@ from eqx_norm.strategies import (
     Ema,
     Frozen,
     Moments,
-    Renorm,
     SmoothStart,
     VarianceClip,
 )
-from tests.helpers import APPROACHES, Loading, example, normal, same
+from tests.helpers import APPROACHES, Loading, normal, same
 from tests.helpers import Cumulative as Unloaded
-from tests.models.nested import OURS, C, call, donatable, made, norm, shapes
+from tests.models.nested import OURS, C, call, donatable, made, shapes
 
 
 def trained(approach: Any = "batch", members=0, steps=2) -> Any:
@@ -171,13 +170,6 @@ def test_reconfigure_other_settings_of_layers_chosen_by_where():
     assert (other[0], other[1]["row"].eps) == (model[0], 0.1)
     others, _ = reconfigure([RMSNorm(C), GroupNorm(1, C)], state, implementation="xla", eps=0.1)
     assert [(layer.implementation, layer.eps) for layer in others] == [("xla", 0.1)] * 2
-
-
-def test_reconfigure_docstring_example():
-    model, state = made(lambda nn, key: eqx.nn.Sequential([norm(nn), norm(nn)]), OURS)
-    layers = example(reconfigure, **globals(), model=model, state=state)["model"].layers
-    assert [n.approach for n in layers] == [Renorm(momentum=0.9), Renorm(momentum=0.9)]
-    assert [n.activation is None for n in layers] == [True, False]
 
 
 class Doubled(BatchNorm):

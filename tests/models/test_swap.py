@@ -12,7 +12,8 @@ import eqx_norm
 from eqx_norm.models import reconfigure, swap, unswap
 from eqx_norm.models._layers import entries, layers_of
 from eqx_norm.strategies import Accumulated, Batch, SmoothStart
-from tests.helpers import example, f32, normal, remembered, same
+from tests.documents import run
+from tests.helpers import f32, normal, remembered, same
 from tests.layers.norms import moved
 from tests.models.nested import KEY, OURS, THEIRS, C, call, donatable, made, norm, shapes
 
@@ -188,28 +189,18 @@ def test_instance_norm_becomes_a_group_norm_by_unswap():
     np.testing.assert_allclose(again(x), jax.nn.relu(model(x)), atol=1e-6)
 
 
-def test_swap_and_unswap_docstring_examples(tmp_path):
-    names = {**globals(), "build": lambda key: eqx.nn.Sequential([norm(THEIRS)]), "key": KEY}
-    names["path"], before = tmp_path / "model.eqx", eqx.nn.make_with_state(names["build"])(KEY)
-    eqx.tree_serialise_leaves(names["path"], before)
-    names = example(swap, **names)  # reads the file
-    assert type(names["model"].layers[0]) is eqx_norm.BatchNorm
-    names = example(unswap, **names)  # writes it
-    assert shapes(eqx.tree_deserialise_leaves(names["path"], before)) == shapes(before)
-
-
 class LayerNorm2d(eqx.nn.LayerNorm):
     """Stands for ConvNeXt's norm over the channels of each position."""
 
 
-def test_swap_error_for_a_subclass_has_the_where_that_skips_it():
+def test_swap_error_for_a_subclass_has_the_where_that_skips_it(tmp_path):
     subclass: Any = LayerNorm2d
     model, state = [subclass(C), eqx.nn.LayerNorm(C)], eqx.nn.State(())
     error = r"^\[0\]: tests\.\S+\.LayerNorm2d is a subclass, and .* where=(lambda .*)\.$"
     with pytest.raises(ValueError, match=error) as raised:
         swap(model, state)
-    where = eval(str(raised.value).split("where=")[1].removesuffix("."))
-    left, other = swap(model, state, where=where)[0]
+    where = str(raised.value).split("where=")[1].removesuffix(".")
+    left, other = swap(model, state, where=run(f"where = {where}", tmp_path)["where"])[0]
     assert type(left) is LayerNorm2d
     assert left.weight is model[0].weight
     assert type(other) is eqx_norm.LayerNorm

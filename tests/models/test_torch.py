@@ -4,7 +4,6 @@
 """
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +16,8 @@ from eqx_norm import BatchNorm, LayerNorm, RMSNorm
 from eqx_norm.models import from_torch, to_torch
 from eqx_norm.strategies import Accumulated, Average, Batch
 from tests.compiling import filter_jit
-from tests.helpers import example, floats, make, member, same
+from tests.documents import run
+from tests.helpers import floats, make, member, same
 from tests.helpers import quick_call as call
 from tests.models.nested import KEY, donatable, shapes
 
@@ -192,7 +192,7 @@ def test_num_batches_tracked_must_be_a_non_negative_int32():
         assert to_torch(*loaded)[COUNT] == count
 
 
-def test_error_for_stacked_blocks_has_code_that_loads_each_block():
+def test_error_for_stacked_blocks_has_code_that_loads_each_block(tmp_path):
     form = {"linear": "linear", "norm": "norm"}
     state_dict = filled(*built({"blocks": [form, form], "head": "linear"}))
 
@@ -207,12 +207,10 @@ def test_error_for_stacked_blocks_has_code_that_loads_each_block():
     names["stacked"] = model["blocks"], state.substate(model["blocks"])
     of_member, *of_all = (line.strip() for line in text.splitlines()[1:])
     for i in range(2):
-        exec(of_member, names | {"i": i}, names)
-        part, its = names["member"]
+        part, its = run(of_member, tmp_path, **names, i=i)["member"]
         loaded = from_torch(part, its, state_dict, {"": f"blocks.{i}"}, strict=False)
         names["results"] += [loaded[:2]]
-    exec("\n".join(of_all), names)
-    blocks, its = names["stacked"]
+    blocks, its = run("\n".join(of_all), tmp_path, **names)["stacked"]
     assert shapes(blocks) == shapes(model["blocks"])
     model, state = model | {"blocks": blocks}, state.update(its)
     model, state, _ = from_torch(model, state, state_dict, {"blocks": None})
@@ -255,12 +253,3 @@ def test_from_torch_error_for_a_very_different_model_is_short():
         text = error(model, state, state_dict)
         assert len(text.splitlines()) <= 30
         assert len(text) < 4000
-
-
-def test_from_torch_and_to_torch_docstring_examples():
-    model, state = built({"head": "linear", "norm": "norm"})
-    state_dict = renamed(filled(model, state), fc="^head")
-    torch = SimpleNamespace(load=lambda *_, **__: state_dict, from_numpy=np.asarray)
-    names = {"from_torch": from_torch, "to_torch": to_torch, "torch": torch}
-    names |= example(from_torch, **names, model=model, state=state)
-    assert same(example(to_torch, **names)["state_dict"], renamed(state_dict, head="^fc"))

@@ -16,7 +16,7 @@ import pytest
 from eqx_norm import LayerNorm
 from eqx_norm.models import from_torch, swap, to_torch
 from tests.compiling import filter_jit
-from tests.helpers import make, over_batch, quick_call
+from tests.helpers import make, over_batch, quick_call, random_layer
 from tests.models.nested import KEY
 
 pytestmark = pytest.mark.peers
@@ -62,20 +62,26 @@ def assert_back(model: Any, state: Any, module: Any, names: Any = None) -> None:
 # PyTorch's layer and its arguments, our layer, and the shape of x; `None`: x is a number.
 STRIDED: dict[str, Any] = {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}
 LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any], Any, Any]] = [
-    ("Conv3d", (4, 6, 3), STRIDED, eqx.nn.Conv3d(4, 6, 3, **STRIDED, key=KEY), (4, 5, 6, 7)),
+    (
+        "Conv3d",
+        (4, 6, 3),
+        STRIDED,
+        random_layer(eqx.nn.Conv3d, 4, 6, 3, **STRIDED),
+        (4, 5, 6, 7),
+    ),
     (
         "ConvTranspose2d",
         (4, 6, 3),
         {**STRIDED, "output_padding": 1},
-        eqx.nn.ConvTranspose2d(4, 6, 3, output_padding=1, **STRIDED, key=KEY),
+        random_layer(eqx.nn.ConvTranspose2d, 4, 6, 3, output_padding=1, **STRIDED),
         (4, 5, 6),
     ),
-    ("Linear", (4, 3), {}, eqx.nn.Linear(4, 3, key=KEY), (4,)),
+    ("Linear", (4, 3), {}, random_layer(eqx.nn.Linear, 4, 3), (4,)),
     ("LayerNorm", ((4, 5),), {}, LayerNorm((4, 5)), (4, 5)),
     ("GroupNorm", (2, 4), {}, eqx.nn.GroupNorm(2, 4), (4, 5)),
     ("RMSNorm", ((4,), 1e-5), {}, eqx.nn.RMSNorm((4,), use_bias=False), (4,)),
     ("PReLU", (4,), {}, eqx.nn.PReLU(jnp.full((4, 1), 0.25)), (4, 5)),
-    ("Embedding", (6, 3), {}, eqx.nn.Embedding(6, 3, key=KEY), None),
+    ("Embedding", (6, 3), {}, random_layer(eqx.nn.Embedding, 6, 3), None),
 ]
 
 

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import eqx_norm
 from eqx_norm.models import reconfigure
-from eqx_norm.strategies import Accumulated, Average, Batch, Cumulative, Frozen
+from eqx_norm.strategies import Accumulated, Average, Cumulative
 from tests.helpers import Cumulative as Unloaded
-from tests.helpers import copy, example, floats, make, normal, remember, remembered, same
+from tests.helpers import copy, floats, make, normal, remember, remembered, same
 from tests.helpers import quick_call as call
 
 C, SIZES = 3, (6, 2, 2)
@@ -92,11 +91,3 @@ def test_accumulated_drops_a_pool_that_overflows():
     _, state = in_turn(accumulating, state, xs)
     _, whole = call(layer, whole, jnp.concatenate(xs))
     assert_same_memory(accumulating, state, layer, whole)
-
-
-def test_momentum_of_wrappers_and_example_of_accumulated():
-    assert (Accumulated(Batch(0.3), 2).momentum, Frozen(Average()).momentum) == (0.3, None)
-    names = {"Accumulated": Accumulated, "eqx_norm": eqx_norm}
-    model, state = make(C, "batch", approach="batch")
-    model = example(Accumulated, **names, model=model, state=state)["model"]
-    assert model.approach == Accumulated(Batch(), every=4)
