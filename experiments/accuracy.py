@@ -35,10 +35,8 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 from tqdm import tqdm
 
-from tests import exact
-from tests.exact import Batch, Errors, Exact
-
-from .common import peers, report
+from .common import exact, peers, report
+from .common.exact import Batch, Errors, Exact
 from .common.peers import EQUINOX, EQUINOX_BATCH, EQUINOX_EMA, FLAX, FLAX_TWO_PASS, OURS, TORCH
 from .common.report import BLACK, Verdict
 

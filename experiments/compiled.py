@@ -39,9 +39,9 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.models import recompute_outputs
-from tests.exact import EPS
 
 from .common import peers, report, traffic, training
+from .common.exact import EPS
 from .common.peers import EQUINOX, OURS, OURS_PALLAS, OURS_SEPARATE
 
 Row = dict[str, Any]

@@ -41,9 +41,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, LayerNorm
-from tests.exact import Batch
 
 from .common import peers, report, timer, training
+from .common.exact import Batch
 from .common.peers import EQUINOX, FLAX, OURS, OURS_PALLAS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
 from .common.report import Goal, Verdict

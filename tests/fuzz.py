@@ -37,7 +37,7 @@ from eqx_norm import models, strategies
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
-from tests.exact import half_ulp
+from experiments.common.exact import half_ulp
 from tests.helpers import Loading, make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 import eqx_norm
 from eqx_norm import BatchNorm
-from tests.exact import EPS, Answer, Batch
 
 from . import report
+from .exact import EPS, Answer, Batch
 from .timer import EVICTING, Program
 
 OURS = "eqx-norm"

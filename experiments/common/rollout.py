@@ -13,9 +13,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.exact import Batch
-
 from . import peers
+from .exact import Batch
 from .timer import Program
 
 ROWS, ACTIONS = 256, 8  # a row is an observation

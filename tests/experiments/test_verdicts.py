@@ -9,7 +9,7 @@ import pytest
 from experiments import accuracy, determinism, distributed, speed, state_consistency
 from experiments.accuracy import Row
 from experiments.common import peers, rollout
-from tests.exact import Errors
+from experiments.common.exact import Errors
 
 RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0))
 OTHER = RUN._replace(run="before step 1", fingerprint="bb", parts="step 1: `loss` forward")
