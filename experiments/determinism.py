@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -36,9 +37,9 @@ import numpy as np
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, determinism
-from eqx_norm.determinism import Ledger, monitor, monitor_module
+from eqx_norm.determinism import Ledger, fingerprint, monitor, monitor_module
 
-from .common import mnist, peers, processes, report, rollout, timer, training
+from .common import mnist, peers, report, rollout, timer, training
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
 AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
@@ -116,7 +117,8 @@ def train(run: Run) -> tuple[str, str, str]:
             ledger.append(i, record)
     weights = jax.tree.leaves(eqx.filter(trained[0], eqx.is_inexact_array))
     total = math.fsum(value for leaf in weights for value in np.asarray(leaf, float).flat)
-    return repr(total), processes.bits_of(weights), repr(float(loss))
+    words = np.asarray(jax.jit(fingerprint)(jax.tree.map(np.asarray, weights))).tolist()
+    return repr(total), "".join(f"{word:08x}" for word in words), repr(float(loss))
 
 
 def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -> Any:
@@ -146,9 +148,15 @@ class Result(NamedTuple):
 
 def start(run: Run, ledger: Path) -> Any:
     """Returns the result of `train` in a process with the run's threads and devices."""
-    threads: Any = {} if run.threads is None else {"PJRT_NPROC": str(run.threads)}
-    described = run._replace(ledger=str(ledger))
-    return processes.start("determinism", described, run.devices, **threads)[1]
+    flags = f"--xla_force_host_platform_device_count={run.devices}"
+    variables = os.environ | {"JAX_PLATFORMS": "cpu"}
+    variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    if run.threads is not None:
+        variables["PJRT_NPROC"] = str(run.threads)
+    described = json.dumps(run._replace(ledger=str(ledger))._asdict())
+    command = [sys.executable, "-m", "experiments.determinism", "--run", described]
+    ended = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=True)
+    return json.loads(ended.stdout)
 
 
 def compare(setting: str, runs: dict[str, Run]) -> list[Result]:

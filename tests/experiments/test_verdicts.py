@@ -6,7 +6,7 @@ test_quick.py tests that all claims hold, except those of `speed` on times.
 import numpy as np
 import pytest
 
-from experiments import accuracy, determinism, distributed, speed, state_consistency
+from experiments import accuracy, determinism, speed, state_consistency
 from experiments.accuracy import Row
 from experiments.common import peers, rollout
 from experiments.common.exact import Errors
@@ -19,10 +19,6 @@ PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
 LARGE = Errors(*[1e-5] * 5)
 CLAIMED = dict.fromkeys((claim[0] for claim in state_consistency.CLAIMS.values()), "")
 LINES = [{**CLAIMED, "layer": name} for name in state_consistency.OURS]
-ENDED = distributed.Process(distributed.ONE, 1, 2, 0, 0, np.nan, 0.0, 1.0, "a", "b", "c")
-KILLED = ENDED._replace(run=distributed.SEVERAL, code=-9, seconds=0)
-LATE = KILLED._replace(code=1, seconds=15.1, memory="z", first_memory="z", error=np.nan)
-RESTORED = ENDED._replace(run=distributed.RESTORED, error=1.1e-5)
 
 
 def measured(unit, values, peer=peers.OURS_SEPARATE):
@@ -43,7 +39,6 @@ def measured(unit, values, peer=peers.OURS_SEPARATE):
         [determinism.judge_runs(determinism.RECIPE, [RUN, OTHER])],
         [determinism.judge_runs(determinism.FAULT, [RUN, OTHER])],
         *([determinism.judge_rollouts([SAME, other])] for other in DIFFERENT),
-        distributed.judge([ENDED, KILLED, LATE, RESTORED]),
         [*state_consistency.judge(LINES)],
         speed.judge([measured(speed.DEVIATION, [1e-3] * 2)], speed.QUICK),
     ],
