@@ -17,8 +17,7 @@ SAME = rollout.Result("RMSNorm", "float32", peers.OURS, 384, 8, 256, 0, 0, 0, 0.
 DIFFERENT = [SAME._replace(**{name: 1}) for name in ("y", "dx", "ratio")]
 PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
 LARGE = Errors(*[1e-5] * 5)
-CLAIMED = dict.fromkeys((claim[0] for claim in state_consistency.CLAIMS.values()), "")
-LINES = [{**CLAIMED, "layer": name} for name in state_consistency.OURS]
+LINES = [(name, *[""] * len(state_consistency.COLUMNS)) for name in state_consistency.OURS]
 
 
 def measured(unit, values, peer=peers.OURS_SEPARATE):
