@@ -197,14 +197,13 @@ class Block(eqx.nn.StatefulLayer):
 
     main: eqx.nn.Sequential
     shortcut: eqx.nn.Sequential
-    activation: Any = RELU
 
     def __call__(
         self, x: Array, state: eqx.nn.State, *, key: Any = None
     ) -> tuple[Array, eqx.nn.State]:
         y, state = self.main(x, state)
         x, state = self.shortcut(x, state)
-        return self.activation(x + y), state
+        return jax.nn.relu(x + y), state
 
 
 def _conv(
@@ -234,30 +233,6 @@ def resnet_50(make_norm: MakeNorm, dtype: Any = jnp.float32) -> eqx.nn.Sequentia
             layers.append(Block(*map(eqx.nn.Sequential, (main, shortcut))))
             inputs = 4 * width
     return _classifier(layers, inputs, dtype)
-
-
-# Factor by which a block is wider inside, its outputs, number of blocks, first stride.
-_INVERTED = (
-    *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
-    *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
-)
-
-
-def mobilenet_v2(make_norm: MakeNorm) -> eqx.nn.Sequential:
-    """Returns the network of Sandler and others, https://arxiv.org/abs/1801.04381."""
-    conv, relu6 = functools.partial(_conv, make_norm), eqx.nn.Lambda(jax.nn.relu6)
-    layers, inputs = [*conv(3, 32, 3, 2), relu6], 32
-    for factor, outputs, blocks, first in _INVERTED:
-        for stride in (first, *[1] * (blocks - 1)):
-            width = factor * inputs
-            main = [] if factor == 1 else [*conv(inputs, width, 1), relu6]
-            main += [*conv(width, width, 3, stride, groups=width), relu6]
-            main = eqx.nn.Sequential([*main, *conv(width, outputs, 1)])
-            if stride == 1 and inputs == outputs:
-                parts: Any = main, eqx.nn.Sequential([]), eqx.nn.Identity()
-                main = Block(*parts)
-            layers, inputs = [*layers, main], outputs
-    return _classifier([*layers, *conv(inputs, 1280, 1), relu6], 1280)
 
 
 class Encoder(eqx.nn.StatefulLayer):
@@ -291,30 +266,18 @@ def vit(make_norm: MakeNorm) -> eqx.nn.Sequential:
     return _classifier([*layers, images], width)
 
 
-def convolutions(make_norm: MakeNorm) -> eqx.nn.Sequential:
-    """Returns 20 blocks of convolution, norm and ReLU, with 16 channels."""
-    blocks = ([*_conv(make_norm, 16, 16, 3), RELU] for _ in range(20))
+def perceptron(make_norm: MakeNorm, sizes: Sequence[int] = (64,) * 51) -> eqx.nn.Sequential:
+    """Returns blocks of linear layer, norm and ReLU: 50, with 64 values."""
+    pairs, key = itertools.pairwise(sizes), jax.random.key(0)
+    blocks = ([eqx.nn.Linear(m, n, key=key), make_norm(n), RELU] for m, n in pairs)
     return eqx.nn.Sequential([*itertools.chain(*blocks)])
-
-
-def perceptron(make_norm: MakeNorm) -> eqx.nn.Sequential:
-    """Returns 50 blocks of linear layer, norm and ReLU, with 64 values."""
-    return _linear(make_norm, [64] * 51)
 
 
 def critic(make_norm: MakeNorm) -> eqx.nn.Sequential:
     """Returns a critic of reinforcement learning: two blocks with 256 values and a linear
     layer, for 17 numbers."""
     last = eqx.nn.Linear(256, 1, key=jax.random.key(0))
-    return eqx.nn.Sequential([_linear(make_norm, [17, 256, 256]), last])
-
-
-def _linear(make_norm: MakeNorm, sizes: list[int]) -> eqx.nn.Sequential:
-    """Returns blocks of linear layer, norm and ReLU."""
-    key = jax.random.key(0)
-    pairs = itertools.pairwise(sizes)
-    blocks = ([eqx.nn.Linear(m, n, key=key), make_norm(n), RELU] for m, n in pairs)
-    return eqx.nn.Sequential([*itertools.chain(*blocks)])
+    return eqx.nn.Sequential([perceptron(make_norm, (17, 256, 256)), last])
 
 
 def applied(model: Any, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.State]:
