@@ -126,8 +126,8 @@ def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -
     images = monitor(images, "images")
 
     def loss_of(model: Any) -> Any:
-        weights, rest = eqx.partition(model, eqx.is_inexact_array)
-        monitored = monitor_module(eqx.combine(monitor(weights, "weights"), rest))
+        weights, static = eqx.partition(model, eqx.is_inexact_array)
+        monitored = monitor_module(eqx.combine(monitor(weights, "weights"), static))
         loss, (_, _, after) = training.loss_of(monitored, state, images, labels)
         return monitor(loss, "loss"), after
 
@@ -192,10 +192,10 @@ class Cost(NamedTuple):
 def probe(network: str, rounds: int) -> Cost:  # a round's ratio is 0.9 to 1.2
     """Times a training step in which each layer's output and cotangent are monitored, into a
     ledger."""
-    data, first, steps = mnist.load().train, slice(training.BATCH_SIZE), itertools.count()
-    batch = jnp.asarray(mnist.scaled(data.images[first])), jnp.asarray(data.labels[first], int)
+    images, labels = (array[: training.BATCH_SIZE] for array in mnist.load().train)
+    batch = jnp.asarray(mnist.scaled(images)), jnp.asarray(labels, int)
     plain, probed = (*make(network), *batch), (*make(network, monitor_module), *batch)
-    step: Any = eqx.filter_jit(determinism.recorded(training.train_step))
+    step, steps = eqx.filter_jit(determinism.recorded(training.train_step)), itertools.count()
     with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder, "ledger")) as ledger:
 
         def append() -> Any:

@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm, LayerNorm
 
-from .common import peers, report, timer, training
+from .common import networks, peers, report, timer
 from .common.exact import Batch
 from .common.peers import EQUINOX, FLAX, OURS, OURS_PALLAS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
@@ -95,10 +95,10 @@ FORWARDS = {
     BATCH_NORM: "256x256 2048x256 8192x256 32x64x14x14 32x192x14x14 32x256x28x28",
 }
 NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
-    "ResNet-50": (training.resnet_50, (8, 3, 64, 64)),
-    "perceptron": (training.perceptron, (32, 64)),
-    "critic": (training.critic, (256, 17)),
-    "ViT": (training.vit, (8, 3, 64, 64)),
+    "ResNet-50": (networks.resnet_50, (8, 3, 64, 64)),
+    "perceptron": (networks.perceptron, (32, 64)),
+    "critic": (networks.critic, (256, 17)),
+    "ViT": (networks.vit, (8, 3, 64, 64)),
 }
 STEPS = ("ResNet-50", "perceptron", "critic")  # whose memory is measured
 USED = ("perceptron", "critic")  # timed as users call them, with the model as an argument
@@ -184,8 +184,8 @@ def make(name: str, case: Case, program: str, batch: Batch) -> Program | Remote:
     if name == TORCH:
         device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         arrays = jax.tree.map(np.asarray, batch)
-        return in_own_process().make(peers.program_of_torch, arrays, kind, train, device)
-    function, arguments = peers.function(name, batch, kind, train=train)
+        return in_own_process().make(peers.program_of_torch, kind, arrays, train, device)
+    function, arguments = peers.function(kind, name, batch, train=train)
     jitted = jax.jit(function)
     return Program(lambda: jitted(*arguments))
 
@@ -244,21 +244,21 @@ def run_network(network: str, settings: Settings) -> Iterator[Row]:
     Only the norm differs, as in a model in which only the import is changed.
     """
     make_network, shape = NETWORKS[network]
-    where, named = (NETWORK, "x".join(map(str, shape)), "float32"), {"axis_name": training.AXIS}
+    where, named = (NETWORK, "x".join(map(str, shape)), "float32"), {"axis_name": networks.AXIS}
     norms: dict[str, Any] = {
         SEPARATE: functools.partial(BatchNorm, approach="batch", **named),
         EQUINOX: functools.partial(eqx.nn.BatchNorm, mode="batch", **named),
     }
     if network == "ViT":
         norms = {SEPARATE: LayerNorm, EQUINOX: eqx.nn.LayerNorm}
-    steps = {name: training.gradient_step(make_network, norms[name], shape) for name in norms}
+    steps = {name: networks.gradient_step(make_network, norms[name], shape) for name in norms}
     found = timer.compile_in_turns(steps, min(5, settings.rounds))
     for name, each in found.items():
         yield measured(each.seconds, *where, network, "", COMPILING, name)
         if network in STEPS:
             yield measured(each.temporaries / 1e6, *where, network, "", TEMPORARIES, name)
     if network in USED:
-        calls = {name: training.uses(make_network, norms[name], shape) for name in norms}
+        calls = {name: networks.uses(make_network, norms[name], shape) for name in norms}
     else:
         call = {name: functools.partial(found[name].call, *steps[name][1]) for name in norms}
         calls = {name: {BOTH: call[name]} if network in STEPS else {} for name in norms}

@@ -32,7 +32,7 @@ MANY = 12  # updates after which MOMENTUM**MANY is less than a rounding error
 
 OURS = (peers.OURS, peers.OURS_UNBIASED)
 QUICK = (*OURS, peers.EQUINOX_EMA, peers.EQUINOX_BATCH)
-WHOLE = (*QUICK, peers.FLAX, peers.TORCH)
+FULL = (*QUICK, peers.FLAX, peers.TORCH)
 SHAPE = (1, 2, 3)  # the thread's: batch, channels, space
 ONE_VALUE = (1, 2, 1)
 AFFINE = np.ones(SHAPE[1], np.float32), np.zeros(SHAPE[1], np.float32)  # weight and bias
@@ -75,7 +75,7 @@ def in_jax(name: str) -> Layer:
         y, memory = layer.evaluate(AFFINE, memory, x)
         return np.asarray(y)
 
-    return train, evaluate, lambda: np.array(layer.statistics(memory)[:2])
+    return train, evaluate, lambda: np.array(layer.statistics(memory))
 
 
 def in_torch(_: str) -> Layer:
@@ -189,7 +189,7 @@ def judge(lines: Sequence[tuple[str, ...]]) -> Iterator[report.Verdict]:
 
 def main() -> int:
     options = report.parser("state_consistency", __doc__, "the layers in JAX").parse_args()
-    layers = peers.present(QUICK if options.quick else WHOLE)
+    layers = peers.present(QUICK if options.quick else FULL)
     lines = [line_of(layer) for layer in tqdm(layers, unit="layer", disable=None)]
     unlike = [name for name, made, *_ in lines if set(made) != set("1, ")]
     return report.publish(
