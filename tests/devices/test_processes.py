@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def run(folder, processes, *options):
         bound.bind(("localhost", 0))
         coordinator = f"localhost:{bound.getsockname()[1]}"  # a free port
     count = f"--xla_force_host_platform_device_count={DEVICES // processes}"
-    environment = {"XLA_FLAGS": f"{XLA_FLAGS} {count}", "JAX_PLATFORMS": "cpu"}
+    environment: Any = {"XLA_FLAGS": f"{XLA_FLAGS} {count}", "JAX_PLATFORMS": "cpu"}
     command = "-m", "tests.devices.train_in_processes", folder, *options
 
     def start(process):
