@@ -43,7 +43,7 @@ benchmark: .venv-peers ## speed beside Equinox, Flax and PyTorch: figure, tables
 
 experiments: .venv-peers ## replace every committed table and figure (80 minutes)
 	for experiment in stability "stability --network large" variance_clipping \
-		small_batches state_consistency accuracy determinism distributed speed; do \
+		small_batches state_consistency accuracy determinism speed; do \
 		.venv-peers/bin/python -m experiments.$$experiment --out experiments || exit 1; \
 	done
 	$(MAKE) --no-print-directory gpu-compile-check tpu-compile-check OUT=experiments

@@ -10,7 +10,7 @@ from .common.report import table
 FOLDER = Path(__file__).parent
 # The order is: effects on training, then accuracy, then speed.
 ORDER = "stability stability_large variance_clipping small_batches state_consistency accuracy"
-ORDER += " determinism distributed speed compiled compiled_tpu"
+ORDER += " determinism speed compiled compiled_tpu"
 
 HEAD = """# Results of the experiments
 

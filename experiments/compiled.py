@@ -39,9 +39,9 @@ from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.models import recompute_outputs
-from tests.exact import EPS
 
-from .common import peers, report, traffic, training
+from .common import networks, peers, report, traffic
+from .common.exact import EPS
 from .common.peers import EQUINOX, OURS, OURS_PALLAS, OURS_SEPARATE
 
 Row = dict[str, Any]
@@ -119,22 +119,17 @@ CODE = ("registers", "spilled", "loads of 16, 8, fewer bytes", "contracted")
 MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
 
 
-def device_of(target: str) -> Any:
-    """Returns the description of a device that is not there."""
-    return devices_of(target, 1)[0]
-
-
-def devices_of(target: str, number: int) -> Sequence[Any]:
-    """Returns the descriptions of devices, of a TPU 4."""
+def described(target: str) -> Sequence[Any]:
+    """Returns the descriptions of 8 GPUs or 4 TPUs, none of which has to be there."""
     # Without these variables libtpu looks for a TPU over the network, and serves one process.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
-    described = (Path(__file__).with_name("data") / "h200.txtpb").read_text()
-    how: Any = {"topology_name": "v5e:2x2", "chips_per_host_bounds": [2, 2, 1]}
-    if target == GPU:
-        how = {"target_config": described, "topology": f"1x1x{number}"}
-    found = topologies.get_topology_desc(platform="cuda" if target == GPU else TPU, **how)
-    return found.devices
+    if target == TPU:
+        how: Any = {"topology_name": "v5e:2x2", "chips_per_host_bounds": [2, 2, 1]}
+        return topologies.get_topology_desc(platform=TPU, **how).devices
+    h200 = (Path(__file__).with_name("data") / "h200.txtpb").read_text()
+    how = {"target_config": h200, "topology": "1x1x8"}
+    return topologies.get_topology_desc(platform="cuda", **how).devices
 
 
 def build(
@@ -202,14 +197,9 @@ def count(devices: Sequence[Any], case: tuple[Any, ...], parts: int = 1) -> Row:
         given.append(x)
     if layer == MASKED:
         given.append(jax.ShapeDtypeStruct(x.shape[:1] + x.shape[2:], bool))
-    try:
-        built, _ = build(devices, f, *given, split=x.ndim, parts=parts)
-        text, size = built.as_text(), x.size * x.dtype.itemsize // len(devices)
-        moved, needs = traffic.moved(text), built.memory_analysis().temp_size_in_bytes
-    except Exception as error:  # a program that does not compile is a result, too
-        print(f"{', '.join(map(report.text, case))}: {type(error).__name__}: {error}")
-        none = {"launches": math.nan, "atomics": math.nan}
-        return {**row, "units": math.inf, "temporary": math.inf, **none}
+    built, _ = build(devices, f, *given, split=x.ndim, parts=parts)
+    text, size = built.as_text(), x.size * x.dtype.itemsize // len(devices)
+    moved, needs = traffic.moved(text), built.memory_analysis().temp_size_in_bytes
     # A kernel's code is in the text, with the names of its operations.
     atomics = text.count(" scatter(") + text.count("atomic")
     counts = {"launches": len(moved), "atomics": atomics}
@@ -218,14 +208,14 @@ def count(devices: Sequence[Any], case: tuple[Any, ...], parts: int = 1) -> Row:
     return {**row, "units": sum(moved.values()) / size, "temporary": needs / size, **counts}
 
 
-def count_code(device: Any, case: tuple[Any, ...]) -> tuple[Row, Row]:
+def count_code(devices: Sequence[Any], case: tuple[Any, ...]) -> tuple[Row, Row]:
     """Returns `count` of a program with kernels of Mosaic GPU, and a row on their code."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS")}
         dump["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ |= dump
         with silent():  # Mosaic also asks for nvdisasm, which is not installed
-            row = count([device], case)
+            row = count(devices, case)
         for name in dump:
             del os.environ[name]
         kernels = sorted(Path(folder).glob("*.ptx"))
@@ -276,10 +266,10 @@ def with_norm(layer: str, dtype: str, **how: Any) -> Any:
     return functools.partial(eqx.nn.BatchNorm, mode="batch", dtype=jnp.dtype(dtype), **how)
 
 
-def train(device: Any, dtype: str, layer: str, recomputes: bool) -> Row:
+def train(devices: Sequence[Any], dtype: str, layer: str, recomputes: bool) -> Row:
     """Compiles a step of ResNet-50 on 32 images; returns its residuals, temporary memory and
     traffic, in MB, and its compile time."""
-    make = eqx.nn.make_with_state(training.resnet_50)
+    make = eqx.nn.make_with_state(networks.resnet_50)
     made, state = make(with_norm(layer, dtype, axis_name="batch"), jnp.dtype(dtype))
     weights, static = eqx.partition(made, eqx.is_inexact_array)
 
@@ -290,14 +280,14 @@ def train(device: Any, dtype: str, layer: str, recomputes: bool) -> Row:
 
     f = jax.checkpoint(loss, policy=recompute_outputs) if recomputes else loss
 
-    def step(weights: Any, *rest: Any) -> Any:
-        value, gradients = jax.value_and_grad(f, has_aux=True)(weights, *rest)
+    def step(weights: Any, *state_and_batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(f, has_aux=True)(weights, *state_and_batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), weights, gradients), value
 
     x = jax.ShapeDtypeStruct((32, 3, 224, 224), jnp.dtype(dtype))
     given = weights, state, x, jax.ShapeDtypeStruct((32,), jnp.int32)
     kept = jax.eval_shape(lambda w, *r: jax.vjp(lambda w: f(w, *r), w, has_aux=True)[1], *given)
-    program, seconds = build([device], step, *given)
+    program, seconds = build(devices, step, *given)
     row = {"layer": layer, "dtype": dtype, "recomputes": recomputes}
     row["kept"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) / 1e6
     row["temporaries"] = program.memory_analysis().temp_size_in_bytes / 1e6
@@ -395,7 +385,7 @@ def is_no_worse(rows: list[Row]) -> tuple[list[report.Verdict], list[tuple[str, 
     return verdicts, goals
 
 
-def count_split(target: str) -> list[Row]:
+def count_split(devices: Sequence[Any], target: str) -> list[Row]:
     """Returns a device's units in programs that `jit` splits over a mesh, beside those of one
     device and those of Equinox, and what a device gets from others."""
     cases = [
@@ -410,7 +400,6 @@ def count_split(target: str) -> list[Row]:
         for mesh, case in cases
     ]
     every = [*dict.fromkeys(itertools.chain(*programs))]
-    devices = devices_of(target, 8)
 
     def counted(program: tuple[tuple[int, ...], tuple[Any, ...]]) -> Row:
         mesh, case = program
@@ -421,15 +410,9 @@ def count_split(target: str) -> list[Row]:
         found = dict(zip(every, made, strict=True))
     rows = []
     for (mesh, case), three in zip(cases, programs, strict=True):
-        of_mesh, one, theirs = map(found.__getitem__, three)
-        values = (
-            mesh,
-            of_mesh["units"],
-            one["units"],
-            theirs["units"],
-            of_mesh.get("sent", math.inf),
-        )
-        rows.append(dict(zip((*CASE, *OF_MESH), (*case, *values), strict=True)))
+        units = (found[program]["units"] for program in three)
+        values = (*case, mesh, *units, found[mesh, case]["sent"])
+        rows.append(dict(zip((*CASE, *OF_MESH), values, strict=True)))
     return rows
 
 
@@ -445,10 +428,11 @@ def is_split_well(rows: list[Row]) -> tuple[list[report.Verdict], tuple[str, str
         worst = max(rows, key=of)
         return f"jit over devices: {claim}", said(worst, of(worst)), of(worst) <= most
 
-    whole = [row for row in rows if row[mesh] != MESH]  # parts of a row are no shorter row
+    # A part of a row is no shorter row.
+    of_examples = [row for row in rows if row[mesh] != MESH]
     claim = "at most 1.1 times the bytes of one device"
     verdicts = [
-        judged(claim, 1.1, whole, lambda row: row[many] / row[one]),
+        judged(claim, 1.1, of_examples, lambda row: row[many] / row[one]),
         judged(f"at most {SMALL:.0%} of x sent", SMALL, rows, lambda row: row[sent]),
     ]
     more = [said(r, r[many] - r[theirs]) for r in rows if r[many] - r[theirs] > SMALL]
@@ -522,20 +506,20 @@ def main() -> int:
         every = [*{case[::3]: case for case in few[::-1]}.values()][::-1]
     if options.quick or target == TPU:
         nets = []
-    device = device_of(target)
+    devices = described(target)
+    one = devices[:1]
     own = [case for case in every if target == GPU and OURS_PALLAS in case]
     others = [case for case in every if case not in own]
     with ThreadPoolExecutor(2) as pool:
-        made = pool.map(functools.partial(count, [device]), others)
+        made = pool.map(functools.partial(count, one), others)
         programs = [*tqdm(made, total=len(others), disable=None)]
-    pairs = [count_code(device, case) for case in tqdm(own, disable=None)]
+    pairs = [count_code(one, case) for case in tqdm(own, disable=None)]
     programs += [row for row, _ in pairs]
     # Mosaic compiles equal kernels once, so only the first row has their code.
     kernels = [code for _, code in pairs if code[CODE[0]] > 0]
-    many = [] if options.quick else count_split(target)
+    many = [] if options.quick else count_split(devices, target)
     rounds = [
-        [train(device, dtype, *net) for dtype, net in nets]
-        for _ in tqdm(range(2), disable=None)
+        [train(one, dtype, *net) for dtype, net in nets] for _ in tqdm(range(2), disable=None)
     ]
     # The shorter of two compile times counts.
     steps = [min(both, key=lambda row: row["seconds"]) for both in zip(*rounds, strict=True)]

@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -36,9 +37,9 @@ import numpy as np
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, determinism
-from eqx_norm.determinism import Ledger, monitor, monitor_module
+from eqx_norm.determinism import Ledger, fingerprint, monitor, monitor_module
 
-from .common import mnist, peers, processes, report, rollout, timer, training
+from .common import mnist, peers, report, rollout, timer, training
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
 AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
@@ -116,7 +117,8 @@ def train(run: Run) -> tuple[str, str, str]:
             ledger.append(i, record)
     weights = jax.tree.leaves(eqx.filter(trained[0], eqx.is_inexact_array))
     total = math.fsum(value for leaf in weights for value in np.asarray(leaf, float).flat)
-    return repr(total), processes.bits_of(weights), repr(float(loss))
+    words = np.asarray(jax.jit(fingerprint)(jax.tree.map(np.asarray, weights))).tolist()
+    return repr(total), "".join(f"{word:08x}" for word in words), repr(float(loss))
 
 
 def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -> Any:
@@ -124,8 +126,8 @@ def probed_step(model: Any, state: Any, memory: Any, images: Any, labels: Any) -
     images = monitor(images, "images")
 
     def loss_of(model: Any) -> Any:
-        weights, rest = eqx.partition(model, eqx.is_inexact_array)
-        monitored = monitor_module(eqx.combine(monitor(weights, "weights"), rest))
+        weights, static = eqx.partition(model, eqx.is_inexact_array)
+        monitored = monitor_module(eqx.combine(monitor(weights, "weights"), static))
         loss, (_, _, after) = training.loss_of(monitored, state, images, labels)
         return monitor(loss, "loss"), after
 
@@ -146,9 +148,15 @@ class Result(NamedTuple):
 
 def start(run: Run, ledger: Path) -> Any:
     """Returns the result of `train` in a process with the run's threads and devices."""
-    threads: Any = {} if run.threads is None else {"PJRT_NPROC": str(run.threads)}
-    described = run._replace(ledger=str(ledger))
-    return processes.start("determinism", described, run.devices, **threads)[1]
+    flags = f"--xla_force_host_platform_device_count={run.devices}"
+    variables = os.environ | {"JAX_PLATFORMS": "cpu"}
+    variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    if run.threads is not None:
+        variables["PJRT_NPROC"] = str(run.threads)
+    described = json.dumps(run._replace(ledger=str(ledger))._asdict())
+    command = [sys.executable, "-m", "experiments.determinism", "--run", described]
+    ended = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=True)
+    return json.loads(ended.stdout)
 
 
 def compare(setting: str, runs: dict[str, Run]) -> list[Result]:
@@ -184,10 +192,10 @@ class Cost(NamedTuple):
 def probe(network: str, rounds: int) -> Cost:  # a round's ratio is 0.9 to 1.2
     """Times a training step in which each layer's output and cotangent are monitored, into a
     ledger."""
-    data, first, steps = mnist.load().train, slice(training.BATCH_SIZE), itertools.count()
-    batch = jnp.asarray(mnist.scaled(data.images[first])), jnp.asarray(data.labels[first], int)
+    images, labels = (array[: training.BATCH_SIZE] for array in mnist.load().train)
+    batch = jnp.asarray(mnist.scaled(images)), jnp.asarray(labels, int)
     plain, probed = (*make(network), *batch), (*make(network, monitor_module), *batch)
-    step: Any = eqx.filter_jit(determinism.recorded(training.train_step))
+    step, steps = eqx.filter_jit(determinism.recorded(training.train_step)), itertools.count()
     with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder, "ledger")) as ledger:
 
         def append() -> Any:

@@ -14,11 +14,10 @@ Ioffe, https://arxiv.org/abs/1702.03275; Wu and He, https://arxiv.org/abs/1803.0
 Hoffer, Hubara and Soudry, https://arxiv.org/abs/1705.08741
 """
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -60,8 +59,7 @@ FIRST = 3  # steps in which a rounding error does not grow yet
 MOMENTUM = 0.9
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     trained: tuple[Setting, ...] = tuple(itertools.product(LINES, SIZES))
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     images: int = 12_800  # of each run, in 200 batches of 64 or 6,400 of 2
@@ -283,7 +281,7 @@ def main() -> int:
         answer=f"with batches of {n}: {', '.join(reached)}",
         tables=tables,
         verdicts=[of_each_image(runs), one_ghost(runs), renorm_agrees(runs)],
-        settings=dataclasses.asdict(settings),
+        settings=settings._asdict(),
     )
 
 

@@ -24,7 +24,6 @@ PyTorch's threads wait for each other for up to 90 ms; the threads of other libr
 Flax and PyTorch are included if they are installed (`make benchmark`).
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -41,24 +40,24 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from eqx_norm import BatchNorm, LayerNorm
-from tests.exact import Batch
 
-from .common import peers, report, timer, training
+from .common import networks, peers, report, timer
+from .common.exact import Batch
 from .common.peers import EQUINOX, FLAX, OURS, OURS_PALLAS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
 from .common.report import Goal, Verdict
 from .common.timer import Program, Remote
 
 BATCH_NORM, NETWORK = "batch norm + ReLU", "network"
-LAYER_NORM, GROUP_NORM, RMS_NORM = "layer norm", "group norm", "RMS norm"
-INSTANCE_NORM = "instance norm"
-# The name of a layer that normalises one example, and a shape on which layers are compared.
-LAYERS: dict[str, tuple[str | None, str]] = {
-    BATCH_NORM: (None, "8x64x14x14"),
-    LAYER_NORM: (peers.LAYER_NORM, "256x768"),
-    GROUP_NORM: (peers.GROUP_NORM, "8x64x14x14"),
-    RMS_NORM: (peers.RMS_NORM, "256x768"),
-    INSTANCE_NORM: (peers.INSTANCE_NORM, "8x64x14x14"),
+EXAMPLE_NORMS = LAYER_NORM, GROUP_NORM, RMS_NORM = "LayerNorm", "GroupNorm", "RMSNorm"
+INSTANCE_NORM = peers.INSTANCE_NORM
+# The shape on which the results of a layer are compared.
+COMPARED = {
+    BATCH_NORM: "8x64x14x14",
+    LAYER_NORM: "256x768",
+    GROUP_NORM: "8x64x14x14",
+    RMS_NORM: "256x768",
+    INSTANCE_NORM: "8x64x14x14",
 }
 BOTH, INFERENCE, HOT, COLD = "forward + backward", "inference", "hot", "cold"
 FORWARD = "forward"  # inference as in serving, in both dtypes, with Equinox only
@@ -77,21 +76,15 @@ MOBILENET_V2 = (  # without the inputs that ResNet-50 also has
     "32x112x112 16x112x112 96x112x112 96x56x56 24x56x56 144x56x56 144x28x28 32x28x28 192x28x28 "
     "192x14x14 64x14x14 384x14x14 96x14x14 576x14x14 576x7x7 160x7x7 960x7x7 320x7x7 1280x7x7"
 )
-IMAGES = [f"32x{image}" for image in f"{RESNET_50} {MOBILENET_V2}".split()]
-PERCEPTRONS = ["256x256", "256x1024", "1024x512", "2048x256", "2048x1024"]
-ODD = ["32x768x7x7", "48x96x20x20", "32x64x17x23"]  # the first is a ConvNeXt's
-NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
-    "ResNet-50": (training.resnet_50, (8, 3, 64, 64)),
-    "perceptron": (training.perceptron, (32, 64)),
-    "critic": (training.critic, (256, 17)),
-    "MobileNetV2": (training.mobilenet_v2, (8, 3, 64, 64)),
-    "ViT": (training.vit, (8, 3, 64, 64)),
-    "20 convolutions": (training.convolutions, (8, 16, 16, 16)),
+IMAGES = " ".join(f"32x{image}" for image in f"{RESNET_50} {MOBILENET_V2}".split())
+PERCEPTRONS = "256x256 256x1024 1024x512 2048x256 2048x1024"
+ODD = "32x768x7x7 48x96x20x20 32x64x17x23"  # the first is a ConvNeXt's
+SHAPES = {
+    BATCH_NORM: f"{IMAGES} {PERCEPTRONS} {ODD}",
+    LAYER_NORM: "64x512 1024x256 1024x1024 8192x1024 6304x384",
+    GROUP_NORM: "32x64x56x56 32x256x28x28 32x512x7x7 32x64x17x23",
+    RMS_NORM: "64x512 1024x256 1024x1024 8192x1024 6304x384",
 }
-STEPS = ("ResNet-50", "perceptron", "critic")  # whose memory is measured
-USED = ("perceptron", "critic")  # timed as users call them, with the model as an argument
-
-
 ROWS = "1x64 8x64 1x768 8x768 64x512 512x384 1024x256 256x768 6304x384 1024x1024 8192x1024"
 MAPS = "8x64x7x7 8x64x14x14 32x64x28x28 32x64x56x56 32x256x28x28 32x512x7x7 32x64x17x23"
 FORWARDS = {
@@ -101,15 +94,19 @@ FORWARDS = {
     INSTANCE_NORM: MAPS,
     BATCH_NORM: "256x256 2048x256 8192x256 32x64x14x14 32x192x14x14 32x256x28x28",
 }
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
+    "ResNet-50": (networks.resnet_50, (8, 3, 64, 64)),
+    "perceptron": (networks.perceptron, (32, 64)),
+    "critic": (networks.critic, (256, 17)),
+    "ViT": (networks.vit, (8, 3, 64, 64)),
+}
+STEPS = ("ResNet-50", "perceptron", "critic")  # whose memory is measured
+USED = ("perceptron", "critic")  # timed as users call them, with the model as an argument
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    shapes: tuple[str, ...] = (*IMAGES, *PERCEPTRONS, *ODD)  # of a batch norm: N x C x space
-    rows: tuple[str, ...] = ("64x512", "1024x256", "1024x1024", "8192x1024", "6304x384")
-    groups: tuple[str, ...] = ("32x64x56x56", "32x256x28x28", "32x512x7x7", "32x64x17x23")
-    images: tuple[str, ...] = ()  # of an instance norm
-    forwards: dict[str, str] = dataclasses.field(default_factory=FORWARDS.copy)
+class Settings(NamedTuple):
+    shapes: dict[str, str] = SHAPES  # by layer: N x C x space, or N x values
+    forwards: dict[str, str] = FORWARDS
     dtypes: tuple[str, ...] = ("float32",)
     caches: tuple[str, ...] = (HOT, COLD)
     rounds: int = 10  # fewer for large x (150 MB / its size, at least 5); compilations: 5
@@ -118,15 +115,18 @@ class Settings:
 
 # Arrays with at least 100 MB in bfloat16: on a GPU launch times are then negligible, and the
 # arrays fit into no cache.
-LARGE = ("256x64x112x112", "256x512x28x28", "802816x64")
-LARGE_ROWS = ("65536x1024", "65536x768", "16384x4096")
-LARGE_GROUPS, LARGE_IMAGES = ("524288x128",), ("256x256x32x32",)
-GPU = Settings(
-    LARGE, LARGE_ROWS, LARGE_GROUPS, LARGE_IMAGES, {}, tuple(TOLERANCE), ("",), networks=()
-)
+LARGE = {
+    BATCH_NORM: "256x64x112x112 256x512x28x28 802816x64",
+    LAYER_NORM: "65536x1024 65536x768 16384x4096",
+    GROUP_NORM: "524288x128",
+    RMS_NORM: "65536x1024 65536x768 16384x4096",
+    INSTANCE_NORM: "256x256x32x32",
+}
+GPU = Settings(LARGE, {}, dtypes=tuple(TOLERANCE), caches=("",), networks=())
 COPY = "copy of x"  # a peer on a GPU
-ONE = {LAYER_NORM: "8x64"}
-QUICK = Settings(("16x64x32x32",), (), (), (), ONE, rounds=1, networks=("critic",))
+QUICK = Settings(
+    {BATCH_NORM: "16x64x32x32"}, {LAYER_NORM: "8x64"}, rounds=1, networks=("critic",)
+)
 
 
 Percentiles = NDArray[np.float64]  # 50 and 20 of the rounds, equal for a counted number
@@ -135,7 +135,7 @@ Ratio = tuple[Percentiles, str]  # this layer's number / the other's, and the ar
 
 class Case(NamedTuple):
     layer: str
-    shape: str  # of x: N x C x space, or N x values for a layer norm
+    shape: str
     dtype: str = "float32"
 
     @property
@@ -177,15 +177,15 @@ in_own_process = functools.cache(Remote)
 
 def make(name: str, case: Case, program: str, batch: Batch) -> Program | Remote:
     """Returns a program that computes y, memory and ((dweight, dbias), dx); in inference y."""
-    kind, train = LAYERS[case.layer][0], program == BOTH
+    kind, train = None if case.layer == BATCH_NORM else case.layer, program == BOTH
     if name == COPY:
         negative = jax.jit(jnp.negative)
         return Program(lambda: negative(batch.x))
     if name == TORCH:
         device = "cuda" if jax.default_backend() == "gpu" else "cpu"
         arrays = jax.tree.map(np.asarray, batch)
-        return in_own_process().make(peers.program_of_torch, arrays, kind, train, device)
-    function, arguments = peers.function(name, batch, kind, train=train)
+        return in_own_process().make(peers.program_of_torch, kind, arrays, train, device)
+    function, arguments = peers.function(kind, name, batch, train=train)
     jitted = jax.jit(function)
     return Program(lambda: jitted(*arguments))
 
@@ -244,21 +244,21 @@ def run_network(network: str, settings: Settings) -> Iterator[Row]:
     Only the norm differs, as in a model in which only the import is changed.
     """
     make_network, shape = NETWORKS[network]
-    where, named = (NETWORK, "x".join(map(str, shape)), "float32"), {"axis_name": training.AXIS}
+    where, named = (NETWORK, "x".join(map(str, shape)), "float32"), {"axis_name": networks.AXIS}
     norms: dict[str, Any] = {
         SEPARATE: functools.partial(BatchNorm, approach="batch", **named),
         EQUINOX: functools.partial(eqx.nn.BatchNorm, mode="batch", **named),
     }
     if network == "ViT":
         norms = {SEPARATE: LayerNorm, EQUINOX: eqx.nn.LayerNorm}
-    steps = {name: training.gradient_step(make_network, norms[name], shape) for name in norms}
+    steps = {name: networks.gradient_step(make_network, norms[name], shape) for name in norms}
     found = timer.compile_in_turns(steps, min(5, settings.rounds))
     for name, each in found.items():
         yield measured(each.seconds, *where, network, "", COMPILING, name)
         if network in STEPS:
             yield measured(each.temporaries / 1e6, *where, network, "", TEMPORARIES, name)
     if network in USED:
-        calls = {name: training.uses(make_network, norms[name], shape) for name in norms}
+        calls = {name: networks.uses(make_network, norms[name], shape) for name in norms}
     else:
         call = {name: functools.partial(found[name].call, *steps[name][1]) for name in norms}
         calls = {name: {BOTH: call[name]} if network in STEPS else {} for name in norms}
@@ -273,12 +273,8 @@ WAYS = {
     "separate ReLU": (BATCH_NORM, BOTH, SEPARATE),
     "activation=": (BATCH_NORM, BOTH, OURS),
     "inference": (BATCH_NORM, INFERENCE, OURS),
-    "LayerNorm": (LAYER_NORM, BOTH, OURS),
-    "GroupNorm": (GROUP_NORM, BOTH, OURS),
-    "RMSNorm": (RMS_NORM, BOTH, OURS),
-    "LayerNorm inference": (LAYER_NORM, INFERENCE, OURS),
-    "GroupNorm inference": (GROUP_NORM, INFERENCE, OURS),
-    "RMSNorm inference": (RMS_NORM, INFERENCE, OURS),
+    **{norm: (norm, BOTH, OURS) for norm in EXAMPLE_NORMS},
+    **{f"{norm} inference": (norm, INFERENCE, OURS) for norm in EXAMPLE_NORMS},
 }
 
 
@@ -352,7 +348,7 @@ def judge(rows: list[Row], settings: Settings) -> list[Verdict]:
         f"{number}. {over_shapes}: {other} takes longer": means(rows, other, 2)
         for number, other in enumerate(OTHERS, 3)
     }
-    what = "layer, group, RMS norm, forward + backward, mean over shapes"
+    what = "LayerNorm, GroupNorm, RMSNorm, forward + backward, mean over shapes"
     faster[f"6. {what}: Equinox takes longer"] = {
         way: value
         for way, value in means(rows, EQUINOX).items()
@@ -503,8 +499,7 @@ def main() -> int:
 
     own = (OURS, SEPARATE) if options.device == "cpu" else (OURS, SEPARATE, OURS_PALLAS)
     entered, steps = peers.present((*own, *OTHERS)), []
-    timed = settings.shapes, settings.rows, settings.groups, settings.rows, settings.images
-    for (layer, (_, small)), shapes in zip(LAYERS.items(), timed, strict=True):
+    for layer, small in COMPARED.items():
         names = tuple(name for name in entered if name != SEPARATE or layer == BATCH_NORM)
         if layer == INSTANCE_NORM:
             names = tuple(name for name in names if name in (*own, EQUINOX))
@@ -512,11 +507,12 @@ def main() -> int:
         is_served = layer not in (GROUP_NORM, INSTANCE_NORM)
         compared = tuple(name for name in names if is_served or name != OURS_PALLAS)
         steps += [(compare, Case(layer, small, dtype), compared) for dtype in TOLERANCE]
+        shapes = settings.shapes.get(layer, "").split()
         for grid in itertools.product(settings.dtypes, shapes, (BOTH, INFERENCE)):
             dtype, shape, program = grid
             racing = (*names, COPY) if options.device == "gpu" else names
             steps.append((race, Case(layer, shape, dtype), program, racing, settings))
-    serving = dataclasses.replace(settings, caches=(HOT,), rounds=2 * settings.rounds)
+    serving = settings._replace(caches=(HOT,), rounds=2 * settings.rounds)
     for layer, shapes in settings.forwards.items():
         for dtype, shape in itertools.product(TOLERANCE, shapes.split()):
             steps.append((race, Case(layer, shape, dtype), FORWARD, (OURS, EQUINOX), serving))
@@ -538,7 +534,7 @@ def main() -> int:
         tables=tables(rows),
         verdicts=judge(rows, settings),
         goals=goals(rows) if settings == Settings() else [],
-        settings=dataclasses.asdict(settings),
+        settings=settings._asdict(),
         environment=report.environment("torch"),  # in a process of its own
     )
 

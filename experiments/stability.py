@@ -13,11 +13,10 @@ in the same order.
 https://github.com/patrick-kidger/equinox/issues/659
 """
 
-import dataclasses
 import functools
 import itertools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -60,8 +59,7 @@ RECALIBRATED = "recalibrated_accuracy"  # after the last step
 JUDGED = (BATCH, EMA, EMA_LOW, ADAM, SMOOTH, SMOOTHER)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     trained: tuple[Setting, ...]
     network: str = "small"  # the issue's, with one norm layer; "large" has four
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # ema's peak is 3 to 12 times batch's, by seed
@@ -234,7 +232,7 @@ def main() -> int:
     parser.add_argument("--network", choices=training.NETWORKS, default="small", help=about)
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings(every(options.network))
-    settings = dataclasses.replace(settings, network=options.network)
+    settings = settings._replace(network=options.network)
     name = "stability" if settings.network == "small" else f"stability_{settings.network}"
     train_one = functools.partial(train, settings)
     runs = training.run_all(settings.trained, settings.seeds, train_one)
@@ -273,7 +271,7 @@ def main() -> int:
         answer=f"`ema`: gradients up to {of_ema:.1f}, `batch`: up to {of_batch:.1f}",
         tables=[report.table(header, medians), SAID],
         verdicts=judge(runs, settings.network),
-        settings=dataclasses.asdict(settings),
+        settings=settings._asdict(),
     )
 
 

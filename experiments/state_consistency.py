@@ -5,21 +5,18 @@
 
 In https://github.com/apache/mxnet/issues/21111 the answer depends on the device, on whether a
 backward pass follows, and on the library that computes the layer; and one value per channel
-gives NaN. The thread's script runs here: evaluate, call once in training mode, evaluate again;
-then again with another batch. It runs forward only and with a backward pass, op by op, under
-`jax.jit`, `jax.checkpoint` and `lax.scan`; with one value per channel (n = 1); and with a
-number in the second batch that is NaN, infinite, or so large that its square is infinite.
-(Equinox's mode="ema" evaluates with a variance of 0 before its first batch, so its evaluations
-differ much.) tests/layers/test_memory.py has this package's rules in detail.
+gives NaN. The thread's script runs here: evaluate, call once in training mode, evaluate again.
+The training call is the forward pass alone, one with a backward pass, or one that the backward
+pass computes again (a checkpoint). Then the script trains on one value per channel (n = 1), and
+on a number that is NaN, infinite, or so large that its square is infinite.
+tests/layers/test_memory.py tests this package's rules for every approach.
 """
 
 import functools
-import itertools
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,235 +27,178 @@ from tqdm import tqdm
 from .common import peers, report
 
 EPS = 1e-3  # as in the thread's script
-# The share of the running average that an update keeps. It is near 0, so that the average is
-# nearly the batch's, and a power of two, so that the old average can be subtracted exactly.
-MOMENTUM = 1 / 16
+MOMENTUM = 1 / 16  # what an update keeps of the running average
+MANY = 12  # updates after which MOMENTUM**MANY is less than a rounding error
 
 OURS = (peers.OURS, peers.OURS_UNBIASED)
 QUICK = (*OURS, peers.EQUINOX_EMA, peers.EQUINOX_BATCH)
-WHOLE = (*QUICK, peers.FLAX, peers.TORCH)
+FULL = (*QUICK, peers.FLAX, peers.TORCH)
 SHAPE = (1, 2, 3)  # the thread's: batch, channels, space
-ONE_VALUE = ((1, 6), (1, 6, 1))  # per channel
-warnings.filterwarnings("ignore", "x of shape .* one value per channel")  # tested here
+ONE_VALUE = (1, 2, 1)
+AFFINE = np.ones(SHAPE[1], np.float32), np.zeros(SHAPE[1], np.float32)  # weight and bias
 BAD = ("nan", "inf", "-inf", "3e38")
+FORWARD, BACKWARD, RECOMPUTED = CALLS = "forward", "backward", "recomputed"
+warnings.filterwarnings("ignore", "x of shape .* one value per channel")  # tested here
 
-# Functions that train on a batch, and return output and gradients; that evaluate a batch; and
-# that return the memory: means, variances, and then their weight or another statistic.
-Calls = tuple[Callable[[Any], Any], Callable[[Any], NDArray], Callable[[], list[NDArray]]]
-
-
-def scanned(apply: peers.Apply) -> peers.Apply:
-    def scan(affine: Any, memory: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        def body(memory: Any, x: jax.Array) -> Any:
-            return apply(affine, memory, x)[::-1]
-
-        memory, y = jax.lax.scan(body, memory, x[None])
-        return y[0], memory
-
-    return jax.jit(scan)
+# Functions that train on a batch, and return output and gradient; that evaluate a batch; and
+# that return the running mean and variance.
+Layer = tuple[Callable[..., list[Any]], Callable[[Any], NDArray], Callable[[], NDArray]]
 
 
-# Ways to call a layer.
-IN_JAX: dict[str, Callable[[peers.Apply], peers.Apply]] = {
-    "jit": jax.jit,
-    "op by op": lambda apply: apply,
-    "checkpoint": lambda apply: jax.jit(jax.checkpoint(apply)),
-    "scan": scanned,
-}
-IN_TORCH: dict[str, Callable[[Any], Any]] = {
-    "op by op": lambda layer: layer,
-    "checkpoint": lambda layer: functools.partial(
-        peers.torch().utils.checkpoint.checkpoint, layer, use_reentrant=False
-    ),
-}
+@functools.cache
+def compiled(name: str) -> tuple[peers.Layer, Callable[..., Any]]:
+    layer = peers.batch_norm(name, SHAPE[1], momentum=MOMENTUM, eps=EPS)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def train(memory: Any, x: Any, how: str) -> Any:
+        """Returns the output, and the gradient if there is one; and the new memory."""
+        apply = jax.checkpoint(layer.train) if how == RECOMPUTED else layer.train
+        if how == FORWARD:
+            return apply(AFFINE, memory, x)
+        y, pull_back, after = jax.vjp(lambda x: apply(AFFINE, memory, x), x, has_aux=True)
+        return (y, *pull_back(jnp.cos(y))), after
+
+    return layer, train
 
 
-def in_jax(name: str, channels: int, way: str, backward: bool) -> Calls:
-    layer = peers.batch_norm(name, channels, momentum=MOMENTUM, eps=EPS)
-    forward, inference = map(IN_JAX[way], (layer.train, layer.evaluate))
-    affine = jnp.ones(channels), jnp.zeros(channels)
-    memory: Any = layer.memory
+def in_jax(name: str) -> Layer:
+    layer, step = compiled(name)
+    memory = layer.memory
 
-    def loss(affine: Any, x: jax.Array) -> Any:
-        y, after = forward(affine, memory, x)
-        return jnp.sum(jnp.sin(y)), (y, after)
-
-    def train(x: Any) -> Any:
+    def train(x: NDArray, how: str = BACKWARD) -> list[Any]:
         nonlocal memory
-        if not backward:
-            y, memory = forward(affine, memory, x)
-            return [y]
-        gradients, (y, memory) = jax.grad(loss, (0, 1), has_aux=True)(affine, x)
-        return jax.tree.leaves((y, gradients))
+        outputs, memory = step(memory, x, how)
+        return jax.tree.leaves(outputs)
 
-    def evaluate(x: Any) -> NDArray:
+    def evaluate(x: NDArray) -> NDArray:
         nonlocal memory
-        y, memory = inference(affine, memory, x)
+        y, memory = layer.evaluate(AFFINE, memory, x)
         return np.asarray(y)
 
-    return train, evaluate, lambda: [np.asarray(a) for a in layer.statistics(memory)[:3]]
+    return train, evaluate, lambda: np.array(layer.statistics(memory))
 
 
-def in_torch(name: str, channels: int, way: str, backward: bool) -> Calls:
-    layer = peers.torch().nn.BatchNorm1d(channels, eps=EPS, momentum=1 - MOMENTUM)
-    forward = IN_TORCH[way](layer)
+def in_torch(_: str) -> Layer:
+    layer = peers.torch().nn.BatchNorm1d(SHAPE[1], eps=EPS, momentum=1 - MOMENTUM)
+    checkpoint = peers.torch().utils.checkpoint.checkpoint
 
-    def train(x: Any) -> Any:
+    def train(x: NDArray, how: str = BACKWARD) -> list[Any]:
         layer.train()
         inputs = peers.tensor(x).requires_grad_()
-        y = forward(inputs)
-        if not backward:
+        recomputed = functools.partial(checkpoint, layer, use_reentrant=False)
+        y = (recomputed if how == RECOMPUTED else layer)(inputs)
+        if how == FORWARD:
             return [peers.array(y)]
-        y.sin().sum().backward()
-        return [*map(peers.array, (y, inputs.grad, layer.weight.grad, layer.bias.grad))]
+        y.backward(y.detach().cos())
+        return [peers.array(y), peers.array(inputs.grad)]
 
-    def evaluate(x: Any) -> NDArray:
+    def evaluate(x: NDArray) -> NDArray:
         return peers.array(layer.eval()(peers.tensor(x)))
 
-    return train, evaluate, lambda: [buffer.numpy().copy() for buffer in layer.buffers()]
+    def statistics() -> NDArray:
+        return np.array([layer.running_mean.numpy(), layer.running_var.numpy()])
+
+    return train, evaluate, statistics
 
 
-class Played(NamedTuple):
-    """Holds the results of a layer."""
-
-    memories: list[list[NDArray]]  # at first, and after each training call
-    evaluations: list[NDArray]  # of the first batch, at those times
-    results: list[NDArray]  # outputs and gradients of the training calls
-    raised: str  # what a training call raised, or empty
-    evaluation_changed: bool  # whether an evaluation changed the memory
+equal = functools.partial(np.array_equal, equal_nan=True)
 
 
-def play(name: str, batches: NDArray, way: str, backward: bool = True) -> Played:
-    """Evaluates the first batch, before training and after training on each batch."""
-    make = in_torch if name == peers.TORCH else in_jax
-    train, evaluate, memory = make(name, batches.shape[2], way, backward)
-    memories, evaluations, results = [memory()], [evaluate(batches[0])], []
-    changed, raised = not same(memory(), memories[0]), ""
+def drawn(shape: tuple[int, ...], seed: int = 0) -> NDArray:
+    return np.random.RandomState(seed).normal(2, 1.5, shape).astype(np.float32)
+
+
+def updates(layer: Layer, how: str) -> str:
+    """Returns the number of updates by one call: each leaves the share MOMENTUM of the distance
+    between the running mean and the batch's."""
+    (train, _, statistics), x = layer, drawn(SHAPE, 1)
+    for _ in range(MANY):
+        train(drawn(SHAPE))
+    before = statistics()
+    train(x, how)
+    left, was = (np.linalg.norm(mean - x.mean((0, 2))) for mean, _ in (statistics(), before))
+    return str(round(np.log(left / was) / np.log(MOMENTUM)))
+
+
+def evaluation(layer: Layer) -> str:
+    (train, evaluate, statistics), x = layer, drawn(SHAPE)
+    y = evaluate(x)
+    train(x)
+    before = statistics()
+    differs, changed = not equal(y, evaluate(x)), not equal(before, statistics())
+    return "changed" if changed else "read" if differs else "unused"
+
+
+def variance(layer: Layer) -> str:
+    (train, _, statistics), x = layer, drawn(SHAPE)
+    for _ in range(MANY):
+        train(x)
+    return f"{np.mean(statistics()[1] / x.var((0, 2))):.4f}"
+
+
+def one_value(layer: Layer) -> str:
+    (train, evaluate, statistics), x = layer, drawn(ONE_VALUE)
     try:
-        for x in batches:
-            results += train(x)
-            memories.append(memory())
-            evaluations.append(evaluate(batches[0]))
-            changed |= not same(memory(), memories[-1])
+        found = [*train(x), evaluate(x), statistics()]
     except ValueError:
-        raised = "ValueError" + ("" if same(memory(), memories[-1]) else ", memory changed")
-    return Played(memories, evaluations, results, raised, changed)
+        return "ValueError"
+    return "finite" if all(np.isfinite(array).all() for array in found) else "NaN"
 
 
-def drawn(shape: tuple[int, ...], number: str = "") -> NDArray:
-    """Returns two batches; or twelve, the second of which has that number."""
-    values = np.random.RandomState(0).standard_normal((12 if number else 2, *shape))
-    batches = (2 + 1.5 * values).astype(np.float32)
-    if number:
-        batches[1].flat[-1] = float(number)
-    return batches
+def after_bad(layer: Layer, number: str) -> str:
+    (train, _, statistics), x = layer, drawn(SHAPE)
+    train(x)
+    before, bad = statistics(), x.copy()
+    bad.flat[-1] = float(number)
+    train(bad)
+    if equal(before, statistics()):
+        return "kept"
+    for _ in range(MANY):
+        train(x)
+    return "changed" if np.isfinite(statistics()).all() else "lost for ever"
 
 
-def same(one: Sequence[NDArray], other: Sequence[NDArray]) -> bool:
-    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
-
-
-def update(name: str, memories: list[list[NDArray]], x: NDArray) -> tuple[str, NDArray]:
-    """Returns the number of updates by `x` in the second training call, and, for one update,
-    the errors of a biased and of an unbiased variance, relative to float64."""
-    # This layer stores debiased averages: the average from 0, divided by its weight.
-    weights = [memory[2] if name in OURS else 1 for memory in memories]
-    before, after = (np.array(memories[i][:2], float) * weights[i] for i in (1, 2))
-    values = np.moveaxis(x.astype(float), 1, 0).reshape(x.shape[1], -1)
-    # An update keeps the share MOMENTUM of the running mean's distance from the batch's.
-    left, was = (np.linalg.norm(average[0] - values.mean(1)) for average in (after, before))
-    taken = (after[1] - MOMENTUM * before[1]) / (1 - MOMENTUM)
-    errors = abs(taken / np.array([values.var(1), values.var(1, ddof=1)]) - 1).max(1)
-    return f"{np.log(left / was) / np.log(MOMENTUM):.0f}", errors
-
-
-def joined(said: Iterable[str]) -> str:
-    return " or ".join(sorted(set(said))) or "-"
-
-
-def finite(*arrays: NDArray) -> bool:
-    return all(np.isfinite(array).all() for array in arrays)
-
-
-def one_value(played: Played) -> str:
-    all_finite = finite(*played.results, *played.evaluations, *played.memories[-1][:2])
-    return played.raised or ("finite" if all_finite else "NaN")
-
-
-def after_bad(played: Played) -> str:
-    if not finite(played.evaluations[-1], *played.memories[-1][:2]):
-        return "lost for ever"
-    return "kept" if same(*played.memories[1:3]) else "changed"
-
-
-UPDATES, EVALUATION, VARIANCE = "updates a call", "evaluation", "running variance"
-ALONE, AFTER_BAD = "n = 1", "memory after NaN, inf"
-
-
-def line_of(name: str) -> dict[str, str]:
-    """Returns a layer's line of the table, by header."""
-    ways = [*(IN_TORCH if name == peers.TORCH else IN_JAX)]
-    batches, every = drawn(SHAPE), [*itertools.product(ways, (False, True))]
-    usual = [play(name, batches, *way) for way in every]
-    alone = [play(name, drawn(shape), ways[0]) for shape in ONE_VALUE]
-    bad = [play(name, drawn(SHAPE, number), ways[0]) for number in BAD]
-
-    updates = [update(name, played.memories, batches[1]) for played in usual]
-    counts = [count for count, _ in updates]
-    # The first way is forward only, without checkpoint.
-    unusual = (way for way, count in zip(every, counts, strict=True) if count != counts[0])
-    changed = any(played.evaluation_changed for played in (*usual, *alone, *bad))
-    differences = (np.abs(p.evaluations[1] - p.evaluations[0]).max() for p in usual)
-    # The statistics of one update are unknown if a call makes two.
-    biased, unbiased = np.max([errors for count, errors in updates if count == "1"], axis=0)
-    kind = "biased" if biased < unbiased else "unbiased"
-    return {
-        "layer": name,
-        UPDATES: joined(counts),
-        "changed by": joined(f"{way}{' and backward' * backward}" for way, backward in unusual),
-        EVALUATION: f"memory {'changed' if changed else 'read'}, differs by "
-        + joined(f"{difference:.2f}" for difference in differences),
-        VARIANCE: f"{kind}, to {min(biased, unbiased):.0e}",
-        ALONE: joined(map(one_value, alone)),
-        AFTER_BAD: joined(map(after_bad, bad)),
-    }
-
-
-# Patterns for two cells: for this package's layer, and for the layer with unbiased=True.
+MAKES = "updates by forward, backward, recomputed"
+COLUMNS = {
+    MAKES: lambda make: ", ".join(updates(make(), how) for how in CALLS),
+    "memory in evaluation": lambda make: evaluation(make()),
+    "running / biased variance": lambda make: variance(make()),
+    "n = 1": lambda make: one_value(make()),
+    "memory after NaN, inf": lambda make: " or ".join({after_bad(make(), x) for x in BAD}),
+}
+# The cells of this package's layer, and of the layer with unbiased=True.
 CLAIMS = {
-    "1. one training call is one update, however it is run": (UPDATES, "1", "1"),
-    "2. evaluation reads the memory, and never changes it": (
-        EVALUATION,
-        *2 * [r"memory read, differs by (?!0\.00).*"],
-    ),
-    "3. an update uses the biased variance, the unbiased one if set so, to 1e-6": (
-        VARIANCE,
-        r"biased, to \de-0[7-9]",
-        r"unbiased, to \de-0[7-9]",
-    ),
-    "4. n = 1: all is finite; unbiased: ValueError": (ALONE, "finite", "ValueError"),
-    "5. a batch with NaN, inf leaves the memory unchanged": (AFTER_BAD, "kept", "kept"),
+    "1. one training call is one update, however it is run": ("1, 1, 1", "1, 1, 1"),
+    "2. evaluation reads the memory, and never changes it": ("read", "read"),
+    "3. an update uses the biased variance, the unbiased one if set so": ("1.0000", "1.5000"),
+    "4. n = 1: all is finite; unbiased: ValueError": ("finite", "ValueError"),
+    "5. a batch with NaN, inf leaves the memory unchanged": ("kept", "kept"),
 }
 
 
-def judge(lines: Sequence[dict[str, str]]) -> Iterator[report.Verdict]:
-    for claim, (header, *expected) in CLAIMS.items():
-        cells = [line[header] for line in lines if line["layer"] in OURS]
-        yield claim, "; ".join(cells), all(map(re.fullmatch, expected, cells))
+def line_of(name: str) -> tuple[str, ...]:
+    make = functools.partial(in_torch if name == peers.TORCH else in_jax, name)
+    return name, *(measure(make) for measure in COLUMNS.values())
+
+
+def judge(lines: Sequence[tuple[str, ...]]) -> Iterator[report.Verdict]:
+    columns = zip(*(cells for name, *cells in lines if name in OURS), strict=True)
+    for (claim, expected), cells in zip(CLAIMS.items(), columns, strict=True):
+        yield claim, "; ".join(cells), cells == expected
 
 
 def main() -> int:
     options = report.parser("state_consistency", __doc__, "the layers in JAX").parse_args()
-    layers = peers.present(QUICK if options.quick else WHOLE)
+    layers = peers.present(QUICK if options.quick else FULL)
     lines = [line_of(layer) for layer in tqdm(layers, unit="layer", disable=None)]
-    unlike = [line["layer"] for line in lines if line[UPDATES] != "1"]
+    unlike = [name for name, made, *_ in lines if set(made) != set("1, ")]
     return report.publish(
         options.out,
         "state_consistency",
         asked="Which calls update the running statistics, and how? "
         "[MXNet #21111](https://github.com/apache/mxnet/issues/21111)",
         answer=f"each training call, by one update (not {' and '.join(unlike) or 'none'})",
-        tables=[report.table([*lines[0]], [[*line.values()] for line in lines])],
+        tables=[report.table(("layer", *COLUMNS), lines)],
         verdicts=[*judge(lines)],
         settings={"layers": layers, "eps": EPS, "momentum": MOMENTUM},
     )

@@ -65,7 +65,7 @@ CORRUPTIONS: dict[str, Callable[[NDArray], NDArray]] = {
 }
 
 # Approaches, corruptions and seeds. A failure counts if most seeds have it.
-WHOLE = (("batch", "ema", "smooth_start"), (CLEAN, *CORRUPTIONS), (0, 1, 2, 3, 4))
+FULL = (("batch", "ema", "smooth_start"), (CLEAN, *CORRUPTIONS), (0, 1, 2, 3, 4))
 QUICK = (("batch", "ema"), (CLEAN, SCALED, CONTRAST, ONE_IMAGE, LOUD), (0,))
 
 
@@ -262,7 +262,7 @@ def judge(pairs: Pairs) -> list[Verdict]:
 def main() -> int:
     about = "2 approaches, 4 corruptions, 1 seed"
     options = report.parser("variance_clipping", __doc__, about).parse_args()
-    approaches, corruptions, seeds = QUICK if options.quick else WHOLE
+    approaches, corruptions, seeds = QUICK if options.quick else FULL
     settings = [*itertools.product(approaches, (False, True), corruptions)]
     runs = training.run_all(settings, seeds, train)
     cells = {key: compare(runs[key], runs[key[0], False, CLEAN]) for key in runs}

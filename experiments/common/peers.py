@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 import eqx_norm
 from eqx_norm import BatchNorm
-from tests.exact import EPS, Answer, Batch
 
 from . import report
+from .exact import EPS, Answer, Batch
 from .timer import EVICTING, Program
 
 OURS = "eqx-norm"
@@ -73,7 +73,7 @@ class Layer(NamedTuple):
     memory: tuple[Array, ...]  # before the first batch
     train: Apply
     evaluate: Apply
-    # Maps the memory to running mean, running variance, and other statistics.
+    # Maps the memory to running mean and running variance, if it has them.
     statistics: Callable[[Any], tuple[Array, ...]] = lambda memory: ()
 
 
@@ -210,14 +210,13 @@ def _with_affine(layer: Any, affine: Affine) -> Any:
 
 
 def _of_ours(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
-    running = state.get(layer.memory_index).statistics
-    return running.mean, running.variance, running.weight(layer.momentum)
+    running = layer.running(state)
+    return running.mean, running.variance
 
 
 def _of_equinox(layer: Any, state: eqx.nn.State) -> tuple[Array, ...]:
-    if layer.mode == "ema":
-        return (*state.get(layer.ema_state_index), state.get(layer.ema_first_time_index))
-    return (*state.get(layer.batch_state_index), state.get(layer.batch_counter))
+    is_ema = layer.mode == "ema"
+    return state.get(layer.ema_state_index if is_ema else layer.batch_state_index)
 
 
 def _of_flax(name: str, channels: int, momentum: float, eps: float, axis: int) -> Layer:
@@ -294,24 +293,31 @@ def array(values: Any) -> NDArray[Any]:
     return (values if values.dtype == torch().float64 else values.float()).numpy()
 
 
+def _channel_axis(kind: str | None, name: str) -> int:
+    """Returns the axis of the channels, in Flax the last by default."""
+    return -1 if package(name) == "flax" and kind in (None, GROUP_NORM) else 1
+
+
+def _layer(kind: str | None, name: str, shape: tuple[int, ...], **of_batch_norm: Any) -> Layer:
+    """Returns the layer of that kind for examples `[channels, *spatial]`, a batch norm for
+    `None`."""
+    if kind is not None:
+        return example_norm(kind, name, shape, eps=EPS)
+    axis = _channel_axis(kind, name)
+    return batch_norm(name, shape[0], eps=EPS, channel_axis=axis, **of_batch_norm)
+
+
 def function(
-    name: str, given: Batch, kind: str | None, *, train: bool
+    kind: str | None, name: str, batch: Batch, *, train: bool
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns a layer as a function, and its arguments, which include the given arrays.
 
     The layer is of that kind, or a batch norm and ReLU for `None`. In training the function
     returns y, memory and ((dweight, dbias), dx), in inference y.
     """
-    x, dy, *affine = given
-    # Channels are the last axis in Flax, by default.
-    axis = -1 if package(name) == "flax" and kind in (None, GROUP_NORM) else 1
-    channels = x.shape[1]
-    x, dy = jnp.moveaxis(x, 1, axis), jnp.moveaxis(dy, 1, axis)
-    if kind is None:
-        how: Any = {"momentum": 0.99, "eps": EPS, "activation": jax.nn.relu}
-        made = batch_norm(name, channels, channel_axis=axis, **how)
-    else:
-        made = example_norm(kind, name, x.shape[1:], eps=EPS)
+    x, dy, *affine = batch
+    made = _layer(kind, name, x.shape[1:], momentum=0.99, activation=jax.nn.relu)
+    x, dy = (jnp.moveaxis(values, 1, _channel_axis(kind, name)) for values in (x, dy))
     if train:
         # On a GPU dy is available only after y, as in a network.
         both = forward_and_backward(made.train, apart=jax.default_backend() == "gpu")
@@ -333,7 +339,7 @@ def _norm_in_torch(kind: str | None, x: Any, weight: Any, bias: Any, **batch_nor
     return functional.layer_norm(x, x.shape[1:], weight, bias, EPS)
 
 
-def program_of_torch(batch: Batch, kind: str | None, train: bool, device: str) -> Program:
+def program_of_torch(kind: str | None, batch: Batch, train: bool, device: str) -> Program:
     """Returns a program that runs a layer, as `function` does, in eager PyTorch."""
     arrays: Any = (None if v is None else tensor(v).to(device) for v in batch)
     x, dy, weight, bias = arrays
@@ -366,14 +372,13 @@ def answer(kind: str | None, name: str, batch: Batch) -> Answer:
     has no variance, or a batch norm for `None`."""
     if package(name) == "torch":
         return _in_torch(kind, batch)
-    # Flax's batch norm has the channels last by default.
-    axis = -1 if package(name) == "flax" and kind is None else 1
+    axis = _channel_axis(kind, name)
     x, dy = (np.moveaxis(values, 1, axis) for values in (batch.x, batch.dy))
     double = x.dtype == np.float64
     with jax.enable_x64(double):
         layer, step = _step(double, kind, name, batch.x.shape[1:])
         y, memory, (affine, dx) = step((batch.weight, batch.bias), layer.memory, x, dy)
-    _, variance, *_ = layer.statistics(memory) or (None, None)
+    _, variance = layer.statistics(memory) or (None, None)
     y, dx = (np.moveaxis(values, axis, 1) for values in (y, dx))
     return _answer(y, variance, dx, *affine)
 
@@ -387,13 +392,9 @@ def _step(
 
     A batch norm's momentum is such that the new running variance is that of the batch.
     """
-    if kind is not None:
-        layer = example_norm(kind, name, shape, eps=EPS)
-    else:
-        # This package rejects a momentum of 0. It always stores the first batch unchanged.
-        momentum = 0.5 if package(name) == "eqx_norm" else 0.0
-        axis = -1 if package(name) == "flax" else 1
-        layer = batch_norm(name, shape[0], momentum=momentum, eps=EPS, channel_axis=axis)
+    # This package rejects a momentum of 0. It always stores the first batch unchanged.
+    momentum = 0.5 if package(name) == "eqx_norm" else 0.0
+    layer = _layer(kind, name, shape, momentum=momentum)
     return layer, jax.jit(forward_and_backward(layer.train))
 
 

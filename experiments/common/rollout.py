@@ -13,9 +13,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.exact import Batch
-
 from . import peers
+from .exact import Batch
 from .timer import Program
 
 ROWS, ACTIONS = 256, 8  # a row is an observation
@@ -67,9 +66,9 @@ def outputs(norm: str, layer: str, batch: Batch, size: int, *, train: bool) -> l
     for i in range(0, ROWS, size):
         part = batch._replace(x=batch.x[i : i + size], dy=batch.dy[i : i + size])
         if layer == peers.TORCH:
-            program = peers.program_of_torch(part, norm, train, "cpu")
+            program = peers.program_of_torch(norm, part, train, "cpu")
         else:
-            function, arguments = peers.function(layer, part, norm, train=train)
+            function, arguments = peers.function(norm, layer, part, train=train)
             compiled = compiled or jax.jit(function)
             program = Program(partial(compiled, *arguments))
         found = jax.tree.leaves(program.call())  # y first and dx last, or y alone

@@ -6,10 +6,10 @@ test_quick.py tests that all claims hold, except those of `speed` on times.
 import numpy as np
 import pytest
 
-from experiments import accuracy, determinism, distributed, speed, state_consistency
+from experiments import accuracy, determinism, speed, state_consistency
 from experiments.accuracy import Row
 from experiments.common import peers, rollout
-from tests.exact import Errors
+from experiments.common.exact import Errors
 
 RUN = determinism.Result(determinism.RECIPE, "run 1", "1.0", "aa", "0.5", "", (0, 0))
 OTHER = RUN._replace(run="before step 1", fingerprint="bb", parts="step 1: `loss` forward")
@@ -17,12 +17,7 @@ SAME = rollout.Result("RMSNorm", "float32", peers.OURS, 384, 8, 256, 0, 0, 0, 0.
 DIFFERENT = [SAME._replace(**{name: 1}) for name in ("y", "dx", "ratio")]
 PAIR = accuracy.Pair("float32", peers.OURS, 0, 0.8454, 1e-6, 0)
 LARGE = Errors(*[1e-5] * 5)
-CLAIMED = dict.fromkeys((claim[0] for claim in state_consistency.CLAIMS.values()), "")
-LINES = [{**CLAIMED, "layer": name} for name in state_consistency.OURS]
-ENDED = distributed.Process(distributed.ONE, 1, 2, 0, 0, np.nan, 0.0, 1.0, "a", "b", "c")
-KILLED = ENDED._replace(run=distributed.SEVERAL, code=-9, seconds=0)
-LATE = KILLED._replace(code=1, seconds=15.1, memory="z", first_memory="z", error=np.nan)
-RESTORED = ENDED._replace(run=distributed.RESTORED, error=1.1e-5)
+LINES = [(name, *[""] * len(state_consistency.COLUMNS)) for name in state_consistency.OURS]
 
 
 def measured(unit, values, peer=peers.OURS_SEPARATE):
@@ -43,7 +38,6 @@ def measured(unit, values, peer=peers.OURS_SEPARATE):
         [determinism.judge_runs(determinism.RECIPE, [RUN, OTHER])],
         [determinism.judge_runs(determinism.FAULT, [RUN, OTHER])],
         *([determinism.judge_rollouts([SAME, other])] for other in DIFFERENT),
-        distributed.judge([ENDED, KILLED, LATE, RESTORED]),
         [*state_consistency.judge(LINES)],
         speed.judge([measured(speed.DEVIATION, [1e-3] * 2)], speed.QUICK),
     ],

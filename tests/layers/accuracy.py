@@ -1,7 +1,7 @@
 """Checks one training step of a norm against extended precision, within bounds from arithmetic.
 
 The bounds are a few roundings of the dtype of the computation (6e-8 each in float32), for any
-mean and number of values. `tests.exact` defines their units.
+mean and number of values. `experiments.common.exact` defines their units.
 """
 
 import functools
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tests import exact
+from experiments.common import exact
+from experiments.common.exact import EPS, Answer, Batch
 from tests.compiling import lowered_for
-from tests.exact import EPS, Answer, Batch
 from tests.layers.norms import NORMS, made, mask_shape, with_parameters
 
 # dweight: x - mean - mean_rest is rounded twice, by half an ulp each, where mean/std is large.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from tests import exact
+from experiments.common import exact
 from tests.helpers import copy, make
 
 GROUPS = 3

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from eqx_norm import LayerNorm
-from tests import exact
-from tests.exact import EPS, Answer, Batch
+from experiments.common import exact
+from experiments.common.exact import EPS, Answer, Batch
 from tests.helpers import bits, make, over_batch
 from tests.layers.accuracy import BOUNDS, Case, cases, far_from_zero, with_outlier
 from tests.layers.norms import EXAMPLE_NORMS, NORMS, made, with_parameters

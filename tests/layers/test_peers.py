@@ -13,7 +13,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 
-from tests.exact import EPS
+from experiments.common.exact import EPS
 from tests.golden import cases
 from tests.helpers import copy, load, make, quick_call, quick_call_and_grad, remembered
 from tests.layers.accuracy import Case

@@ -10,7 +10,7 @@ import pytest
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm._normalise.kernels import gpu_rows, tile, tpu_rows
-from tests import exact
+from experiments.common import exact
 from tests.compiling import jit
 from tests.helpers import bits, normal
 from tests.layers import accuracy

@@ -101,14 +101,14 @@ def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:
     counts = cut(counted(batch, mask))
     parts = _exact(Batch(cut(batch.x), cut(batch.dy), *vectors), counts, axes, (0, *axes[1:]))
 
-    def whole(answer: Answer) -> Answer:
+    def joined(answer: Answer) -> Answer:
         y, dx = (
             np.broadcast_to(values, counts.shape).reshape(batch.x.shape)
             for values in (answer.y, answer.dx)
         )
         return Answer(y, None, dx, answer.dweight.ravel(), answer.dbias.ravel())
 
-    return Exact(*map(whole, parts))
+    return Exact(*map(joined, parts))
 
 
 def counted(batch: Batch, mask: Any) -> NDArray:
