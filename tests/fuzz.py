@@ -30,14 +30,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from eqx_norm import models, strategies
-<<<<<<< HEAD
-from tests.exact import half_ulp
-=======
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-
 from experiments.common.exact import half_ulp
->>>>>>> w-exp
 from tests.helpers import Loading, make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle
