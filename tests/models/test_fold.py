@@ -67,7 +67,8 @@ def test_folded_layer_equals_the_layer_and_its_norm(name):
     sequence, state = trained(eqx.nn.Sequential(layers))
     before = jax.tree.leaves((sequence, state))
     folded, left = check(sequence, state, x, PAIR)
-    assert eqx.tree_equal(fold(*sequence.layers, state), folded.layers[0])
+    first, second = sequence.layers
+    assert eqx.tree_equal(fold(first, second, state), folded.layers[0])
     assert not entries(left)
     assert same(before, jax.tree.leaves((sequence, state)))
     # A frozen norm in training mode is folded, too.
