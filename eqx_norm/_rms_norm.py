@@ -7,7 +7,7 @@ import equinox as eqx
 from eqx_norm._example import AbstractShapeNorm
 
 
-class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
+class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm, init=False):
     r"""Divides one example by the root mean square of its values; replaces `eqx.nn.RMSNorm`.
 
     $$y = \frac{x}{\sqrt{\frac{1}{n} \sum_i |x_i|^2 + \varepsilon}} \cdot \gamma + \beta$$
@@ -29,6 +29,3 @@ class RMSNorm(AbstractShapeNorm, eqx.nn.RMSNorm):
     """
 
     centred: ClassVar[bool] = False
-
-    # Type checkers would make another one from the fields.
-    __init__ = AbstractShapeNorm.__init__

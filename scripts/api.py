@@ -16,10 +16,9 @@ class PublicClasses(griffe.Extension):
         """Changes the classes that griffe has read from the package."""
         for cls in list(classes(pkg)):
             parameters = [] if "__init__" in cls.all_members else list(fields(cls))
-            if "__init__" in cls.members and cls["__init__"].is_attribute:
-                # The class names the constructor of a base class, which has no page.
-                cls.del_member("__init__")
-                parameters = [*cls.all_members["__init__"].parameters][1:]
+            init = cls.inherited_members.get("__init__")
+            if init is not None and init.lineno:  # written in a base class, without a page
+                parameters = [*init.parameters][1:]
             if parameters and not cls.name.startswith("Abstract"):
                 cls.set_member("__init__", constructor(parameters))
         for cls in classes(pkg):

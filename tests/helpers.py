@@ -82,13 +82,13 @@ def at_step(step: Any, batch: Moments, eps: float = 1e-5) -> TrainingBatch:
     return TrainingBatch(**vars(batch), eps=eps, step=jnp.asarray(step, jnp.int32))
 
 
-class Cumulative(AbstractStrategy[Moments]):
+class Cumulative(AbstractStrategy[Any]):
     """Normalises by the batch, and infers by all values so far, as a user's strategy may."""
 
-    def init(self, channels, dtype):
+    def init(self, channels: Any, dtype: Any) -> Any:
         return Moments.zero(channels, dtype)
 
-    def update(self, batch, memory):
+    def update(self, batch: Any, memory: Any) -> tuple[Moments, Any]:
         return batch, memory.merge(batch)
 
     def infer(self, memory):

@@ -27,6 +27,6 @@ with warnings.catch_warnings(record=True) as caught:
         over_batch = jax.vmap(model, axis_name="b", in_axes=(0, None), out_axes=(0, None))
         over_batch(jnp.ones((1, 3)), state)
         jax.vmap(InstanceNorm(8))(jnp.ones((2, 8, 1)))  # the user's third line
-assert model.norm.approach == Batch(0.99)
+        assert model.norm.approach == Batch(0.99)
 for warning in caught:
     print(warning.filename, warning.lineno, warning.message, sep="|")
