@@ -2,9 +2,11 @@
 
 A case is drawn from a seed: a layer with its settings, shape, dtype, data and mask, some steps
 of training and inference, a derivative, and transformations of JAX. After each step, y, the
-derivative and the memory must lie within bounds that follow from the arithmetic. For a failing
-case, the smallest case found with the same problem is printed as an argument for --case;
-omitted fields have their simplest values. The exit status is 1 if a case fails. Examples:
+derivative and the memory must lie within bounds that follow from the arithmetic. Where bits of
+rows are promised (docs/determinism.md), y and dx must have the bits of a plain program for one
+more example, in reverse order. For a failing case, the smallest case found with the same
+problem is printed as an argument for --case; omitted fields have their simplest values. The
+exit status is 1 if a case fails. Examples:
 
     make fuzz SEED=0 CASES=200              # cases 0 to 199
     python -m tests.fuzz --seed 17          # case 17 alone
@@ -13,6 +15,7 @@ omitted fields have their simplest values. The exit status is 1 if a case fails.
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -328,10 +331,60 @@ def program(case: Case, layer: Any, modes: tuple[str, ...]) -> Any:
     return wrapped(call, case.around)
 
 
+def promises_bits(case: Case, mode: str) -> bool:
+    """Returns whether docs/determinism.md promises the bits of rows: in compiled programs, of
+    real x, of a batch norm's inference whose statistics are operands, and of examples that are
+    whole, not in parts along an axis."""
+    merges = any(role == "batch" for role, _ in case.axes)
+    is_inference = mode != "train" and not case.through
+    is_of_rows = is_inference if case.layer == "BatchNorm" else not merges
+    is_compiled = not {"jit", "export"}.isdisjoint(case.around)
+    return is_of_rows and is_compiled and case.dtype != "complex64"
+
+
+def plain(case: Case) -> Case:
+    """Returns the case of one more example and one mapped axis, without transformations."""
+    role = "apart" if "apart" in dict(case.axes) else "memory"
+    how: Any = {"inner": (), "outer": (), "around": ("jit",), "devices": "", "behind": False}
+    how |= {"of": "vjp", "through": False, "traced": False}
+    return replace(case, axes=((role, math.prod(n for _, n in case.axes) + 1),), **how)
+
+
+def reversed_examples(case: Case, z: Any, ct: Any, aux: Any, state: Any) -> tuple[Any, ...]:
+    """Returns the arguments of the program of `plain(case)`."""
+    sizes, count = [n for _, n in case.axes], math.prod(n for _, n in case.axes)
+    apart = [n if role == "apart" else 1 for role, n in case.axes]
+
+    def flat(a: Any) -> Any:
+        own = a.shape[len(sizes) :]
+        if math.prod(a.shape[: len(sizes)]) == 1:
+            return a.reshape(1, *own)  # all examples share it
+        a = jnp.broadcast_to(a, (*sizes, *own)).reshape(count, *own)
+        return a[np.arange(count, -1, -1) % count]
+
+    def of_state(a: Any) -> Any:
+        own = a.shape[len(apart) - apart.count(1) :]
+        return a if own == a.shape else flat(a.reshape(*apart, *own))
+
+    z = {k: a for k, a in z.items() if not k[1:].isdigit()}  # without x of the steps before
+    return *jax.tree.map(flat, (z, z, ct, [aux])), jax.tree.map(of_state, state)
+
+
+def other_bits(got: Any, want: Any) -> str:
+    """Describes the first value of other bits; returns "" if there is none. All NaN are equal,
+    and 0 and -0, which a traced `inference` adds to each other."""
+    places = np.argwhere((got != want) & ~(np.isnan(got) & np.isnan(want)))
+    if len(places) == 0:
+        return ""
+    at = tuple(map(int, places[0]))
+    return f"{len(places)} of {got.size}, at {at} {got[at]}, not {want[at]}"
+
+
 def run(case: Case) -> list[str]:
     """Returns the problems of a case, in words."""
-    # XLA's optimisation would take most of the time.
-    jax.config.update("jax_disable_most_optimizations", True)
+    # XLA's optimisation takes most of the time; bits are those of optimised programs.
+    is_quick = not any(promises_bits(case, mode) for mode in case.steps)
+    jax.config.update("jax_disable_most_optimizations", is_quick)
     try:
         with warnings.catch_warnings(), jax.enable_x64(case.x64), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
@@ -344,6 +397,7 @@ def run(case: Case) -> list[str]:
 
 def problems(case: Case) -> Iterator[str]:
     oracle, (layer, state), programs = Oracle(case), built(case), {}
+    alone = program(plain(case), built(plain(case))[0], ("infer",))
     empty, early, auxes, masks = state, {}, [], []  # of all steps
     for step, mode in enumerate(case.steps):
         if mode == "load":
@@ -373,6 +427,12 @@ def problems(case: Case) -> Iterator[str]:
             want |= oracle.derivatives(exact, *along, train)
         programs[modes] = programs.get(modes) or program(case, layer, modes)
         got, state = programs[modes](z, v, ct, given, before)
+        if promises_bits(case, mode):
+            rows, _ = alone(*reversed_examples(case, z, ct, aux, state))
+            for name in ("value of y", *["gradient of x"] * (case.of == "vjp")):
+                a, b = np.asarray(got[name]), np.asarray(rows[name])[:0:-1]
+                if found := other_bits(a, b.reshape(a.shape)):
+                    yield f"bits of {name}: step {step} ({mode}): {found}"
         if state is not None:
             oracle.learn(numbers["x"], masks[-1], train)
             running, held = layer.running(state), state.get(layer.memory_index)

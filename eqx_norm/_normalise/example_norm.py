@@ -1,13 +1,14 @@
-"""Normalises one example by its own moments, by three primitives:
+"""Normalises one example by its own moments, by four primitives:
 
+    rstd_and_mean(x)                                    for the backward pass
     norm(x, weight, bias)                               y
     d_norm(dx, d_weight, d_bias; x, weight, bias, ...)  the derivative of norm
     d_norm_t(dy; x, weight, bias, ...)                  the transpose of d_norm: gradients
 
-with `...` rstd and the mean of x, which the backward pass reads (but a kernel computes them
-again), and the mask, if there is one. `forms.choice_for_examples` has a form of y and of the
-gradients for each platform. y has the same form whether it is differentiated or not. All other
-derivatives, forward mode and higher orders, are those of `moments` and `normalise`.
+with `...` rstd and mean (a kernel computes them again), and the mask, if there is one.
+`forms.choice_for_examples` has a form of y and of the gradients for each platform. y has the
+same form whether it is differentiated or not. All other derivatives, forward mode and higher
+orders, are those of `moments` and `normalise`.
 
 As in `derivatives.moments_and_affine`, arrays have as many axes as x, with size 1 where they
 are broadcast. `d_norm_t` sums over mapped axes of size 1.
