@@ -30,7 +30,6 @@ def fold_pairs(
     ```python
     model = eqx.nn.inference_mode(model)
     model, state = fold_pairs(model, state, {"conv1": "bn1", "layers[0]": "layers[1]"})
-    (conv, _), state = fold_pairs([conv, norm], state, {"[0]": "[1]"})  # of two layers
     ```
 
     For a layer $W x + b$ followed by a norm with running mean $\mu$ and variance $\sigma^2$,
@@ -49,8 +48,9 @@ def fold_pairs(
     **Arguments:**
 
     - `model`, `state`: a model whose norms are in inference mode or frozen, and its state.
-    - `pairs`: a mapping from the path of each linear layer to the path of the norm after it.
-        `propose_pairs(model)` returns a first version of this mapping.
+    - `pairs`: a mapping from the path of each linear layer to the path of the norm after it:
+        `{"[0]": "[1]"}` if the model is `[conv, norm]`. `propose_pairs(model)` returns a first
+        version of this mapping.
 
     **Returns:** the model with a `FoldedBatchNorm` in place of each folded norm, and the state
     without the statistics of the folded norms.
