@@ -7,7 +7,7 @@ from typing import Any
 
 
 def programs_in(text: str) -> list[str]:
-    return re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def run(program: str, folder: Path, **names: Any) -> dict[str, Any]:
