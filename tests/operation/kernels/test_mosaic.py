@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as _mosaic_gpu
 
+from eqx_norm._normalise.formulas.activation import elementwise
 from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm._normalise.kernels import gpu_columns, gpu_rows
 from tests.helpers import normal
@@ -43,7 +44,8 @@ def test_row_kernels_in_the_mosaic_interpreter(shape, affine, activation, finds_
     random = np.random.default_rng(0)
     x, dy = random.standard_normal((2, *shape)).astype(np.float32)
     weight, bias = random.standard_normal((2, 1, *affine)).astype(np.float32)
-    norm = RowNorm(1e-5, centred=True, activation=activation)
+    function = None if activation is None else elementwise(activation, shape[-1:], x.dtype)
+    norm = RowNorm(1e-5, centred=True, activation=function)
     run = functools.partial(interpreted, finds_races=finds_races)
     y = run(functools.partial(gpu_rows.forward, norm=norm), x, weight, bias)
     gradients = functools.partial(gpu_rows.backward, norm=norm, shape=(1, *affine))
