@@ -129,7 +129,7 @@ def test_scan_over_stacked_layers_equals_a_loop(approach):
 
     for _ in range(2):
         answer, expected = (training(f)(X, copy(states)) for f in (scanned, looped))
-        chex.assert_trees_all_close(answer, expected, rtol=1e-5, atol=1e-4)
+        chex.assert_trees_all_close(answer, expected, rtol=1e-5, atol=1e-5)
         (_, (_, states)), _ = answer
     assert (states.get(layers.memory_index).accepted == 2).all()
 

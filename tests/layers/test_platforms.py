@@ -60,7 +60,7 @@ def halves(*shape):
 @each_norm
 @pytest.mark.parametrize(
     ("dtype", "masked"),
-    [(jnp.float32, True), (jnp.bfloat16, False), (jnp.complex64, True)],
+    [(jnp.float32, True), (jnp.bfloat16, True), (jnp.bfloat16, False), (jnp.complex64, True)],
 )
 def test_layers_are_lowered_for_every_platform(name, dtype, masked):
     is_complex = dtype == jnp.complex64
@@ -72,7 +72,7 @@ def test_layers_are_lowered_for_every_platform(name, dtype, masked):
     lower(lambda w, x: call(eqx.combine(w, static), x, mask)[0], weights, x)
 
 
-@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("masked", [False, True])
 @each_norm
 def test_layers_are_lowered_for_gpus_and_tpus_over_which_jit_splits_x(name, masked):
     """Tests that each GPU computes passes on its share of x, and that XLA splits them for TPUs,
