@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_norm._jax import jaxprs
+from eqx_norm._normalise.derivatives.moments_and_affine import AFFINE, MOMENTS, STATISTICS, SUMS
+from eqx_norm._normalise.example_norm import NORM, RSTD_AND_MEAN
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, normal
 from tests.layers.norms import EXAMPLE_NORMS, made
@@ -136,3 +138,9 @@ def test_residuals_of_scanned_networks(name, network):
     kept = stacked(scanned, normal(0, SHAPE).astype(jnp.bfloat16), weights)
     expected = [(SHAPE, jnp.bfloat16)] * like_x + [(SHAPE, bool)] * bools
     assert sorted(kept, key=str) == sorted(expected, key=str)
+
+
+def test_policy_saves_vectors_and_no_outputs():
+    """Fails if a primitive gets a name that the policy does not know."""
+    assert all(map(recompute_outputs, (STATISTICS, MOMENTS, SUMS, RSTD_AND_MEAN)))
+    assert not any(map(recompute_outputs, (AFFINE, NORM)))
