@@ -68,7 +68,7 @@ def normalise_in_jax_numpy(
 ) -> Array:
     """Returns the result of `normalise`, computed by JAX's own operations, so that other tools
     can read the program."""
-    rstd = (1 / jnp.sqrt(used.variance + eps)).astype(values.wide.dtype)
+    rstd = reference.reciprocal_sqrt(used.variance + eps).astype(values.wide.dtype)
     columns = values.layout.columns(used, rstd)
     weight, bias = like_x(affine[:2], values)
     return _in_jax_numpy(values, columns, weight, bias, activation=affine.activation)
