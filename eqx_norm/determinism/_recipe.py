@@ -1,7 +1,9 @@
 """Defines `deterministic`, which makes runs of one program give the same bits."""
 
 import os
+import platform
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -45,8 +47,9 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
 
     It sets environment variables that JAX reads when it starts, the seeds of Python's and
     NumPy's global generators, and JAX's configuration, for the rest of the process. It also
-    checks `PYTHONHASHSEED`, which only the shell can set. The runs still need the same keys,
-    device, number of devices and versions: see docs/determinism.md.
+    checks `PYTHONHASHSEED`, which only the shell can set, and names the processor. The runs
+    still need the same keys, kind of device, number of devices and versions: see
+    docs/determinism.md.
 
     **Arguments:**
 
@@ -87,6 +90,7 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
         Setting("numpy.random.seed", str(seed), "set", "NumPy's global generator"),
         Setting("jax_enable_pgle", "False", "set", "no compiling anew by measured times"),
         Setting("PYTHONHASHSEED", hashes, fixed, "the order in which sets of strings are read"),
+        Setting("processor", _processor(), "inspected", "XLA compiles for its instructions"),
     ]
     return Recipe(tuple(settings))
 
@@ -113,6 +117,14 @@ def _status(call: str, name: str, value: str) -> str:
         f"{name}={value}. Call deterministic before anything that starts JAX, such as "
         "jnp.zeros(()), jax.random.key(0) or jax.devices(), or set it in the shell."
     )
+
+
+def _processor() -> str:
+    """Returns the name of this machine's processor."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _has_started() -> bool:

@@ -38,7 +38,8 @@ def test_deterministic_sets_all_before_jax_starts_and_may_be_called_again():
     (first,), (settings,), numbers, set_flags = json.loads(printed)
     page = (ROOT / "docs" / "determinism.md").read_text("utf-8")
     assert all(f"`{name}`" in page for name, *_ in first)
-    *statuses, hashes = (status for _, _, status, _ in first)
+    *statuses, hashes, processor = (status for _, _, status, _ in first)
+    assert processor == "inspected"
     assert statuses == 3 * ["set, for when JAX starts"] + 3 * ["set"]
     assert hashes == "NOT FIXED: set it in the shell"
     assert set_flags == f"{flags} {FLAG}=true"
@@ -48,7 +49,7 @@ def test_deterministic_sets_all_before_jax_starts_and_may_be_called_again():
 
 def test_deterministic_reports_settings_that_come_too_late():
     before = dict(jax.config.values)
-    flag, _, *_, hashes = deterministic(0).settings
+    flag, _, *_, hashes, _ = deterministic(0).settings
     assert (flag.status, hashes.status[:9]) == ("not set: no GPU here", "NOT FIXED")
     # The check whether JAX has started does not change its configuration.
     assert dict(jax.config.values) == {**before, "jax_enable_pgle": False}
