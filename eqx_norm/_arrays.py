@@ -115,7 +115,7 @@ def normalise(
     )
     activation = _arguments.comparable(_arguments.checked_activation(activation))
     affine, eps = Affine(weight, bias, activation), _arguments.checked_number("eps", eps)
-    return _normalise.normalise(values, moments, affine, eps=eps)
+    return _normalise.normalise(values, affine, moments, eps=eps)
 
 
 def _checked(x: Any, axis: Axis, mask: Any) -> Values:

@@ -11,7 +11,7 @@ import pytest
 
 from eqx_norm._jax import jaxprs
 from eqx_norm._normalise.derivatives.moments_and_affine import AFFINE, MOMENTS, STATISTICS, SUMS
-from eqx_norm._normalise.example_norm import NORM, RSTD_AND_MEAN
+from eqx_norm._normalise.norm import NORM, RSTD_AND_MEAN
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, normal
 from tests.layers.norms import EXAMPLE_NORMS, made

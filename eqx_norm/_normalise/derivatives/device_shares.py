@@ -133,8 +133,9 @@ class _Shared(NamedTuple):
         compute = self.compute([*map(over, self.vectors)])
         local, layout = dict(self.static), layout_of(self.static)
         local[layout] = local[layout].share(x, split(x).shard_shape(x))
-        if shape := local.get("shape"):
-            local["shape"] = split(shape).shard_shape(shape)
+        for key in ("shape", "moments_shape"):
+            if (shape := local.get(key)) is not None:
+                local[key] = split(shape).shard_shape(shape)
         places = [split(result.shape) for result in self.results]
         shapes = [p.shard_shape(r.shape) for p, r in zip(places, self.results, strict=True)]
 

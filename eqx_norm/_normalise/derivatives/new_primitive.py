@@ -102,9 +102,10 @@ def new_primitive(
             parameters["adjacent"] &= all(place in (0, None) for place in places)
         for i in full:
             arrays[i] = jnp.broadcast_to(arrays[i], (axis.size, *arrays[i].shape[1:]))
-        if parameters.get("shape"):
-            size = 1 if is_summed else axis.size
-            parameters["shape"] = (size, *parameters["shape"])
+        for key in ("shape", "moments_shape"):
+            if parameters.get(key) is not None:
+                size = 1 if is_summed else axis.size
+                parameters[key] = (size, *parameters[key])
         if is_summed:
             parameters["names"] = tuple(name for name in names if name != axis.name)
         results = primitive.bind(*arrays, **parameters)

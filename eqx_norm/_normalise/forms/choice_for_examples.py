@@ -20,16 +20,25 @@ from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 from eqx_norm._normalise.kernels import rows
 
-from .example_passes import Passes
 from .gpu_chain import Chain
+from .passes import Passes
 
 
 def y(
-    target: Target, x: Array, weight: Array, bias: Array, *mask: Array, **static: Any
+    target: Target,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    *others: Array,
+    given: bool,
+    dtype: Any,
+    **static: Any,
 ) -> list[Array]:
-    """Returns the normalised x."""
-    at = Operands(x, weight, bias, mask)
-    return [_form(target, at, Sums(), **static).y(at)]
+    """Returns the normalised x, of `dtype`. `others` are the given moments, if any, after
+    `wide`, which is not read, and the mask, if any."""
+    mask = [v for v in others if v.dtype == bool]
+    at = Operands(x, weight, bias, mask, others[1:4] if given else (), given)
+    return [_form(target, at, Sums(), **static).y(at).astype(dtype)]
 
 
 def gradients(
@@ -39,15 +48,22 @@ def gradients(
     weight: Array,
     bias: Array,
     *others: Array,
-    shape: Shape,
+    given: bool,
+    shape: Shape | None,
+    moments_shape: Shape | None,
     wanted: tuple[bool, bool],
+    dtype: Any,
+    dx_dtype: Any,
     **static: Any,
 ) -> list[Array]:
-    """Returns the gradient of x, and those of weight and bias, of `shape`, that are `wanted`.
-    `others` are rstd, mean and mask."""
-    vectors = [v for v in others if v.dtype != bool]
-    at, sums = Operands(x, weight, bias, others[len(vectors) :]), Sums(shape, *wanted)
-    return _form(target, at, sums, **static).gradients(dy, at, vectors, sums)
+    """Returns the gradients of x, of weight and bias, of `shape`, that are `wanted`, and those of
+    rstd and mean, of `moments_shape` unless it is `None`. `others` are rstd, mean and mask."""
+    del dtype
+    mask = [v for v in others if v.dtype == bool]
+    at = Operands(x, weight, bias, mask, others[: len(others) - len(mask)], given)
+    sums = Sums(shape, *wanted, moments_shape)
+    dx, *of_vectors = _form(target, at, sums, **static).gradients(dy, at, sums)
+    return [dx.astype(dx_dtype), *of_vectors]
 
 
 def _form(
@@ -63,6 +79,6 @@ def _form(
     if kernel and (form := rows.Kernel.of(target, layout, norm, at, sums)):
         return form
     chain, has_rows = Chain(layout, norm), adjacent and not at.mask and not target.over[0]
-    if target.platform == "gpu" and has_rows and chain.serves(at, sums):
+    if target.platform == "gpu" and has_rows and not at.given and chain.serves(at, sums):
         return chain
     return Passes(target, layout, norm)

@@ -10,7 +10,6 @@ several kernels (`make gpu-compile-check` counts them). XLA:CPU and XLA:TPU have
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,12 +38,14 @@ class Chain(NamedTuple):
         layout = self.layout
         if layout.groups is None or not all(isinstance(n, int) for n in layout.shape):
             return False
+        if layout.ndim == 0:
+            return False
         longest = FEW if sums.any else LONGEST
         # XLA:GPU pads rows to a power of two, and then splits off costly functions.
         if self.norm.activation is not None and self.norm.activation.is_costly:
             padded = 1 << (layout.length - 1).bit_length()
             longest *= 4 * padded <= 5 * layout.length
-        shapes = at.weight.shape, at.bias.shape, *[sums.shape] * sums.any
+        shapes = at.weight.shape, at.bias.shape, *([] if sums.shape is None else [sums.shape])
         of_each = any(
             self._repeats(w) and math.prod(w[: len(w) - layout.ndim]) > 1 for w in shapes
         )
@@ -58,16 +59,15 @@ class Chain(NamedTuple):
         activation = self.norm.activation
         return self._in_shape(v if activation is None else activation(v), at.x)
 
-    def gradients(
-        self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
-    ) -> list[Array]:
-        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
-        del vectors  # computed again
+    def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
+        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does. The
+        moments are computed again."""
         dx = self._dx(dy, at)
         if not sums.any:
             return [dx]
         for _ in range(2):  # an x other than those of y and dx
             at = at._replace(x=lax.optimization_barrier(at.x))
+        assert sums.shape is not None
         weights = [jnp.broadcast_to(w, sums.shape) for w in (at.weight, at.bias)]
         pull_back = jax.vjp(lambda *weights: self.y(Operands(at.x, *weights)), *weights)[1]
         return [dx, *sums.chosen(*pull_back(dy))]

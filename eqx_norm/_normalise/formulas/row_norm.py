@@ -1,6 +1,6 @@
 """Defines the norm of a row and its derivative, for XLA's programs and for kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -76,25 +76,33 @@ class RowNorm(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Holds the operands of norms of examples, with as many axes as x, `(*mapped, *example)`,
-    and size 1 where they are broadcast."""
+    """Holds the operands of a norm, with as many axes as x, `(*mapped, *example)`, and size 1
+    where they are broadcast.
+
+    **Fields:** `moments`: rstd, and the mean as a pair if there is one; if empty, x's own, to
+    be computed. `given`: whether they are not those of x itself.
+    """
 
     x: Array
     weight: Array
     bias: Array
-    mask: tuple[Array, ...] = ()  # one mask or none
+    mask: Sequence[Array] = ()  # one mask or none
+    moments: Sequence[Array] = ()
+    given: bool = False
 
 
 class Sums(NamedTuple):
-    """Says which gradients of weights a backward pass sums, if any, and their shape."""
+    """Says which gradients of weights, and of given moments, a backward pass sums, if any, and
+    their shapes."""
 
-    shape: Shape = ()
+    shape: Shape | None = None
     of_weight: bool = False
     of_bias: bool = False
+    moments_shape: Shape | None = None
 
     @property
     def any(self) -> bool:
-        """Returns whether there are any."""
+        """Returns whether there are gradients of weights."""
         return self.of_weight or self.of_bias
 
     def chosen(self, weight: Array, bias: Array) -> list[Array]:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxtyping import Array
@@ -76,7 +75,7 @@ class Kernel(NamedTuple):
             )
         # A kernel takes one weight and one bias for all examples.
         shapes = at.weight.shape, at.bias.shape, sums.shape
-        mapped = [shape[: len(shape) - layout.ndim] for shape in shapes if shape]
+        mapped = [shape[: len(shape) - layout.ndim] for shape in shapes if shape is not None]
         if at.x.size == 0 or any(math.prod(sizes) > 1 for sizes in mapped):
             return None
         return cls(kernels("tpu_rows" if name == "tpu" else "gpu_rows"), layout, norm)
@@ -86,12 +85,10 @@ class Kernel(NamedTuple):
         (y,) = self.module.forward(*self._rows(*at[:3]), norm=self.norm)
         return y
 
-    def gradients(
-        self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
-    ) -> list[Array]:
-        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
-        del vectors  # computed again
-        shape = self.layout.rows(sums.shape) if sums.any else None
+    def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
+        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does. The
+        moments are computed again."""
+        shape = None if sums.shape is None else self.layout.rows(sums.shape)
         arrays = self._rows(dy, *at[:3])
         dx, *found = self.module.backward(*arrays, norm=self.norm, shape=shape)
         return [dx, *(sums.chosen(*found) if found else [])]

@@ -82,29 +82,34 @@ class Passes(NamedTuple):
 
     def y(self, at: Operands) -> Array:
         """Returns the normalised x."""
-        # The squares of RMSNorm are read by XLA's library, which converts x itself.
-        x = _small(self.target, at.x, once=not self.norm.centred)
-        vectors, arranged = self._rstd_and_mean(at), self._arrangement(at)
+        x, vectors, arranged = at.x, at.moments, self._arrangement(at)
+        if not at.given:
+            # The squares of RMSNorm are read by XLA's library, which converts x itself.
+            x = _small(self.target, x, once=not self.norm.centred)
+            vectors = self._rstd_and_mean(at)
         x, *mask = arranged(x, *at.mask)
         rstd, *mean = arranged(*vectors)
         weight, bias = arranged(at.weight, at.bias)
         d = _deviations(x, rstd, mean, mask)
-        y = self.norm.y(d, rstd * weight, bias)
-        return reference.masked(y, *mask).astype(at.x.dtype)
+        return reference.masked(self.norm.y(d, rstd * weight, bias), *mask)
 
-    def gradients(
-        self, dy: Array, at: Operands, vectors: Sequence[Array], sums: Sums
-    ) -> list[Array]:
-        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does."""
+    def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
+        """Returns the gradients of x, weights and given moments, as `choice_for_examples.gradients`
+        does."""
         target, layout, norm = self
-        arranged, mapped = self._arrangement(at), at.x.shape[: at.x.ndim - layout.ndim]
-        moments_shape = arranged.shape((*mapped, *layout.moments_shape))
-        weights_shape = arranged.shape(sums.shape or at.weight.shape)
-        arrays = (_small(target, v) for v in (at.x, dy))
-        x, dy, weight, bias, *mask = arranged(*arrays, at.weight, at.bias, *at.mask)
-        vectors, passes = arranged(*(vectors or self._rstd_and_mean(at))), itertools.count(1)
-
-        product = _rounded_product if self._is_on_cpu else lax.mul
+        arranged, x = self._arrangement(at), at.x
+        if at.given:
+            vectors, moments_shape = at.moments, sums.moments_shape or at.moments[0].shape
+        else:
+            x, dy = _small(target, x), _small(target, dy)
+            vectors = at.moments or self._rstd_and_mean(at)
+            moments_shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
+        moments_shape = arranged.shape(moments_shape)
+        weights_shape = arranged.shape(at.weight.shape if sums.shape is None else sums.shape)
+        x, dy, weight, bias, *mask = arranged(x, dy, at.weight, at.bias, *at.mask)
+        vectors, passes = arranged(*vectors), itertools.count(1)
+        # A row's own bits: see `_rounded_product`.
+        product = _rounded_product if self._is_on_cpu and not at.given else lax.mul
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
@@ -125,25 +130,44 @@ class Passes(NamedTuple):
         parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
         weighted = [weight * part for part in parts[: 1 + norm.centred]]
         totals = choice.summed_over(self._sums(weighted, outer), target.over[0])
-        n = jnp.maximum(_count(target, layout, x, mask, moments_shape), 1)
         if inner or outer:
             g, d, rstd = each_pass()
-        is_broadcast = isinstance(x.size, int) and weight.size < x.size
-        if self._is_on_cpu and not is_broadcast:
-            # A weight of its own: XLA writes the product of arrays of one size, here the weight
-            # and g, if two loops read it. LLVM could then not contract it with the subtraction.
-            weight = rounded(weight)
-        h = weight * g - (totals[1] / n if norm.centred else 0)
-        dx = rstd * (h - d * (rstd * rstd * (totals[0] / n)))
-        dx = reference.masked(dx, *mask).astype(at.x.dtype)
+        if at.given:
+            dx, of_moments = rstd * weight * g, [totals[0], -rstd * totals[1]]
+        else:
+            dx, of_moments = self._dx(g, d, rstd, weight, totals, mask, moments_shape), []
+        dx = reference.masked(dx, *mask)
+        if sums.moments_shape is None:
+            of_moments = []
         if not sums.any:
-            return [dx]
+            return [dx, *of_moments]
         if not inner:
             g, d, rstd = each_pass()
             parts = [g * d, g]
         arrays = sums.chosen(parts[0] * rstd, parts[-1])
         arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, weights_shape))
-        return [dx, *choice.summed_over(arrays, target.over[1])]
+        return [dx, *choice.summed_over(arrays, target.over[-1]), *of_moments]
+
+    def _dx(
+        self,
+        g: Array,
+        d: Array,
+        rstd: Array,
+        weight: Array,
+        totals: Sequence[Array],
+        mask: Sequence[Array],
+        moments_shape: Shape,
+    ) -> Array:
+        """Returns dx through y and through x's own moments."""
+        count = _count(self.target, self.layout, g, mask, moments_shape)
+        n = jnp.maximum(count, 1)
+        is_broadcast = isinstance(g.size, int) and weight.size < g.size
+        if self._is_on_cpu and not is_broadcast:
+            # A weight of its own: XLA writes the product of arrays of one size, here the weight
+            # and g, if two loops read it. LLVM could then not contract it with the subtraction.
+            weight = rounded(weight)
+        h = weight * g - (totals[1] / n if self.norm.centred else 0)
+        return rstd * (h - d * (rstd * rstd * (totals[0] / n)))
 
     def _rstd_and_mean(self, at: Operands) -> list[Array]:
         how: Any = {"layout": self.layout, "eps": self.norm.eps, "centred": self.norm.centred}
