@@ -136,6 +136,8 @@ def test_residuals_of_scanned_networks(name, network):
         return jax.lax.scan(wrap(step) if wrap else step, x, weights)[0]
 
     kept = stacked(scanned, normal(0, SHAPE).astype(jnp.bfloat16), weights)
+    if (name, network) == ("BatchNorm", "policy, prelu"):
+        like_x += 1  # an activation with arrays is a checkpoint of its own, which saves x again
     expected = [(SHAPE, jnp.bfloat16)] * like_x + [(SHAPE, bool)] * bools
     assert sorted(kept, key=str) == sorted(expected, key=str)
 
