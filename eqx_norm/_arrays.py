@@ -137,8 +137,4 @@ def _like_x(name: str, array: Array, values: Values) -> Array:
             f"{name} has shape {array.shape}, which does not broadcast to x, of {x.shape}. Add "
             f"the axes that it lacks at the end, for example {name}[:, None]."
         )
-    array, start = array.reshape(shape), x.ndim - values.layout.moment_blocks.ndim
-    if set(shape[start:]) <= {1}:
-        return array
-    # A pass may merge the last axes into one.
-    return jnp.broadcast_to(array, (*shape[:start], *x.shape[start:]))
+    return array.reshape(shape)

@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array
 
 from eqx_norm._jax import collectives
-from eqx_norm._jax.collectives import AxisName, Names
+from eqx_norm._jax.collectives import AxisName
 from eqx_norm.strategies import Moments, Pair
 
 from . import complex_numbers
-from .derivatives.moments_and_affine import MOMENTS, STATISTICS, SUMS
+from .derivatives.moments_and_affine import MOMENTS, STATISTICS
 from .derivatives.new_primitive import bind
 from .values import Values
 
@@ -48,34 +48,24 @@ def moments(
         parts = complex_numbers.parts(values)
         how: Any = {"centred": centred, "safe": safe, "implementation": implementation}
         return complex_numbers.joined(moments(parts, axis_name, **how))
-    names, mesh = collectives.split_names(axis_name)
-    if centred:
-        vectors = _statistics(values, names, mesh, implementation=implementation)
-    else:
-        vectors = _squares(values, names, mesh)
+    vectors = _statistics(values, axis_name, centred, implementation)
     return differentiable(values, axis_name, *vectors, centred=centred, safe=safe)
 
 
-def _statistics(values: Values, names: Names, mesh: Names, **how: Any) -> Sequence[Array]:
+def _statistics(
+    values: Values, axis_name: AxisName, centred: bool, implementation: str
+) -> Sequence[Array]:
     """Returns count, mean, m2 and mean_rest."""
+    names, mesh = collectives.split_names(axis_name)
     x, layout = lax.stop_gradient(values.x), values.layout
-    where: Any = {"blocks": layout.moment_blocks, "shape": layout.moments_shape, "names": names}
-    columns = bind(STATISTICS, x, values.mask, **where, **how)
-    return collectives.pooled([column.reshape(-1) for column in columns], mesh)
-
-
-def _squares(values: Values, names: Names, mesh: Names) -> Sequence[Array]:
-    """Returns the count, 0, the sum of squares, and 0."""
-    (x, wide, mask, layout), shape = values, values.layout.moments_shape
-    zero = jnp.zeros(shape, wide.dtype)
-    arrays = (lax.stop_gradient(wide), lax.stop_gradient(x), zero, zero, mask)
-    sums = bind(SUMS, *arrays, both=False, blocks=layout.moment_blocks, shape=shape)
-    if mask is not None:
-        count = mask.astype(zero.dtype) * (x.size // mask.size)
-        count = count if layout.groups is None else count.sum() / layout.size
-        sums.append(zero + count)
-    m2, count, *_ = *collectives.summed(sums, names, mesh), zero
-    return [column.reshape(-1) for column in (count, zero, m2, zero)]
+    how: Any = {"centred": centred, "implementation": implementation}
+    how |= {"layout": layout, "shape": layout.moments_shape, "names": names}
+    vectors = [v.reshape(-1) for v in bind(STATISTICS, x, values.mask, **how)]
+    if centred:
+        return collectives.pooled(vectors, mesh)
+    count, m2 = collectives.summed(vectors, (), mesh)
+    zero = jnp.zeros_like(m2)
+    return [count, zero, m2, zero]
 
 
 def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments) -> Moments:
@@ -124,7 +114,7 @@ def differentiable(
     names, mesh = collectives.split_names(axis_name)
     columns = (v.reshape(layout.moments_shape) for v in (mean, rest, m2))
     arrays = (wide, x, *columns, n, *([] if mask is None else [mask]))
-    where: Any = {"blocks": layout.moment_blocks, "shape": layout.moments_shape, "safe": safe}
+    where: Any = {"layout": layout, "shape": layout.moments_shape, "safe": safe}
     columns = MOMENTS.bind(*arrays, names=names, mesh=mesh, centred=centred, **where)
     mean, m2 = (column.reshape(-1) for column in columns)
     return Moments(count, Pair.of(mean, rest) if centred else mean, m2)

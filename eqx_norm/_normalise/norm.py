@@ -85,13 +85,12 @@ def normalise(
         y = functools.partial(_in_jax_numpy, values, activation=activation)
         # A barrier before each vector, but not before x, which would then be saved twice.
         y = jax.checkpoint(y, prevent_cse=(True,) * 3)
-        columns = layout.columns(used, _vectors(used, eps, values)[0])
-        return y(columns, *like_x((weight, bias), values))
+        return y(_spread(used, eps, values), *like_x((weight, bias), values))
 
     given = []
     if used is not None:
         vectors = _vectors(used, eps, values)
-        given = [wide, *(v.reshape(layout.moments_shape) for v in vectors)]
+        given = [wide, *vectors]
     vectors = _weights(values, weight, bias, is_kernel)
     norm = RowNorm(eps, centred or used is not None, function)
     static: Any = {"layout": layout, "norm": norm, "given": used is not None}
@@ -108,11 +107,18 @@ def normalise(
     return jax.checkpoint(applied_after)(vectors, given)
 
 
-def _vectors(used: Moments, eps: float, values: Values) -> tuple[Array, ...]:
-    """Returns rstd, mean and mean_rest."""
-    dtype = values.wide.dtype
-    rstd = reference.rsqrt(used.variance + eps).astype(dtype)
-    return rstd, *used.mean_pair.words(dtype)
+def _vectors(
+    used: Moments, eps: float, values: Values, rsqrt: Callable[[Array], Array] = reference.rsqrt
+) -> list[Array]:
+    """Returns rstd, mean and mean_rest of each group, with as many axes as x."""
+    dtype, shape = values.wide.dtype, values.layout.moments_shape
+    vectors = rsqrt(used.variance + eps).astype(dtype), *used.mean_pair.words(dtype)
+    return [v.reshape(shape) for v in vectors]
+
+
+def _spread(used: Moments, eps: float, values: Values, *rsqrt: Any) -> list[Array]:
+    """Returns rstd, mean and mean_rest of each channel."""
+    return [*map(values.layout.spread, _vectors(used, eps, values, *rsqrt))]
 
 
 def _weights(
@@ -130,7 +136,7 @@ def _weights(
         if vector is None:
             vectors.append(jnp.full((1,) * x.ndim, default, values.wide.dtype))
         else:
-            vectors.append(jnp.broadcast_to(vector, x.shape) if in_full else vector)
+            vectors.append(jnp.broadcast_to(vector, x.shape) if in_full else layout.weights(vector))
     return vectors
 
 
@@ -150,8 +156,7 @@ def normalise_in_jax_numpy(
 ) -> Array:
     """Returns the result of `normalise`, computed by JAX's own operations, so that other tools
     can read the program."""
-    rstd = (1 / jnp.sqrt(used.variance + eps)).astype(values.wide.dtype)
-    columns = values.layout.columns(used, rstd)
+    columns = _spread(used, eps, values, lambda variance: 1 / jnp.sqrt(variance))
     weight, bias = like_x(affine[:2], values)
     return _in_jax_numpy(values, columns, weight, bias, activation=affine.activation)
 
@@ -164,8 +169,8 @@ def _in_jax_numpy(
     *,
     activation: Activation | None,
 ) -> Array:
-    """Returns y by one formula; `columns` are mean, mean_rest and rstd."""
-    (x, wide, mask, _), (mean, mean_rest, rstd) = values, columns
+    """Returns y by one formula; `columns` are rstd, mean and mean_rest."""
+    (x, wide, mask, _), (rstd, mean, mean_rest) = values, columns
     # JAX's derivative of a selection is NaN where the unselected value is NaN.
     u = reference.centred(masked(wide, mask), mean, mean_rest)
     u = u * (rstd if weight is None else rstd * weight)
@@ -197,10 +202,10 @@ def _in_passes(
         values = Values(x, widened(wide), arrays[-1] if mask else None, layout)
         if not given:
             used = moments(values, centred=norm.centred)
-            vectors = [v.reshape(layout.moments_shape) for v in _vectors(used, norm.eps, values)]
+            vectors = _vectors(used, norm.eps, values)
         rstd, *mean = vectors
-        scale, wide, blocks = (jnp.zeros_like(rstd), rstd), values.wide, layout.moment_blocks
-        (u,) = bind(AFFINE, *scale, wide, x, *mean, values.mask, blocks=blocks)
+        scale, wide = (jnp.zeros_like(rstd), rstd), values.wide
+        (u,) = bind(AFFINE, *scale, wide, x, *mean, values.mask, layout=layout)
         v = u * weight + bias
         y = v if norm.activation is None else norm.activation(v)
         return masked(y, values.mask).astype(dtype)

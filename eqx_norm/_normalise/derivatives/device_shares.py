@@ -28,11 +28,6 @@ from eqx_norm._normalise.formulas.reference import Shape
 Pass = Callable[[Over], Callable[..., Sequence[Array]]]
 
 
-def layout_of(static: dict[str, Any]) -> str:
-    """Returns the name of the parameter that says how an example is cut into blocks."""
-    return "layout" if "layout" in static else "blocks"
-
-
 def computed_on_shares(
     compute: Pass,
     vectors: Sequence[Shape],
@@ -131,8 +126,8 @@ class _Shared(NamedTuple):
             return tuple(name for axis in summed for name in spec[axis])
 
         compute = self.compute([*map(over, self.vectors)])
-        local, layout = dict(self.static), layout_of(self.static)
-        local[layout] = local[layout].share(x, split(x).shard_shape(x))
+        local = dict(self.static)
+        local["layout"] = local["layout"].share(x, split(x).shard_shape(x))
         for key in ("shape", "moments_shape"):
             if (shape := local.get(key)) is not None:
                 local[key] = split(shape).shard_shape(shape)

@@ -46,7 +46,7 @@ def new_primitive(
         if names:
             raise NameError(f"unbound axis name: {names[0]}")
         avals, x = lowering.results(context), lowering.operands(context)[full[0]].shape
-        mapped = len(x) - static[device_shares.layout_of(static)].ndim
+        mapped = len(x) - static["layout"].inner
         sums = vectors(x, **static) if vectors else ()
         # A mapped axis that vectors share with x is not summed over.
         is_kept = [all(v[axis] == x[axis] for v in sums[:1]) for axis in range(mapped)]

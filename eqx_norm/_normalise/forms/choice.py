@@ -3,13 +3,14 @@ compute the formulas of `formulas.reference`."""
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from eqx_norm._jax import collectives
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
-from eqx_norm._normalise.formulas.layout import Blocks
+from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.kernels import columns
 
@@ -20,14 +21,17 @@ def statistics(
     target: Target,
     x: Array,
     *mask: Array,
-    blocks: Blocks,
+    layout: Layout,
     shape: Shape,
-    implementation: str,
+    centred: bool,
+    implementation: str = "auto",
     written: bool = True,
 ) -> Sequence[Array]:
-    """Computes `reference.statistics`. On a CPU the results are `written` to memory, for passes
-    that read them several times."""
-    found = _statistics(target, x, *mask, blocks=blocks, shape=shape, kind=implementation)
+    """Computes `reference.statistics`; unless `centred`, count and sum of squares alone. On a CPU
+    the results are `written` to memory, for passes that read them several times."""
+    if not centred:
+        return _squares(target, x, *mask, layout=layout, shape=shape)
+    found = _statistics(target, x, *mask, layout=layout, shape=shape, kind=implementation)
     if written and target.own_sums == "cpu" and implementation != "pallas":
         count, *vectors = found
         found = [count, *on_cpu.written(*vectors)]
@@ -35,28 +39,59 @@ def statistics(
     return collectives.pooled_over(found, over) if over else found
 
 
+def _squares(
+    target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
+) -> Sequence[Array]:
+    own = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
+    is_of_rows = layout.groups is not None and shape == own
+    if target.own_sums == "cpu" and is_of_rows and not mask and layout.length <= on_cpu.UNCUT:
+        (m2,) = summed_over([on_cpu.squares(layout.in_rows(x))], target.over[0])
+    else:
+        zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
+        wide = reference.widened(small(target, x))
+        (m2,) = sums(
+            target, wide, x, zero, zero, *mask, layout=layout, shape=shape, both=False
+        )
+    return [jnp.broadcast_to(count(target, x, mask, shape), shape), m2]
+
+
+def count(target: Target, x: Array, mask: Sequence[Array], shape: Shape) -> Array:
+    """Returns the number of values in each group, for x and mask in a shape with an axis for
+    the groups, if there are several."""
+    axes, over = reference.summed_axes(x.shape, shape), target.over[0]
+    found = reference.counts(reference.widened(x), mask[0] if mask else None, axes)
+    if mask:
+        return summed_over([found], over)[0]
+    return found * lax.axis_size(over) if over else found
+
+
+def small(target: Target, x: Array, *, once: bool = False) -> Array:
+    """Returns x, in float32 if that is faster."""
+    return on_cpu.converted(x, once=once) if target.platform == "cpu" else x
+
+
 def _statistics(
-    target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape, kind: str
+    target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape, kind: str
 ) -> Sequence[Array]:
     has_kernel = kind == "pallas"
     if has_kernel or target.own_sums == "cpu":
-        flat, shape = blocks.arranged([x, *mask], shape, flat=True)
+        flat, shape = [*map(layout.in_rows, (x, *mask))], layout.rows(shape)
         if has_kernel:
             return columns.statistics(target, *flat, shape=shape)
         return on_cpu.statistics(*flat, shape=shape)
-    k = _first(target, x, *mask, blocks=blocks, shape=shape)
-    arrays, shape = blocks.arranged([x, *mask], shape, flat=False)
+    k = _first(target, x, *mask, layout=layout, shape=shape)
+    arrays, shape = [a.reshape(layout.cut(a.shape)) for a in (x, *mask)], layout.cut(shape)
     reduction = on_gpu.cut_sums if target.own_sums == "gpu" else reference.xla_sums
     k = k.reshape(shape)
     return reference.statistics(*arrays, shape=shape, reduction=reduction, k=k)
 
 
-def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape) -> Array:
+def _first(target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape) -> Array:
     """Returns k of `reference.statistics`, from x in the caller's shape and dtype, because
     XLA:TPU would write all of x to memory in any other. The largest value takes a pass over x,
     but no gather, for which XLA:TPU would copy x and devices would send x."""
     if target.is_partitioned:
-        mapped = x.ndim - blocks.ndim
+        mapped = x.ndim - layout.inner
         examples = reference.summed_axes(x.shape[:mapped], shape[:mapped])
         if examples and not mask:
             # k is the largest of the first values on each device, because XLA may send x to
@@ -70,7 +105,7 @@ def _first(target: Target, x: Array, *mask: Array, blocks: Blocks, shape: Shape)
         # The barrier makes k whole on each device; without it XLA reduces k for each reader.
         return lax.optimization_barrier(k.reshape(-1))
     if mask and target.platform == "gpu":
-        arrays, shape = blocks.arranged([x, *mask], shape, flat=True)
+        arrays, shape = [*map(layout.in_rows, (x, *mask))], layout.rows(shape)
         return reference.first_value(*arrays, shape=shape)  # one gather for all axes
     sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
     differs = any(n != 1 for n in sizes)  # between examples
@@ -88,10 +123,10 @@ def _first_on_each(devices: int, x: Array, axis: int) -> Array:
 
 
 def sums(
-    target: Target, g: Array, *arrays: Array, blocks: Blocks, shape: Shape, both: bool
+    target: Target, g: Array, *arrays: Array, layout: Layout, shape: Shape, both: bool
 ) -> Sequence[Array]:
     """Computes `reference.sums`."""
-    arranged, shape = blocks.arranged([g, *arrays], shape, flat=target.platform == "cpu")
+    arranged, shape = _arranged(target, layout, g, *arrays), _shape(target, layout, shape)
     sums = reference.sums(*arranged, shape=shape, both=both, reduction=reduction(target))
     return summed_over(sums, target.over[0])
 
@@ -115,11 +150,21 @@ def summed_over(sums: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]
 
 
 def affine(
-    target: Target, bias: Array, scale: Array, wide: Array, *arrays: Array, blocks: Blocks
+    target: Target, bias: Array, scale: Array, wide: Array, *arrays: Array, layout: Layout
 ) -> list[Array]:
     """Computes `reference.affine`."""
     x, *centre = arrays
-    (x, bias, scale, *centre), _ = blocks.arranged(
-        [x, bias, scale, *centre], wide.shape, flat=target.platform == "cpu"
-    )
+    del wide
+    x, bias, scale, *centre = _arranged(target, layout, x, bias, scale, *centre)
     return [reference.affine(bias, scale, x, *centre)]
+
+
+def _arranged(target: Target, layout: Layout, *arrays: Array) -> list[Array]:
+    """Returns arrays in the shape that suits the platform."""
+    if target.platform == "cpu":
+        return [*map(layout.in_rows, arrays)]
+    return [a.reshape(layout.cut(a.shape)) for a in arrays]
+
+
+def _shape(target: Target, layout: Layout, shape: Shape) -> Shape:
+    return layout.rows(shape) if target.platform == "cpu" else layout.cut(shape)

@@ -5,6 +5,7 @@ example. y and the gradient of x depend on an example alone: on a CPU, sums are 
 given by the example's shape.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -29,46 +30,18 @@ def rstd_and_mean(
 ) -> list[Array]:
     """Returns rstd of each group and, if `centred`, the mean as a pair."""
     shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
-    how: Any = {"blocks": layout.moment_blocks, "shape": shape}
-    on_a_cpu = target.own_sums == "cpu"
-    if centred:
-        how |= {"implementation": "auto", "written": False}
-        found = choice.statistics(target, x, *mask, **how)
-        count, mean, m2, rest = (v.reshape(shape) for v in found)
-        vectors = [mean, rest]
-    else:
-        if on_a_cpu and layout.groups and not mask and layout.length <= on_cpu.UNCUT:
-            m2 = on_cpu.squares(x.reshape(layout.rows(x.shape)))
-            (m2,) = choice.summed_over([m2], target.over[0])
-        else:
-            zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
-            arrays = reference.widened(_small(target, x)), x, zero, zero, *mask
-            (m2,) = choice.sums(target, *arrays, both=False, **how)
-        m2, vectors, count = m2.reshape(shape), [], None
-    if count is None or not mask:  # a constant
-        count = _count(target, layout, x, mask, shape)
-    n = jnp.maximum(count, 1) if mask else count
+    how: Any = {"layout": layout, "shape": shape, "centred": centred, "written": False}
+    count, *found = (v.reshape(shape) for v in choice.statistics(target, x, *mask, **how))
+    mean, m2, rest = found if centred else (None, *found, None)
+    if mask:
+        n = jnp.maximum(count, 1)
+    else:  # a constant
+        devices = lax.axis_size(target.over[0]) if target.over[0] else 1
+        n = jnp.full((1,) * x.ndim, layout.length * devices, m2.dtype)
     rstd = reference.rsqrt(m2 / n + eps)
-    found = [rstd, *vectors]
-    return [*on_cpu.written(*found)] if centred and on_a_cpu else found
-
-
-def _small(target: Target, x: Array, *, once: bool = False) -> Array:
-    return on_cpu.converted(x, once=once) if target.platform == "cpu" else x
-
-
-def _count(
-    target: Target, layout: Layout, x: Array, mask: Sequence[Array], shape: Shape
-) -> Array:
-    """Returns the number of values in each group, for x and mask in a shape with an axis for
-    the groups, if there are several."""
-    dtype, over = reference.compute_dtype(x.dtype), target.over[0]
-    if not mask:
-        devices = lax.axis_size(over) if over else 1
-        return jnp.full((1,) * x.ndim, layout.length * devices, dtype)
-    axes = reference.summed_axes(x.shape, shape)
-    count = reference.counts(x.astype(dtype), mask[0], axes)
-    return choice.summed_over([count], over)[0]
+    if not centred:
+        return [rstd]
+    return [*on_cpu.written(rstd, mean, rest)] if target.own_sums == "cpu" else [rstd, mean, rest]
 
 
 class Passes(NamedTuple):
@@ -82,10 +55,10 @@ class Passes(NamedTuple):
 
     def y(self, at: Operands) -> Array:
         """Returns the normalised x."""
-        x, vectors, arranged = at.x, at.moments, self._arrangement(at)
+        x, vectors, arranged = at.x, at.moments, functools.partial(self._arranged, at)
         if not at.given:
             # The squares of RMSNorm are read by XLA's library, which converts x itself.
-            x = _small(self.target, x, once=not self.norm.centred)
+            x = choice.small(self.target, x, once=not self.norm.centred)
             vectors = self._rstd_and_mean(at)
         x, *mask = arranged(x, *at.mask)
         rstd, *mean = arranged(*vectors)
@@ -97,15 +70,15 @@ class Passes(NamedTuple):
         """Returns the gradients of x, weights and given moments, as `choice_for_examples.gradients`
         does."""
         target, layout, norm = self
-        arranged, x = self._arrangement(at), at.x
+        arranged, x = functools.partial(self._arranged, at), at.x
         if at.given:
             vectors, moments_shape = at.moments, sums.moments_shape or at.moments[0].shape
         else:
-            x, dy = _small(target, x), _small(target, dy)
+            x, dy = choice.small(target, x), choice.small(target, dy)
             vectors = at.moments or self._rstd_and_mean(at)
             moments_shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
-        moments_shape = arranged.shape(moments_shape)
-        weights_shape = arranged.shape(at.weight.shape if sums.shape is None else sums.shape)
+        moments_shape = self._shape(at, moments_shape)
+        weights_shape = self._shape(at, at.weight.shape if sums.shape is None else sums.shape)
         x, dy, weight, bias, *mask = arranged(x, dy, at.weight, at.bias, *at.mask)
         vectors, passes = arranged(*vectors), itertools.count(1)
         # A row's own bits: see `_rounded_product`.
@@ -120,7 +93,8 @@ class Passes(NamedTuple):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
-            g = norm.g(dy.astype(d.dtype), d * rstd, weight, bias, product)
+            u, scale = (d, rstd * weight) if at.given else (d * rstd, weight)
+            g = norm.g(dy.astype(d.dtype), u, scale, bias, product)
             return reference.masked(g, *mask), d, rstd
 
         g, d, rstd = each_pass()
@@ -159,8 +133,7 @@ class Passes(NamedTuple):
         moments_shape: Shape,
     ) -> Array:
         """Returns dx through y and through x's own moments."""
-        count = _count(self.target, self.layout, g, mask, moments_shape)
-        n = jnp.maximum(count, 1)
+        n = jnp.maximum(choice.count(self.target, g, mask, moments_shape), 1)
         is_broadcast = isinstance(g.size, int) and weight.size < g.size
         if self._is_on_cpu and not is_broadcast:
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
@@ -173,10 +146,21 @@ class Passes(NamedTuple):
         how: Any = {"layout": self.layout, "eps": self.norm.eps, "centred": self.norm.centred}
         return rstd_and_mean(self.target, at.x, *at.mask, **how)
 
-    def _arrangement(self, at: Operands) -> "_Arrangement":
-        weights = (math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in at[1:3])
-        per_value = max(weights) == math.prod(self.layout.shape)
-        return _Arrangement(self.layout, self.target.own_sums == "cpu", per_value)
+    def _arranged(self, at: Operands, *arrays: Array) -> list[Array]:
+        """Returns arrays in the shape that suits the platform."""
+        if self.target.own_sums != "cpu":
+            return [a.reshape(self.layout.cut(a.shape)) for a in arrays]
+        return [self.layout.in_rows(a, by_channel=self._by_channel(at)) for a in arrays]
+
+    def _shape(self, at: Operands, shape: Shape) -> Shape:
+        if self.target.own_sums != "cpu":
+            return self.layout.cut(shape)
+        return self.layout.rows(shape, by_channel=self._by_channel(at))
+
+    def _by_channel(self, at: Operands) -> bool:
+        """Returns whether weights are of channels, and not of each value."""
+        sizes = (math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in at[1:3])
+        return max(sizes) < math.prod(self.layout.shape)
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -184,41 +168,6 @@ class Passes(NamedTuple):
 
     def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
         return choice.reduction(self.target)(arrays, axes) if axes else arrays
-
-
-class _Arrangement(NamedTuple):
-    """Reshapes arrays of the caller's shape: x, masks, weights and moments."""
-
-    layout: Layout
-    is_flat: bool
-    per_value: bool  # each value has a weight
-
-    def __call__(self, *arrays: Array) -> list[Array]:
-        layout = self.layout
-
-        def reshaped(array: Array) -> Array:
-            if array.dtype == bool and self.is_flat and layout.groups is not None:
-                mapped = array.shape[: array.ndim - layout.ndim]
-                array = jnp.broadcast_to(array, (*mapped, *layout.shape))
-            return array.reshape(self.shape(array.shape))
-
-        return [*map(reshaped, arrays)]
-
-    def shape(self, shape: Shape) -> Shape:
-        """Returns the shape for an array of this shape."""
-        layout, blocks = self.layout, self.layout.moment_blocks
-        if layout.groups is None:
-            return blocks.flat(shape) if self.is_flat else shape
-        if not self.is_flat:
-            mapped = shape[: len(shape) - layout.ndim]
-            return blocks.cut(shape, (*mapped, *layout.shape))
-        rows, weights = layout.rows(shape), layout.channels // layout.groups
-        # XLA:CPU loops over each axis.
-        if weights <= 1 or self.per_value:
-            return rows
-        if rows[-1] == 1:
-            return (*rows, 1)
-        return (*rows[:-1], weights, rows[-1] // weights)
 
 
 def _rounded_product(a: Any, b: Any) -> Array:

@@ -1,81 +1,14 @@
 """Defines which values of an example share moments, and which share a weight."""
 
-import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from eqx_norm.strategies import Moments
-
 from .reference import Shape
-
-
-class Blocks(NamedTuple):
-    """Cuts the values of an example of `ndim` axes into a `number` of consecutive blocks. A
-    vector has one value per block."""
-
-    ndim: int
-    number: int
-
-    def flat(self, shape: Shape) -> Shape:
-        """Returns the shape `(*mapped, blocks, values)`. XLA:CPU loops over an array's axes,
-        and rows of 7 or 8 values are too short for a vector unit."""
-        mapped = len(shape) - self.ndim
-        size, *others = shape[mapped:] or (1,)
-        number = 1 if size == 1 else self.number
-        # One block may have a first axis of any size.
-        size = size if number == 1 else size // number
-        return (*shape[:mapped], number, math.prod((size, *others)))
-
-    def cut(self, shape: Shape, x: Shape) -> Shape:
-        """Returns the shape of an operand with the first axis of an example cut into blocks, if
-        a block of x, of shape `x`, spans several indices of that axis; else `shape` itself.
-        In another shape XLA:TPU would copy the array; XLA:GPU would not fuse it into sums."""
-        axis = len(shape) - self.ndim
-        if self.ndim == 0 or self.number in (1, x[axis]):
-            return shape
-        number = 1 if shape[axis] == 1 else self.number
-        return (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
-
-    def share(self, x: Shape, share: Shape) -> "Blocks":
-        """Returns the blocks of a device's share of x, which cuts no block."""
-        axis = len(x) - self.ndim
-        number = self.number * share[axis] // x[axis] if self.number > 1 else self.number
-        return self._replace(number=number)
-
-    def arranged(
-        self, arrays: Sequence[Array], shape: Shape, *, flat: bool
-    ) -> tuple[list[Array], Shape]:
-        """Returns the arrays and the shape of vectors, reshaped for the computation by `flat`
-        or `cut`. The first array is as large as x."""
-        x = arrays[0].shape
-        form = self.flat if flat else functools.partial(self.cut, x=x)
-        formed, length = [a.reshape(form(a.shape)) for a in arrays], form(x)[-1:]
-        if flat:
-            # A mask of positions is repeated for each channel of a group: a group is one row.
-            formed = [
-                a if a.shape[-1] in (1, *length) else jnp.tile(a, length[0] // a.shape[-1])
-                for a in formed
-            ]
-        return formed, form(shape)
-
-    def flat_outside(self, shape: Shape) -> Shape:
-        """Returns `flat(shape)`, for computations outside of a pass. On a mesh with explicit
-        axes, which a reshape cannot merge, returns `shape` itself."""
-        typed = jax.sharding.get_abstract_mesh().explicit_axes
-        return shape if typed else self.flat(shape)
-
-    def spread(self, vector: Array, shape: Shape) -> Array:
-        """Returns the vector, repeated to broadcast to `shape` if each of its values is for
-        several indices of an example's first axis, as for groups of channels."""
-        axis = len(shape) - self.ndim
-        if self.ndim == 0 or vector.shape[axis] in (1, shape[axis]):
-            return vector
-        return jnp.repeat(vector, shape[axis] // vector.shape[axis], axis)
 
 
 class Layout(NamedTuple):
@@ -101,13 +34,6 @@ class Layout(NamedTuple):
     channels: int
     axes: tuple[int, ...] = (0,)
 
-    def share(self, x: Shape, share: Shape) -> "Layout":
-        """Returns the layout of a device's share of x, which cuts no group."""
-        n, (groups, channels) = len(x) - self.ndim, (self.groups, self.channels)
-        groups = groups * share[n] // x[n] if groups and groups > 1 else groups
-        channels = channels * share[n] // x[n] if channels > 1 else channels
-        return Layout(share[n:], groups, channels, self.axes)
-
     @property
     def ndim(self) -> int:
         """Returns the number of an example's axes."""
@@ -118,7 +44,7 @@ class Layout(NamedTuple):
         """Returns the shape of moments, with as many axes as x."""
         if self.groups is None:
             return tuple(1 if i in self.axes else n for i, n in enumerate(self.shape))
-        return (self.groups, *self._ones)[: len(self.shape)]
+        return (self.groups, *self._ones)[: self.ndim]
 
     @property
     def kept(self) -> Shape:
@@ -128,7 +54,11 @@ class Layout(NamedTuple):
     @property
     def weights_shape(self) -> Shape:
         """Returns the shape of a weight or bias of each channel, with as many axes as x."""
-        return (-1, *self._ones)[: len(self.shape)]
+        return (-1, *self._ones)[: self.ndim]
+
+    @property
+    def _ones(self) -> Shape:
+        return (1,) * (self.ndim - 1)
 
     @property
     def size(self) -> int:
@@ -140,43 +70,99 @@ class Layout(NamedTuple):
         """Returns the number of values in a group."""
         return math.prod(self.shape) // self.size
 
-    def rows(self, shape: Shape) -> Shape:
-        """Returns the shape `(*mapped, groups, values of a group)` of x, weights or moments,
-        with size 1 where they are broadcast."""
-        size = math.prod(shape[len(shape) - self.ndim :])
-        number = 1 if size == 1 else self.size
-        return (*shape[: len(shape) - self.ndim], number, size // number)
+    def share(self, x: Shape, share: Shape) -> "Layout":
+        """Returns the layout of a device's share of x, which cuts no group."""
+        n, (groups, channels) = len(x) - self.ndim, (self.groups, self.channels)
+        groups = groups * share[n] // x[n] if groups and groups > 1 else groups
+        channels = channels * share[n] // x[n] if channels > 1 else channels
+        return Layout(share[n:], groups, channels, self.axes)
+
+    # --- The shapes in which passes compute.
 
     @property
-    def moment_blocks(self) -> Blocks:
-        """Returns the blocks of a pass whose vectors have one number for each group; without
-        groups, for each position; the last axes are merged if all are summed, or all kept."""
+    def inner(self) -> int:
+        """Returns the number of the last axes that are summed together, or, if the last axis
+        is not summed, from the last summed axis on. Axes before may be treated as mapped axes,
+        which they all are if x has groups."""
         if self.groups is not None:
-            return Blocks(len(self.shape), self.groups)
-        is_summed = [axis in self.axes for axis in range(len(self.shape))]
-        start = len(is_summed)
-        while start > 0 and is_summed[start - 1] == is_summed[-1]:
-            start -= 1
-        if is_summed[-1:] == [True]:
-            return Blocks(len(self.shape) - start, 1)
-        start = max(start - 1, 0)  # of the last summed axis
-        return Blocks(len(self.shape) - start, self.shape[start] if self.shape else 1)
+            return self.ndim
+        is_summed = [axis in self.axes for axis in range(self.ndim)]
+        tail = len([*itertools.takewhile(lambda s: s == is_summed[-1], reversed(is_summed))])
+        return tail if is_summed[-1:] == [True] else min(tail + 1, self.ndim)
 
-    @property
-    def weight_blocks(self) -> Blocks:
-        """Returns the blocks of a pass whose vectors have one number for each channel;
-        without groups, for each position."""
-        return Blocks(len(self.shape), self.channels) if self.groups else self.moment_blocks
+    def cut(self, shape: Shape) -> Shape:
+        """Returns the shape of an array with the first axis of an example cut into groups, if
+        there are several groups of several channels; else `shape` itself. In another shape
+        XLA:TPU would copy the array; XLA:GPU would not fuse it into sums."""
+        if self.ndim == 0 or self.groups in (None, 1, self.shape[0]):
+            return shape
+        axis = len(shape) - self.ndim
+        number = 1 if shape[axis] == 1 else self.groups
+        return (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
 
-    @property
-    def _ones(self) -> Shape:
-        return (1,) * (len(self.shape) - 1)
+    def rows(self, shape: Shape, *, by_channel: bool = False) -> Shape:
+        """Returns the shape of an array with the axes of an example merged along which values
+        share moments, and those along which they do not: `(*mapped, groups, values)`. If
+        `by_channel`, the channels of a group are an axis between the two. XLA:CPU loops over an
+        array's axes, and rows of 7 or 8 values are too short for a vector unit."""
+        mapped, sizes = self._sizes(shape)
+        return (*mapped, *self._merged(sizes, by_channel))
 
-    def columns(self, used: Moments, rstd: Array) -> list[Array]:
-        """Returns mean, mean_rest and rstd per channel or position, with as many axes as x."""
-        vectors = [*used.mean_pair.words(rstd.dtype), rstd]
-        if self.groups is None:
-            return [v.reshape(self.moments_shape) for v in vectors]
-        if (times := self.channels // self.groups) > 1:
-            vectors = [jnp.repeat(v, times) for v in vectors]
-        return [v.reshape(self.weights_shape) for v in vectors]
+    def in_rows(self, array: Array, *, by_channel: bool = False) -> Array:
+        """Returns an array that broadcasts to x in the shape `rows`, repeated where it has size
+        1 along some of the merged axes, as a mask of positions has along a group's channels."""
+        mapped, sizes = self._sizes(array.shape)
+        repeated = self._repeated(sizes, by_channel)
+        if repeated != sizes:
+            array = jnp.broadcast_to(array.reshape(*mapped, *sizes), (*mapped, *repeated))
+        return array.reshape(*mapped, *self._merged(repeated, by_channel))
+
+    def weights(self, array: Array) -> Array:
+        """Returns a weight that broadcasts to x, repeated where `in_rows` would repeat it: its
+        gradient is then one of the sums of a pass."""
+        mapped, sizes = self._sizes(array.shape)
+        repeated = self._repeated(sizes, by_channel=True)
+        # Without groups, as the weights of groups are of channels or of values.
+        return array if repeated == sizes else jnp.broadcast_to(array, (*mapped, *repeated))
+
+    def spread(self, vector: Array) -> Array:
+        """Returns a vector of the shape of moments, repeated for each channel of a group."""
+        axis = vector.ndim - self.ndim
+        if self.groups is None or self.ndim == 0 or vector.shape[axis] in (1, self.shape[0]):
+            return vector
+        return jnp.repeat(vector, self.shape[0] // vector.shape[axis], axis)
+
+    def _sizes(self, shape: Shape) -> tuple[Shape, list[Any]]:
+        """Returns the sizes of an array's mapped axes, and of those of an example, of which the
+        first is cut into groups."""
+        axis = len(shape) - self.ndim
+        mapped, example = shape[:axis], list(shape[axis:])
+        if self.groups is None or self.ndim == 0:
+            return mapped, example or [1]
+        number = 1 if example[0] == 1 else self.groups
+        return mapped, [number, example[0] // number, *example[1:]]
+
+    def _runs(self, by_channel: bool) -> list[list[int]]:
+        """Returns the axes of `_sizes` that are merged into one, for each one."""
+        if self.groups is None or self.ndim == 0:
+            kinds = ["values" if axis in self.axes else "groups" for axis in range(self.ndim)]
+        else:
+            has_channels = by_channel and self.channels > self.groups
+            kinds = ["groups", "channels" if has_channels else "values"]
+            kinds += ["values"] * (self.ndim - 1)
+        kinds = kinds or ["values"]
+        runs = itertools.groupby(range(len(kinds)), kinds.__getitem__)
+        return [[*run] for _, run in runs]
+
+    def _repeated(self, sizes: list[Any], by_channel: bool) -> list[Any]:
+        _, full = self._sizes(self.shape)
+        repeated = list(sizes)
+        for run in self._runs(by_channel):
+            if any(sizes[axis] != 1 for axis in run):
+                for axis in run:
+                    repeated[axis] = full[axis]
+        return repeated
+
+    def _merged(self, sizes: Sequence[Any], by_channel: bool) -> Shape:
+        merged = [math.prod(sizes[axis] for axis in run) for run in self._runs(by_channel)]
+        return tuple(merged) if len(merged) > 1 else (1, *merged)
