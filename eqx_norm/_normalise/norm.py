@@ -11,7 +11,7 @@ the moments of x itself. All may have a mask, which is last. Given moments are
 is with respect to `wide`, so that cotangents through y and through the moments are added in the
 compute dtype, and rounded once.
 
-`forms.choice_for_examples` has a form of y and of the gradients for each platform. y has the
+`forms.choose` has a form of y and of the gradients for each platform. y has the
 same form whether it is differentiated or not. Forward mode and higher orders are those of
 `moments` and `AFFINE`, by `_in_passes`.
 
@@ -34,7 +34,7 @@ from eqx_norm.strategies import Moments
 
 from .derivatives.moments_and_affine import AFFINE, fitted, typed
 from .derivatives.new_primitive import bind, new_primitive
-from .forms import choice_for_examples, passes
+from .forms import choose
 from .formulas import reference
 from .formulas.activation import Activation, applied, elementwise
 from .formulas.layout import Layout
@@ -298,13 +298,9 @@ def _gradient_types(
     return types
 
 
-def _own_shape(x: Shape, layout: Layout) -> Shape:
-    return (*x[: len(x) - layout.ndim], *layout.moments_shape)
-
-
 def _sums_of_y(x: Shape, *, layout: Layout, given: bool = False, **_: object) -> list[Shape]:
     """Returns the shapes of the sums in y: of the moments, unless these are given."""
-    return [] if given else [_own_shape(x, layout)]
+    return [] if given else [layout.own_shape(x)]
 
 
 def _sums_of_gradients(
@@ -319,12 +315,12 @@ def _sums_of_gradients(
     """Returns the shapes of the sums over moments' values, and over weights' values."""
     if given and shape is None and moments_shape is None:
         return []
-    of_moments = _own_shape(x, layout) if moments_shape is None else moments_shape
+    of_moments = layout.own_shape(x) if moments_shape is None else moments_shape
     return [of_moments] if shape is None else [of_moments, shape]
 
 
 def _vector_types(x: Aval, *mask: Aval, layout: Layout, centred: bool, **_: object) -> Any:
-    shape, dtype = _own_shape(x.shape, layout), compute_dtype(x.dtype)
+    shape, dtype = layout.own_shape(x.shape), compute_dtype(x.dtype)
     return [typed([x, *mask], x, shape, dtype, x.ndim - layout.ndim)] * (3 if centred else 1)
 
 
@@ -334,13 +330,13 @@ def _lowered_tangent(target: Target, *arrays: Array, **static: Any) -> list[Arra
 
 
 RSTD_AND_MEAN = new_primitive(
-    "rstd_and_mean", passes.rstd_and_mean, _vector_types, full=[0], vectors=_sums_of_y
+    "rstd_and_mean", choose.rstd_and_mean, _vector_types, full=[0], vectors=_sums_of_y
 )
-NORM = new_primitive("norm", choice_for_examples.y, _type, full=[0], vectors=_sums_of_y)
+NORM = new_primitive("norm", choose.norm, _type, full=[0], vectors=_sums_of_y)
 D_NORM = new_primitive("d_norm", _lowered_tangent, _tangent_type, full=[0, 1])
 D_NORM_T = new_primitive(
     "d_norm_t",
-    choice_for_examples.gradients,
+    choose.gradients,
     _gradient_types,
     full=[0, 1],
     vectors=_sums_of_gradients,

@@ -20,28 +20,9 @@ from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
-from eqx_norm.strategies._pair import rounded
 
-from . import choice, on_cpu
-
-
-def rstd_and_mean(
-    target: Target, x: Array, *mask: Array, layout: Layout, eps: float, centred: bool
-) -> list[Array]:
-    """Returns rstd of each group and, if `centred`, the mean as a pair."""
-    shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
-    how: Any = {"layout": layout, "shape": shape, "centred": centred, "written": False}
-    count, *found = (v.reshape(shape) for v in choice.statistics(target, x, *mask, **how))
-    mean, m2, rest = found if centred else (None, *found, None)
-    if mask:
-        n = jnp.maximum(count, 1)
-    else:  # a constant
-        devices = lax.axis_size(target.over[0]) if target.over[0] else 1
-        n = jnp.full((1,) * x.ndim, layout.length * devices, m2.dtype)
-    rstd = reference.rsqrt(m2 / n + eps)
-    if not centred:
-        return [rstd]
-    return [*on_cpu.written(rstd, mean, rest)] if target.own_sums == "cpu" else [rstd, mean, rest]
+from . import sums_of_x
+from .sums_of_x import Form
 
 
 class Passes(NamedTuple):
@@ -49,6 +30,7 @@ class Passes(NamedTuple):
     groups, values)`, with the values cut into those of each weight; else the caller's shape,
     with the channels cut into groups."""
 
+    form: Form
     target: Target
     layout: Layout
     norm: RowNorm
@@ -58,8 +40,8 @@ class Passes(NamedTuple):
         x, vectors, arranged = at.x, at.moments, functools.partial(self._arranged, at)
         if not at.given:
             # The squares of RMSNorm are read by XLA's library, which converts x itself.
-            x = choice.small(self.target, x, once=not self.norm.centred)
-            vectors = self._rstd_and_mean(at)
+            x = self.form.small(x, once=not self.norm.centred)
+            vectors = self.rstd_and_mean(at.x, at.mask)
         x, *mask = arranged(x, *at.mask)
         rstd, *mean = arranged(*vectors)
         weight, bias = arranged(at.weight, at.bias)
@@ -67,29 +49,31 @@ class Passes(NamedTuple):
         return reference.masked(self.norm.y(d, rstd * weight, bias), *mask)
 
     def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
-        """Returns the gradients of x, weights and given moments, as `choice_for_examples.gradients`
-        does."""
-        target, layout, norm = self
+        """Returns the gradients of x, weights and given moments, as `choose.gradients` does."""
+        form, target, layout, norm = self
         arranged, x = functools.partial(self._arranged, at), at.x
         if at.given:
             vectors, moments_shape = at.moments, sums.moments_shape or at.moments[0].shape
         else:
-            x, dy = choice.small(target, x), choice.small(target, dy)
-            vectors = at.moments or self._rstd_and_mean(at)
-            moments_shape = (*x.shape[: x.ndim - layout.ndim], *layout.moments_shape)
+            x, dy = form.small(x), form.small(dy)
+            vectors = at.moments or self.rstd_and_mean(at.x, at.mask)
+            moments_shape = layout.own_shape(x.shape)
         moments_shape = self._shape(at, moments_shape)
         weights_shape = self._shape(at, at.weight.shape if sums.shape is None else sums.shape)
         x, dy, weight, bias, *mask = arranged(x, dy, at.weight, at.bias, *at.mask)
         vectors, passes = arranged(*vectors), itertools.count(1)
-        # A row's own bits: see `_rounded_product`.
-        product = _rounded_product if self._is_on_cpu and not at.given else lax.mul
+
+        def product(a: Any, b: Any) -> Array:
+            # LLVM contracts one of two products and their sum into one operation, which rounds
+            # once; it depends on the loop's other operations which one. A row has its own bits.
+            return lax.mul(a, b) if at.given else form.uncontracted(lax.mul(a, b))
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
             own = vectors
             # Without barriers XLA:GPU would store x - mean and the activation's derivative.
             barriers = next(passes) if norm.activation else 1
-            for _ in range(barriers if target.platform == "gpu" else 0):
+            for _ in range(barriers if form.has_barriers else 0):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
@@ -103,7 +87,7 @@ class Passes(NamedTuple):
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
         parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
         weighted = [weight * part for part in parts[: 1 + norm.centred]]
-        totals = choice.summed_over(self._sums(weighted, outer), target.over[0])
+        totals = sums_of_x.summed_over(self._sums(weighted, outer), target.over[0])
         if inner or outer:
             g, d, rstd = each_pass()
         if at.given:
@@ -120,7 +104,7 @@ class Passes(NamedTuple):
             parts = [g * d, g]
         arrays = sums.chosen(parts[0] * rstd, parts[-1])
         arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, weights_shape))
-        return [dx, *choice.summed_over(arrays, target.over[-1]), *of_moments]
+        return [dx, *sums_of_x.summed_over(arrays, target.over[-1]), *of_moments]
 
     def _dx(
         self,
@@ -133,47 +117,46 @@ class Passes(NamedTuple):
         moments_shape: Shape,
     ) -> Array:
         """Returns dx through y and through x's own moments."""
-        n = jnp.maximum(choice.count(self.target, g, mask, moments_shape), 1)
+        n = jnp.maximum(sums_of_x.count(self.target, g, mask, moments_shape), 1)
         is_broadcast = isinstance(g.size, int) and weight.size < g.size
-        if self._is_on_cpu and not is_broadcast:
+        if not is_broadcast:
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
-            weight = rounded(weight)
+            weight = self.form.uncontracted(weight)
         h = weight * g - (totals[1] / n if self.norm.centred else 0)
         return rstd * (h - d * (rstd * rstd * (totals[0] / n)))
 
-    def _rstd_and_mean(self, at: Operands) -> list[Array]:
-        how: Any = {"layout": self.layout, "eps": self.norm.eps, "centred": self.norm.centred}
-        return rstd_and_mean(self.target, at.x, *at.mask, **how)
+    def rstd_and_mean(self, x: Array, mask: Sequence[Array]) -> list[Array]:
+        """Returns rstd of each group and, if `centred`, the mean as a pair."""
+        form, target, layout, norm = self
+        how: Any = {"layout": layout, "shape": layout.own_shape(x.shape), "centred": norm.centred}
+        found = sums_of_x.statistics(form, target, x, *mask, **how)
+        if norm.centred:
+            found = sums_of_x.pooled(target, found)
+        count, *found = (v.reshape(how["shape"]) for v in found)
+        if mask:
+            n = jnp.maximum(count, 1)
+        else:  # a constant
+            devices = lax.axis_size(target.over[0]) if target.over[0] else 1
+            n = jnp.full((1,) * x.ndim, layout.length * devices, count.dtype)
+        if not norm.centred:
+            return [reference.rsqrt(found[0] / n + norm.eps)]
+        mean, m2, rest = found
+        return [*form.written(reference.rsqrt(m2 / n + norm.eps), mean, rest)]
 
     def _arranged(self, at: Operands, *arrays: Array) -> list[Array]:
-        """Returns arrays in the shape that suits the platform."""
-        if self.target.own_sums != "cpu":
-            return [a.reshape(self.layout.cut(a.shape)) for a in arrays]
-        return [self.layout.in_rows(a, by_channel=self._by_channel(at)) for a in arrays]
+        return self.form.arranged(self.layout, *arrays, by_channel=self._by_channel(at))
 
     def _shape(self, at: Operands, shape: Shape) -> Shape:
-        if self.target.own_sums != "cpu":
-            return self.layout.cut(shape)
-        return self.layout.rows(shape, by_channel=self._by_channel(at))
+        return self.form.shape(self.layout, shape, by_channel=self._by_channel(at))
 
     def _by_channel(self, at: Operands) -> bool:
         """Returns whether weights are of channels, and not of each value."""
-        sizes = (math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in at[1:3])
-        return max(sizes) < math.prod(self.layout.shape)
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return self.target.platform == "cpu"
+        sizes = [math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in (at.weight, at.bias)]
+        return math.prod(self.layout.shape) not in sizes
 
     def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
-        return choice.reduction(self.target)(arrays, axes) if axes else arrays
-
-
-def _rounded_product(a: Any, b: Any) -> Array:
-    """Returns a * b. LLVM contracts one of two products and their sum into one operation, which
-    rounds once: without the rounding it depends on the loop's other operations which one."""
-    return rounded(a * b)
+        return self.form.reduced(arrays, axes) if axes else arrays
 
 
 def _deviations(x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]) -> Array:

@@ -46,6 +46,10 @@ class Layout(NamedTuple):
             return tuple(1 if i in self.axes else n for i, n in enumerate(self.shape))
         return (self.groups, *self._ones)[: self.ndim]
 
+    def own_shape(self, x: Shape) -> Shape:
+        """Returns the shape of the moments of each example of x, `(*mapped, *example)`."""
+        return (*x[: len(x) - self.ndim], *self.moments_shape)
+
     @property
     def kept(self) -> Shape:
         """Returns the shape of moments along `axes` without those, `(1,)` if none is left."""

@@ -1,0 +1,184 @@
+"""Computes statistics, sums and affine maps of x by XLA's programs, in a form that `choose`
+chooses."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from eqx_norm._jax import collectives
+from eqx_norm._jax.lowering import Target
+from eqx_norm._normalise.formulas import reference
+from eqx_norm._normalise.formulas.layout import Layout
+from eqx_norm._normalise.formulas.reference import Reduction, Shape
+
+from .on_cpu import UNCUT
+
+
+def _unchanged(x: Array, *, once: bool = False) -> Array:
+    del once
+    return x
+
+
+class Form(NamedTuple):
+    """Says what passes do differently on a platform.
+
+    **Fields:**
+
+    - `is_flat`: arrays are in rows, `Layout.rows`; otherwise in the caller's shape.
+    - `sums`: of a backward pass; `statistic_sums`: of `reference.statistics`.
+    - `statistics`, `squares`: forms of their own, if any.
+    - `is_first_in_rows`: with a mask the first value is found in rows.
+    - `small`: converts a small array of half precision; `written`: writes vectors to memory.
+    - `uncontracted`: keeps a product from being fused with a sum, in gradients of rows.
+    - `has_barriers`: whether barriers keep values from being stored between passes.
+    """
+
+    is_flat: bool = False
+    sums: Reduction = reference.xla_sums
+    statistic_sums: Reduction = reference.xla_sums
+    statistics: Callable[..., Sequence[Array]] | None = None
+    squares: Callable[[Array], Array] | None = None
+    is_first_in_rows: bool = False
+    small: Callable[..., Array] = _unchanged
+    written: Callable[..., Sequence[Array]] = lambda *arrays: arrays
+    uncontracted: Callable[[Array], Array] = lambda product: product
+    has_barriers: bool = False
+
+    def reduced(self, arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
+        """Returns the sums of a backward pass."""
+        is_known = all(isinstance(arrays[0].shape[axis], int) for axis in axes)
+        return (self.sums if is_known else reference.xla_sums)(arrays, axes)
+
+    def arranged(self, layout: Layout, *arrays: Array, by_channel: bool = False) -> list[Array]:
+        """Returns arrays in the shape of this form."""
+        if self.is_flat:
+            return [layout.in_rows(a, by_channel=by_channel) for a in arrays]
+        return [a.reshape(layout.cut(a.shape)) for a in arrays]
+
+    def shape(self, layout: Layout, shape: Shape, *, by_channel: bool = False) -> Shape:
+        """Returns that shape for an array of this one."""
+        return layout.rows(shape, by_channel=by_channel) if self.is_flat else layout.cut(shape)
+
+
+def statistics(
+    form: Form,
+    target: Target,
+    x: Array,
+    *mask: Array,
+    layout: Layout,
+    shape: Shape,
+    centred: bool,
+) -> Sequence[Array]:
+    """Computes `reference.statistics` of a device's x; unless `centred`, count and sum of squares,
+    over all devices."""
+    if not centred:
+        return _squares(form, target, x, *mask, layout=layout, shape=shape)
+    if form.statistics is not None:
+        arrays = form.arranged(layout, x, *mask)
+        return form.statistics(*arrays, shape=form.shape(layout, shape))
+    k = _first(form, target, x, *mask, layout=layout, shape=shape)
+    arrays, shape = form.arranged(layout, x, *mask), form.shape(layout, shape)
+    sums, k = form.statistic_sums, k.reshape(shape)
+    return reference.statistics(*arrays, shape=shape, reduction=sums, k=k)
+
+
+def _squares(
+    form: Form, target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
+) -> Sequence[Array]:
+    is_of_rows = layout.groups is not None and shape == layout.own_shape(x.shape)
+    has_few = form.squares is not None and is_of_rows and layout.length <= UNCUT
+    if form.squares is not None and has_few and not mask:
+        (m2,) = summed_over([form.squares(layout.in_rows(x))], target.over[0])
+    else:
+        zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
+        arrays, static = (reference.widened(form.small(x)), x, zero, zero, *mask), {"both": False}
+        (m2,) = sums(form, target, *arrays, layout=layout, shape=shape, **static)
+    return [jnp.broadcast_to(count(target, x, mask, shape), shape), m2]
+
+
+def count(target: Target, x: Array, mask: Sequence[Array], shape: Shape) -> Array:
+    """Returns the number of values in each group, for x and mask in a shape with an axis for
+    the groups, if there are several; without a mask, a constant."""
+    axes, over = reference.summed_axes(x.shape, shape), target.over[0]
+    found = reference.counts(reference.widened(x), mask[0] if mask else None, axes)
+    if mask:
+        return summed_over([found], over)[0]
+    return found * lax.axis_size(over) if over else found
+
+
+def pooled(target: Target, found: Sequence[Array]) -> Sequence[Array]:
+    """Returns count, mean, m2 and mean_rest, merged over devices."""
+    over = target.over[0]
+    return collectives.pooled_over(found, over) if over else found
+
+
+def _first(
+    form: Form, target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
+) -> Array:
+    """Returns k of `reference.statistics`, from x in the caller's shape and dtype, because
+    XLA:TPU would write all of x to memory in any other. The largest value takes a pass over x,
+    but no gather, for which XLA:TPU would copy x and devices would send x."""
+    if target.is_partitioned:
+        mapped = x.ndim - layout.inner
+        examples = reference.summed_axes(x.shape[:mapped], shape[:mapped])
+        if examples and not mask:
+            # k is the largest of the first values on each device, because XLA may send x to
+            # other devices to slice one example.
+            k = reference.first_value(x, shape=(*x.shape[:mapped], *shape[mapped:]))
+            for axis in examples:
+                k = _first_on_each(target.devices, k, axis)
+            k = k.max(examples, keepdims=True)
+        else:
+            k = reference.first_value(x, *mask, shape=shape, largest=True)
+        # The barrier makes k whole on each device; without it XLA reduces k for each reader.
+        return lax.optimization_barrier(k.reshape(-1))
+    if mask and form.is_first_in_rows:
+        arrays, shape = [*map(layout.in_rows, (x, *mask))], layout.rows(shape)
+        return reference.first_value(*arrays, shape=shape)  # one gather for all axes
+    sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
+    differs = any(n != 1 for n in sizes)  # between examples
+    return reference.first_value(x, *mask, shape=shape, largest=differs)
+
+
+def _first_on_each(devices: int, x: Array, axis: int) -> Array:
+    """Returns the first index of each of as many parts of an axis as there are devices; x
+    itself if the axis has no such parts."""
+    n = x.shape[axis]
+    if not isinstance(n, int) or n % devices:
+        return x
+    parts = x.reshape(*x.shape[:axis], devices, n // devices, *x.shape[axis + 1 :])
+    return lax.index_in_dim(parts, 0, axis + 1, keepdims=False)
+
+
+def sums(
+    form: Form,
+    target: Target,
+    g: Array,
+    *arrays: Array,
+    layout: Layout,
+    shape: Shape,
+    both: bool,
+) -> Sequence[Array]:
+    """Computes `reference.sums`."""
+    arranged, shape = form.arranged(layout, g, *arrays), form.shape(layout, shape)
+    sums = reference.sums(*arranged, shape=shape, both=both, reduction=form.reduced)
+    return summed_over(sums, target.over[0])
+
+
+def summed_over(sums: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:
+    """Returns the sums over all devices along the mesh axes."""
+    # One by one: stacking would write the gradients of weights, as long as a row, once more.
+    return lax.psum(list(sums), axes) if axes else sums
+
+
+def affine(
+    form: Form, bias: Array, scale: Array, wide: Array, *arrays: Array, layout: Layout
+) -> list[Array]:
+    """Computes `reference.affine`."""
+    del wide
+    x, *centre = arrays
+    x, bias, scale, *centre = form.arranged(layout, x, bias, scale, *centre)
+    return [reference.affine(bias, scale, x, *centre)]
