@@ -15,13 +15,7 @@ from eqx_norm.strategies import Moments, Pair
 from . import complex_numbers
 from .derivatives.moments_and_affine import MOMENTS, STATISTICS
 from .derivatives.new_primitive import bind
-from .values import Values
-
-
-def full_count(values: Values, axis_name: AxisName) -> Any:
-    """Returns the number of values in each group, over all examples along the named axes: an
-    int, or a symbol of `jax.export`. Raises `NameError` if `axis_name` is not bound."""
-    return values.x.size // values.layout.size * collectives.size(axis_name)
+from .values import Values, full_count
 
 
 def moments(

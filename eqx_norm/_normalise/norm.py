@@ -32,8 +32,8 @@ from eqx_norm._jax.collectives import AxisName
 from eqx_norm._jax.lowering import Args, Aval, Target
 from eqx_norm.strategies import Moments
 
-from .derivatives.moments_and_affine import AFFINE, fitted, typed
-from .derivatives.new_primitive import bind, new_primitive
+from .derivatives.moments_and_affine import AFFINE
+from .derivatives.new_primitive import bind, fitted, new_primitive, typed
 from .forms import choose
 from .formulas import reference
 from .formulas.activation import Activation, applied, elementwise
@@ -93,15 +93,23 @@ def normalise(
         given = [wide, *vectors]
     vectors = _weights(values, weight, bias, is_kernel)
     norm = RowNorm(eps, centred or used is not None, function)
-    static: Any = {"layout": layout, "norm": norm, "given": used is not None}
-    static |= {"adjacent": True, "kernel": is_kernel}
+    in_pass = functools.partial(
+        bind,
+        NORM,
+        x,
+        layout=layout,
+        norm=norm,
+        given=used is not None,
+        adjacent=True,
+        kernel=is_kernel,
+    )
     if activation is None or function is not None:
-        return bind(NORM, x, *vectors, *given, mask, dtype=x.dtype, **static)[0]
+        return in_pass(*vectors, *given, mask, dtype=x.dtype)[0]
 
     # A function that may not be elementwise is computed after the pass, and again for its
     # derivative, so that x is still the only residual of its size.
     def applied_after(vectors: list[Array], given: list[Array]) -> Array:
-        (v,) = bind(NORM, x, *vectors, *given, mask, dtype=wide.dtype, **static)
+        (v,) = in_pass(*vectors, *given, mask, dtype=wide.dtype)
         return masked(applied(activation, v), mask).astype(x.dtype)
 
     return jax.checkpoint(applied_after)(vectors, given)
@@ -358,9 +366,9 @@ def _norm_jvp(primals: Args, tangents: Args, *, given: bool, kernel: bool, **sta
     elif kernel:
         mask, vectors = others, []
     else:
-        mask, norm = others, static["norm"]
-        how: Any = {"layout": static["layout"], "eps": norm.eps, "centred": norm.centred}
-        vectors = bind(RSTD_AND_MEAN, lax.stop_gradient(x), *mask, **how)
+        mask, norm, constant = others, static["norm"], lax.stop_gradient(x)
+        eps, centred, layout = norm.eps, norm.centred, static["layout"]
+        vectors = bind(RSTD_AND_MEAN, constant, *mask, layout=layout, eps=eps, centred=centred)
     dx, *along = map(registry.instantiate_zeros, along)
     (y,) = NORM.bind(x, weight, bias, *others, **static)
     return [y], bind(D_NORM, dx, x, *along, weight, bias, *vectors, *mask, **static)

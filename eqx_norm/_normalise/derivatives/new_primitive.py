@@ -16,8 +16,9 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from eqx_norm._jax import lowering, registry
-from eqx_norm._jax.lowering import Args, Aval
-from eqx_norm._normalise.formulas import reference
+from eqx_norm._jax.collectives import split
+from eqx_norm._jax.lowering import Args, Aval, changed
+from eqx_norm._normalise.formulas.reference import Shape, summed_axes
 
 from . import device_shares
 
@@ -27,7 +28,7 @@ def new_primitive(
     compute: Callable[..., Sequence[Array]],
     types: Callable[..., list[Aval]],
     full: Sequence[int],
-    vectors: Callable[..., Sequence[reference.Shape]] | None = None,
+    vectors: Callable[..., Sequence[Shape]] | None = None,
 ) -> registry.Primitive:
     """Returns a primitive with several results.
 
@@ -120,7 +121,7 @@ def new_primitive(
     return primitive
 
 
-def _split(platform: str, context: Any, mapped: reference.Shape) -> Any:
+def _split(platform: str, context: Any, mapped: Shape) -> Any:
     """Returns the context to lower a pass in that devices compute on shares of x, or `None`."""
     devices = lowering.devices(context)
     # Shares of different sizes would be gathered. XLA:TPU finds no Python code that partitions
@@ -136,3 +137,20 @@ def bind(
     same axes of a mesh."""
     present = [array for array in arrays if array is not None]
     return primitive.bind(*lowering.varying(present), **parameters)
+
+
+def typed(arrays: Sequence[Aval], like: Aval, shape: Shape, dtype: Any, mapped: int) -> Aval:
+    """Returns an abstract result, which varies over the mesh as the operands do. On a mesh with
+    explicit axes it is split like `like` along the first `mapped` axes that have the same size.
+    Along other axes it is whole on each device, as weights and memory are."""
+    sizes = zip(like.sharding.spec, like.shape, shape, strict=True)
+    places = [place if n == size else None for place, n, size in sizes][:mapped]
+    spec = jax.P(*places, *[None] * (len(shape) - mapped))
+    return changed(arrays[0], shape=shape, dtype=dtype, split=(like, spec))
+
+
+def fitted(cotangent: Array, like: Aval) -> Array:
+    """Returns a cotangent summed over the axes along which its operand was broadcast, and split
+    over a mesh as the operand."""
+    axes = tuple(summed_axes(cotangent.shape, like.shape))
+    return split(cotangent.sum(axes, keepdims=True) if axes else cotangent, like.sharding.spec)

@@ -85,8 +85,9 @@ class Passes(NamedTuple):
         sizes = [*enumerate(zip(moments_shape, weights_shape, x.shape, strict=True))]
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
-        parts = self._sums([g * d, *[g] * (norm.centred or sums.of_bias)], inner)
-        weighted = [weight * part for part in parts[: 1 + norm.centred]]
+        needs_sum_of_g = norm.centred or sums.of_bias
+        parts = self._sums([g * d, g] if needs_sum_of_g else [g * d], inner)
+        weighted = [weight * part for part in (parts if norm.centred else parts[:1])]
         totals = sums_of_x.summed_over(self._sums(weighted, outer), target.over[0])
         if inner or outer:
             g, d, rstd = each_pass()
@@ -129,17 +130,19 @@ class Passes(NamedTuple):
     def rstd_and_mean(self, x: Array, mask: Sequence[Array]) -> list[Array]:
         """Returns rstd of each group and, if `centred`, the mean as a pair."""
         form, target, layout, norm = self
-        how: Any = {"layout": layout, "shape": layout.own_shape(x.shape), "centred": norm.centred}
-        found = sums_of_x.statistics(form, target, x, *mask, **how)
-        if norm.centred:
+        shape, centred = layout.own_shape(x.shape), norm.centred
+        found = sums_of_x.statistics(
+            form, target, x, *mask, layout=layout, shape=shape, centred=centred
+        )
+        if centred:
             found = sums_of_x.pooled(target, found)
-        count, *found = (v.reshape(how["shape"]) for v in found)
+        count, *found = (v.reshape(shape) for v in found)
         if mask:
             n = jnp.maximum(count, 1)
         else:  # a constant
             devices = lax.axis_size(target.over[0]) if target.over[0] else 1
             n = jnp.full((1,) * x.ndim, layout.length * devices, count.dtype)
-        if not norm.centred:
+        if not centred:
             return [reference.rsqrt(found[0] / n + norm.eps)]
         mean, m2, rest = found
         return [*form.written(reference.rsqrt(m2 / n + norm.eps), mean, rest)]
