@@ -7,7 +7,6 @@ places of mapped axes as JAX hands them over; `Zero` and `is_undefined_primal` d
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -45,20 +44,6 @@ def primitive(
     batching.fancy_primitive_batchers[made] = batch
     for platform, rule in (lower or {None: mlir.lower_fun(evaluate, not is_single)}).items():
         mlir.register_lowering(made, rule, platform)
-    return made
-
-
-def elementwise(name: str, functions: Mapping[str | None, Callable[[Any], Any]]) -> Primitive:
-    """Returns a primitive that computes, by platform, an elementwise function of one array;
-    `None` stands for all other platforms."""
-    made = primitive(
-        name,
-        types=lambda operand: operand,
-        batch=lambda axis, operands, places: (made.bind(*operands), places[0]),
-        evaluate=lambda operand: jax.jit(made.bind)(operand),
-        lower={key: mlir.lower_fun(f, False) for key, f in functions.items()},
-        is_single=True,
-    )
     return made
 
 

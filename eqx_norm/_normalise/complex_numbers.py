@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from eqx_norm.strategies import Moments, Pair
 
-from .values import Values
+from .formulas.layout import Values
 
 
 def parts(values: Values) -> Values:

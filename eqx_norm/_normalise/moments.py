@@ -13,9 +13,9 @@ from eqx_norm._jax.collectives import AxisName
 from eqx_norm.strategies import Moments, Pair
 
 from . import complex_numbers
-from .derivatives.moments_and_affine import MOMENTS, STATISTICS
-from .derivatives.new_primitive import bind
-from .values import Values, full_count
+from .formulas.layout import Values, full_count
+from .moments_primitives import MOMENTS, STATISTICS
+from .primitive import bind
 
 
 def moments(

@@ -49,10 +49,6 @@ ARROWS = {
         "eqx_norm/_normalise/forms",
         r"eqx_norm\._normalise\.(?!(formulas|kernels|forms)\b)",
     ),
-    "derivatives are above forms": (
-        "eqx_norm/_normalise/derivatives",
-        r"eqx_norm\._normalise\.(?!(formulas|kernels|forms|derivatives)\b)",
-    ),
     "determinism does not import the layers": (
         "eqx_norm/determinism",
         r"eqx_norm\.(?!(determinism|_jax)\b)",

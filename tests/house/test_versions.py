@@ -27,10 +27,10 @@ UNSTABLE = {
         r"\.eqns\b|jax\.extend",
         "jaxprs registry",
     ),
-    "experimental modules": (r"jax\.experimental", "device_shares tile tpu_rows"),
+    "experimental modules": (r"jax\.experimental", "shards tile tpu_rows"),
     "private and core modules": (
         r"jax\.(_src|config\.values|core)\b|jax import core",
-        "_layers _recipe lowering new_primitive",
+        "_layers _recipe lowering primitive",
     ),
 }
 

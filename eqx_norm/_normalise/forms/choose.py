@@ -22,7 +22,7 @@ from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
-from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
 from eqx_norm._normalise.kernels import columns, rows
 from eqx_norm.strategies._pair import rounded
 
@@ -40,6 +40,7 @@ _PLATFORMS = {
         small=on_cpu.converted,
         written=on_cpu.written,
         uncontracted=rounded,
+        rsqrt=reference.rsqrt,
     ),
     "gpu": Form(
         sums=on_gpu.packed_sums,
@@ -99,28 +100,19 @@ def affine(target: Target, *arrays: Array, **static: Any) -> list[Array]:
     return sums_of_x.affine(form(target), *arrays, **static)
 
 
-def rstd_and_mean(
-    target: Target, x: Array, *mask: Array, layout: Layout, eps: float, centred: bool
-) -> list[Array]:
-    """Returns rstd of each group and, if `centred`, the mean as a pair."""
-    return Passes(form(target), target, layout, RowNorm(eps, centred)).rstd_and_mean(x, mask)
-
-
 def norm(
     target: Target,
     x: Array,
     weight: Array,
     bias: Array,
     *others: Array,
-    given: bool,
-    dtype: Any,
-    **static: Any,
+    layout: Layout,
+    options: Options,
 ) -> list[Array]:
-    """Returns the normalised x, of `dtype`. `others` are the given moments, if any, after
-    `wide`, which is not read, and the mask, if any."""
-    mask = [v for v in others if v.dtype == bool]
-    at = Operands(x, weight, bias, mask, others[1:4] if given else (), given)
-    return [_of_norm(target, at, Sums(), **static).y(at).astype(dtype)]
+    """Returns the normalised x. `others` are the given moments, if any, after `wide`, which is
+    not read, and the mask, if any."""
+    at = Operands.of(x, weight, bias, others[1:] if options.given else others)
+    return [_of_norm(target, at, Sums(), layout, options).y(at).astype(options.dtype)]
 
 
 def gradients(
@@ -130,40 +122,37 @@ def gradients(
     weight: Array,
     bias: Array,
     *others: Array,
-    given: bool,
-    shape: Shape | None,
-    moments_shape: Shape | None,
-    wanted: tuple[bool, bool],
-    dtype: Any,
-    dx_dtype: Any,
-    **static: Any,
+    layout: Layout,
+    options: Options,
+    sums: Sums,
 ) -> list[Array]:
-    """Returns the gradients of x, of weight and bias, of `shape`, that are `wanted`, and those of
-    rstd and mean, of `moments_shape` unless it is `None`. `others` are rstd, mean and mask."""
-    del dtype
-    mask = [v for v in others if v.dtype == bool]
-    at = Operands(x, weight, bias, mask, others[: len(others) - len(mask)], given)
-    sums = Sums(shape, *wanted, moments_shape)
-    dx, *of_vectors = _of_norm(target, at, sums, **static).gradients(dy, at, sums)
-    return [dx.astype(dx_dtype), *of_vectors]
+    """Returns the gradients of x, of weight and bias if they are wanted, and of variance and
+    mean if they are. `others` are moments and mask."""
+    at = Operands.of(x, weight, bias, others)
+    of_norm = _of_norm(target, at, sums, layout, options)
+    dx, *of_vectors = of_norm.gradients(dy, at, sums)
+    return [dx.astype(sums.x_dtype), *of_vectors]
 
 
 def _of_norm(
-    target: Target,
-    at: Operands,
-    sums: Sums,
-    *,
-    layout: Layout,
-    norm: RowNorm,
-    adjacent: bool,
-    kernel: bool,
+    target: Target, at: Operands, sums: Sums, layout: Layout, options: Options
 ) -> rows.Kernel | Chain | Passes:
-    if kernel:
-        found = rows.Kernel.of(target, layout, norm, at, sums)
+    if options.kernel:
+        found = rows.Kernel.of(target, layout, options.norm, at, sums)
         if found is not None:
             return found
-    if target.platform == "gpu" and not at.given and not at.mask:
-        chain, has_whole_rows = Chain(layout, norm), adjacent and not target.over[0]
+    if target.platform == "gpu" and not options.given and not at.mask:
+        chain = Chain(layout, options.norm)
+        has_whole_rows = options.contiguous and not target.over[0]
         if has_whole_rows and chain.serves(at, sums):
             return chain
-    return Passes(form(target), target, layout, norm)
+    return Passes(form(target), target, layout, options)
+
+
+def can_split(target: Target, mapped: Shape) -> bool:
+    """Returns whether each device can compute a pass on its shard of x, whose mapped axes have
+    these sizes."""
+    # XLA:TPU finds no Python code that partitions a call (jax 0.12.0.1). Shards of different
+    # sizes would be gathered.
+    is_even = any(size % target.devices == 0 for size in mapped)
+    return target.platform in ("cpu", "gpu") and is_even

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from eqx_norm._normalise.formulas.layout import Layout
-from eqx_norm._normalise.formulas.reference import Shape, rsqrt
+from eqx_norm._normalise.formulas.reference import Shape, hardware_rsqrt
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
 from eqx_norm.strategies._pair import rounded
 
@@ -40,7 +40,7 @@ class Chain(NamedTuple):
             return False
         if layout.ndim == 0:
             return False
-        longest = FEW if sums.any else LONGEST
+        longest = LONGEST if sums.shape is None else FEW
         # XLA:GPU pads rows to a power of two, and then splits off costly functions.
         if self.norm.activation is not None and self.norm.activation.is_costly:
             padded = 1 << (layout.length - 1).bit_length()
@@ -60,14 +60,13 @@ class Chain(NamedTuple):
         return self._in_shape(v if activation is None else activation(v), at.x)
 
     def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
-        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does. The
+        """Returns the gradients of x and weights, as `choose.gradients` does. The
         moments are computed again."""
         dx = self._dx(dy, at)
-        if not sums.any:
+        if sums.shape is None:
             return [dx]
         for _ in range(2):  # an x other than those of y and dx
             at = at._replace(x=lax.optimization_barrier(at.x))
-        assert sums.shape is not None
         weights = [jnp.broadcast_to(w, sums.shape) for w in (at.weight, at.bias)]
         pull_back = jax.vjp(lambda *weights: self.y(Operands(at.x, *weights)), *weights)[1]
         return [dx, *sums.chosen(*pull_back(dy))]
@@ -102,7 +101,7 @@ class Chain(NamedTuple):
             x = x - rounded(_mean(x))
         else:
             x = self.norm.centre(x, x.max(-1, keepdims=True), _mean)
-        return self.norm.scaled(x, _mean, rsqrt)
+        return self.norm.scaled(x, _mean, hardware_rsqrt)
 
     def _repeats(self, shape: Shape) -> bool:
         """Returns whether a weight of this shape is one of a block of values in a row."""

@@ -19,7 +19,7 @@ from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
-from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
 
 from . import sums_of_x
 from .sums_of_x import Form
@@ -33,40 +33,39 @@ class Passes(NamedTuple):
     form: Form
     target: Target
     layout: Layout
-    norm: RowNorm
+    options: Options
 
     def y(self, at: Operands) -> Array:
         """Returns the normalised x."""
-        x, vectors, arranged = at.x, at.moments, functools.partial(self._arranged, at)
-        if not at.given:
+        x, norm, arranged = at.x, self.options.norm, functools.partial(self._arranged, at)
+        if not at.moments:
             # The squares of RMSNorm are read by XLA's library, which converts x itself.
-            x = self.form.small(x, once=not self.norm.centred)
-            vectors = self.rstd_and_mean(at.x, at.mask)
+            x = self.form.small(x, once=not norm.centred)
+        rstd, *mean = arranged(*self._rstd_and_mean(at))
         x, *mask = arranged(x, *at.mask)
-        rstd, *mean = arranged(*vectors)
         weight, bias = arranged(at.weight, at.bias)
         d = _deviations(x, rstd, mean, mask)
-        return reference.masked(self.norm.y(d, rstd * weight, bias), *mask)
+        return reference.masked(norm.y(d, rstd * weight, bias), *mask)
 
     def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
         """Returns the gradients of x, weights and given moments, as `choose.gradients` does."""
-        form, target, layout, norm = self
+        form, target, norm, given = self.form, self.target, self.options.norm, self.options.given
         arranged, x = functools.partial(self._arranged, at), at.x
-        if at.given:
-            vectors, moments_shape = at.moments, sums.moments_shape or at.moments[0].shape
+        moments_shape = self.layout.own_shape(x.shape)
+        if given:
+            moments_shape = sums.moments_shape or at.moments[0].shape
         else:
             x, dy = form.small(x), form.small(dy)
-            vectors = at.moments or self.rstd_and_mean(at.x, at.mask)
-            moments_shape = layout.own_shape(x.shape)
         moments_shape = self._shape(at, moments_shape)
         weights_shape = self._shape(at, at.weight.shape if sums.shape is None else sums.shape)
+        vectors = arranged(*self._rstd_and_mean(at))
         x, dy, weight, bias, *mask = arranged(x, dy, at.weight, at.bias, *at.mask)
-        vectors, passes = arranged(*vectors), itertools.count(1)
+        passes = itertools.count(1)
 
         def product(a: Any, b: Any) -> Array:
             # LLVM contracts one of two products and their sum into one operation, which rounds
             # once; it depends on the loop's other operations which one. A row has its own bits.
-            return lax.mul(a, b) if at.given else form.uncontracted(lax.mul(a, b))
+            return lax.mul(a, b) if given else form.uncontracted(lax.mul(a, b))
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
@@ -77,7 +76,7 @@ class Passes(NamedTuple):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
-            u, scale = (d, rstd * weight) if at.given else (d * rstd, weight)
+            u, scale = (d, rstd * weight) if given else (d * rstd, weight)
             g = norm.g(dy.astype(d.dtype), u, scale, bias, product)
             return reference.masked(g, *mask), d, rstd
 
@@ -91,14 +90,15 @@ class Passes(NamedTuple):
         totals = sums_of_x.summed_over(self._sums(weighted, outer), target.over[0])
         if inner or outer:
             g, d, rstd = each_pass()
-        if at.given:
-            dx, of_moments = rstd * weight * g, [totals[0], -rstd * totals[1]]
+        of_moments = []
+        if not given:
+            dx = self._dx(g, d, rstd, weight, totals, mask, moments_shape)
         else:
-            dx, of_moments = self._dx(g, d, rstd, weight, totals, mask, moments_shape), []
+            dx = rstd * weight * g
+            if sums.moments_shape is not None:
+                of_moments = [reference.r_cubed(rstd, -0.5 * totals[0]), -rstd * totals[1]]
         dx = reference.masked(dx, *mask)
-        if sums.moments_shape is None:
-            of_moments = []
-        if not sums.any:
+        if sums.shape is None:
             return [dx, *of_moments]
         if not inner:
             g, d, rstd = each_pass()
@@ -124,28 +124,37 @@ class Passes(NamedTuple):
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
             weight = self.form.uncontracted(weight)
-        h = weight * g - (totals[1] / n if self.norm.centred else 0)
+        h = weight * g - (totals[1] / n if self.options.norm.centred else 0)
         return rstd * (h - d * (rstd * rstd * (totals[0] / n)))
 
-    def rstd_and_mean(self, x: Array, mask: Sequence[Array]) -> list[Array]:
-        """Returns rstd of each group and, if `centred`, the mean as a pair."""
-        form, target, layout, norm = self
-        shape, centred = layout.own_shape(x.shape), norm.centred
-        found = sums_of_x.statistics(
-            form, target, x, *mask, layout=layout, shape=shape, centred=centred
-        )
+    def _rstd_and_mean(self, at: Operands) -> list[Array]:
+        """Returns rstd and, if there is one, the mean as a pair; of x itself, if no moments are
+        among the operands."""
+        form = self.form
+        if at.moments:
+            variance, *mean = at.moments
+            return [self._rstd(variance), *mean]
+        centred, shape = self.options.norm.centred, self.layout.own_shape(at.x.shape)
+        static: Any = {"layout": self.layout, "shape": shape, "centred": centred}
+        found = sums_of_x.statistics(form, self.target, at.x, *at.mask, **static)
         if centred:
-            found = sums_of_x.pooled(target, found)
+            found = sums_of_x.pooled(self.target, found)
         count, *found = (v.reshape(shape) for v in found)
-        if mask:
+        if at.mask:
             n = jnp.maximum(count, 1)
         else:  # a constant
-            devices = lax.axis_size(target.over[0]) if target.over[0] else 1
-            n = jnp.full((1,) * x.ndim, layout.length * devices, count.dtype)
+            over = self.target.over[0]
+            devices = lax.axis_size(over) if over else 1
+            n = jnp.full((1,) * at.x.ndim, self.layout.length * devices, count.dtype)
         if not centred:
-            return [reference.rsqrt(found[0] / n + norm.eps)]
+            return [self._rstd(found[0] / n)]
         mean, m2, rest = found
-        return [*form.written(reference.rsqrt(m2 / n + norm.eps), mean, rest)]
+        return [*form.written(self._rstd(m2 / n), mean, rest)]
+
+    def _rstd(self, variance: Array) -> Array:
+        # XLA multiplies m2 by the rounded 1/n, and LLVM would contract the product with the sum
+        # in some loops: a row would have two rstd.
+        return self.form.rsqrt(self.form.uncontracted(variance) + self.options.norm.eps)
 
     def _arranged(self, at: Operands, *arrays: Array) -> list[Array]:
         return self.form.arranged(self.layout, *arrays, by_channel=self._by_channel(at))

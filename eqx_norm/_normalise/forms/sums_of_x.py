@@ -34,6 +34,7 @@ class Form(NamedTuple):
     - `small`: converts a small array of half precision; `written`: writes vectors to memory.
     - `uncontracted`: keeps a product from being fused with a sum, in gradients of rows.
     - `has_barriers`: whether barriers keep values from being stored between passes.
+    - `rsqrt`: computes 1 / sqrt.
     """
 
     is_flat: bool = False
@@ -46,6 +47,7 @@ class Form(NamedTuple):
     written: Callable[..., Sequence[Array]] = lambda *arrays: arrays
     uncontracted: Callable[[Array], Array] = lambda product: product
     has_barriers: bool = False
+    rsqrt: Callable[[Array], Array] = reference.hardware_rsqrt
 
     def reduced(self, arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
         """Returns the sums of a backward pass."""

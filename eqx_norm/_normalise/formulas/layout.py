@@ -1,4 +1,4 @@
-"""Defines which values of an example share moments, and which share a weight."""
+"""Defines an example with its mask, and which of its values share moments or a weight."""
 
 import itertools
 import math
@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .reference import Shape
+from eqx_norm._jax import collectives
+from eqx_norm._jax.collectives import AxisName
+
+from .reference import Shape, widened
 
 
 class Layout(NamedTuple):
@@ -74,12 +77,12 @@ class Layout(NamedTuple):
         """Returns the number of values in a group."""
         return math.prod(self.shape) // self.size
 
-    def share(self, x: Shape, share: Shape) -> "Layout":
-        """Returns the layout of a device's share of x, which cuts no group."""
+    def of_shard(self, x: Shape, shard: Shape) -> "Layout":
+        """Returns the layout of a device's shard of x, which cuts no group."""
         n, (groups, channels) = len(x) - self.ndim, (self.groups, self.channels)
-        groups = groups * share[n] // x[n] if groups and groups > 1 else groups
-        channels = channels * share[n] // x[n] if channels > 1 else channels
-        return Layout(share[n:], groups, channels, self.axes)
+        groups = groups * shard[n] // x[n] if groups and groups > 1 else groups
+        channels = channels * shard[n] // x[n] if channels > 1 else channels
+        return Layout(shard[n:], groups, channels, self.axes)
 
     # --- The shapes in which passes compute.
 
@@ -170,3 +173,41 @@ class Layout(NamedTuple):
     def _merged(self, sizes: Sequence[Any], by_channel: bool) -> Shape:
         merged = [math.prod(sizes[axis] for axis in run) for run in self._runs(by_channel)]
         return tuple(merged) if len(merged) > 1 else (1, *merged)
+
+
+class Values(NamedTuple):
+    """Holds one example, the input of `moments` and `normalise`.
+
+    **Fields:**
+
+    - `x`: the example, float or complex, and the only residual of this size.
+    - `wide`: x in float32 or better. The derivatives of the moments and of y both go through
+        `wide`, so that their sum is rounded once: see `moments_primitives`.
+    - `mask`: `None`, or bools with as many axes as x; values where it is false do not count.
+    - `layout`: which values share moments, and which share a weight.
+    """
+
+    x: Array
+    wide: Array
+    mask: Array | None
+    layout: Layout
+
+    @staticmethod
+    def of(
+        x: Array, mask: Array | None = None, *, groups: int | None, channels: int
+    ) -> "Values":
+        """Returns the values of x; `mask` broadcasts to `x.shape[1:]` or has the shape of x."""
+        if mask is not None and mask.shape != x.shape:
+            mask = jnp.broadcast_to(mask, x.shape[1:])[None]
+        return Values(x, widened(x), mask, Layout(x.shape, groups, channels))
+
+    @staticmethod
+    def along(x: Array, axes: tuple[int, ...], mask: Array | None = None) -> "Values":
+        """Returns the values of x with moments along these axes; `mask` has as many axes."""
+        return Values(x, widened(x), mask, Layout(x.shape, None, 1, axes))
+
+
+def full_count(values: Values, axis_name: AxisName) -> Any:
+    """Returns the number of values in each group, over all examples along the named axes: an
+    int, or a symbol of `jax.export`. Raises `NameError` if `axis_name` is not bound."""
+    return values.x.size // values.layout.size * collectives.size(axis_name)

@@ -75,36 +75,65 @@ class RowNorm(NamedTuple):
         return rstd * (h - u * mean(h * u))
 
 
+class Options(NamedTuple):
+    """Holds the static arguments of the primitives of `norm_primitives`, besides the layout.
+
+    **Fields:**
+
+    - `dtype`: that of y.
+    - `given`: whether the moments are operands that a strategy has chosen, and not those of x.
+    - `kernel`: whether a Pallas kernel computes y and gradients.
+    - `contiguous`: whether the values of an example are contiguous in memory.
+    """
+
+    norm: RowNorm
+    dtype: Any
+    given: bool
+    kernel: bool
+    contiguous: bool = True
+
+
 class Operands(NamedTuple):
     """Holds the operands of a norm, with as many axes as x, `(*mapped, *example)`, and size 1
     where they are broadcast.
 
-    **Fields:** `moments`: rstd, and the mean as a pair if there is one; if empty, x's own, to
-    be computed. `given`: whether they are not those of x itself.
+    **Fields:** `mask`: one mask or none. `moments`: variance, and the mean as a pair if there
+    is one; empty if the moments of x are still to be computed.
     """
 
     x: Array
     weight: Array
     bias: Array
-    mask: Sequence[Array] = ()  # one mask or none
+    mask: Sequence[Array] = ()
     moments: Sequence[Array] = ()
-    given: bool = False
+
+    @staticmethod
+    def of(x: Array, weight: Array, bias: Array, others: Sequence[Array]) -> "Operands":
+        """Returns the operands; `others` are moments, if any, and the mask, if any."""
+        mask = [v for v in others if v.dtype == bool]
+        return Operands(x, weight, bias, mask, others[: len(others) - len(mask)])
 
 
 class Sums(NamedTuple):
-    """Says which gradients of weights, and of given moments, a backward pass sums, if any, and
-    their shapes."""
+    """Says which gradients a backward pass sums besides that of x.
+
+    **Fields:** `shape`: of the gradients of weight and bias, `None` if neither is wanted.
+    `moments_shape`: of the gradients of given moments, `None` if they are not wanted.
+    `x_dtype`: of the gradient of x.
+    """
 
     shape: Shape | None = None
     of_weight: bool = False
     of_bias: bool = False
     moments_shape: Shape | None = None
-
-    @property
-    def any(self) -> bool:
-        """Returns whether there are gradients of weights."""
-        return self.of_weight or self.of_bias
+    x_dtype: Any = None
 
     def chosen(self, weight: Array, bias: Array) -> list[Array]:
         """Returns those of the two gradients that are wanted."""
         return [weight] * self.of_weight + [bias] * self.of_bias
+
+    def with_shapes(self, change: Callable[[Shape], Shape]) -> "Sums":
+        """Returns the sums with changed shapes, as `vmap` and a split over devices need."""
+        shape = None if self.shape is None else change(self.shape)
+        moments_shape = None if self.moments_shape is None else change(self.moments_shape)
+        return self._replace(shape=shape, moments_shape=moments_shape)

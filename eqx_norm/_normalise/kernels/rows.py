@@ -86,7 +86,7 @@ class Kernel(NamedTuple):
         return y
 
     def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
-        """Returns the gradients of x and weights, as `choice_for_examples.gradients` does. The
+        """Returns the gradients of x and weights, as `choose.gradients` does. The
         moments are computed again."""
         shape = None if sums.shape is None else self.layout.rows(sums.shape)
         arrays = self._rows(dy, *at[:3])

@@ -18,9 +18,10 @@ from jaxtyping import Array
 from eqx_norm._jax import lowering, registry
 from eqx_norm._jax.collectives import split
 from eqx_norm._jax.lowering import Args, Aval, changed
-from eqx_norm._normalise.formulas.reference import Shape, summed_axes
 
-from . import device_shares
+from . import shards
+from .forms import choose
+from .formulas.reference import Shape, summed_axes
 
 
 def new_primitive(
@@ -40,7 +41,7 @@ def new_primitive(
     - `full`: the operands that must have the full size of a mapped axis, not size 1.
     - `vectors`: returns the shapes of the sums that `compute` merges over `Target.over`, given
         the shape of x and the parameters. In a program that XLA splits over devices, each then
-        computes its share; if `None`, XLA splits the pass itself.
+        computes its shard; if `None`, XLA splits the pass itself.
     """
 
     def lower(platform: str, context: Any, *arrays: Any, names: Any = (), **static: Any) -> Any:
@@ -59,14 +60,16 @@ def new_primitive(
             all(isinstance(size, int) for size in known),
         )
 
-        def on_share(over: lowering.Over) -> Callable[..., Sequence[Array]]:
+        def on_shard(over: lowering.Over) -> Callable[..., Sequence[Array]]:
             local = target._replace(devices=1, over=over)
             return functools.partial(compute, local)
 
         is_known = all(isinstance(size, int) for size in x)
-        if sums and is_known and (split := _split(platform, context, x[:mapped])):
-            shared = device_shares.computed_on_shares(on_share, sums, avals, full[0], **static)
-            return lowering.lowered(shared, split, *arrays)
+        if sums and is_known and choose.can_split(target, x[:mapped]):
+            split = lowering.with_mesh(context)
+            if split is not None:
+                of_shards = shards.computed(on_shard, sums, avals, full[0], **static)
+                return lowering.lowered(of_shards, split, *arrays)
 
         def results(*arrays: Array) -> list[Array]:
             values = zip(compute(target, *arrays, **static), avals, strict=True)
@@ -99,14 +102,15 @@ def new_primitive(
             lax.expand_dims(array, (0,)) if place is None else jnp.moveaxis(array, place, 0)
             for array, place in zip(arrays, places, strict=True)
         ]
-        if "adjacent" in parameters:  # values that are in rows in memory
-            parameters["adjacent"] &= all(place in (0, None) for place in places)
+        if "options" in parameters and not all(place in (0, None) for place in places):
+            parameters["options"] = parameters["options"]._replace(contiguous=False)
         for i in full:
             arrays[i] = jnp.broadcast_to(arrays[i], (axis.size, *arrays[i].shape[1:]))
-        for key in ("shape", "moments_shape"):
-            if parameters.get(key) is not None:
-                size = 1 if is_summed else axis.size
-                parameters[key] = (size, *parameters[key])
+        size = 1 if is_summed else axis.size
+        if "shape" in parameters:
+            parameters["shape"] = (size, *parameters["shape"])
+        if "sums" in parameters:
+            parameters["sums"] = parameters["sums"].with_shapes(lambda shape: (size, *shape))
         if is_summed:
             parameters["names"] = tuple(name for name in names if name != axis.name)
         results = primitive.bind(*arrays, **parameters)
@@ -119,15 +123,6 @@ def new_primitive(
     how: Any = {"types": types, "batch": batch, "evaluate": evaluate, "lower": rules}
     primitive = registry.primitive(name, **how)
     return primitive
-
-
-def _split(platform: str, context: Any, mapped: Shape) -> Any:
-    """Returns the context to lower a pass in that devices compute on shares of x, or `None`."""
-    devices = lowering.devices(context)
-    # Shares of different sizes would be gathered. XLA:TPU finds no Python code that partitions
-    # a call (jax 0.12.0.1).
-    is_even = any(size % devices == 0 for size in mapped)
-    return lowering.with_mesh(context) if is_even and platform != "other" else None
 
 
 def bind(

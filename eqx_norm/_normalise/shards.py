@@ -1,13 +1,13 @@
-"""Computes a pass over x on each device's share of x, in a program that XLA splits.
+"""Computes a pass over x on each device's shard of x, in a program that XLA splits.
 
 XLA splits its own operations, but gathers x for a kernel, and cannot split the forms of
-`on_cpu` and `on_gpu`. `jax.experimental.custom_partitioning` calls `_Shared.partition` when XLA
+`on_cpu` and `on_gpu`. `jax.experimental.custom_partitioning` calls `_Sharded.partition` when XLA
 has decided how the operands are split: each device then runs the form that one device would
 run, and vectors alone are sent.
 
 The compiled program names the Python function by its address, so JAX's persistent cache of
 compiled programs misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Two
-passes on the same shapes are then told apart by a number, `_Shared.fingerprint`.
+passes on the same shapes are then told apart by a number, `_Sharded.fingerprint`.
 """
 
 import math
@@ -22,13 +22,14 @@ from jax import lax
 from jaxtyping import Array
 
 from eqx_norm._jax.lowering import Aval, Over, without_mesh
-from eqx_norm._normalise.formulas.reference import Shape
+
+from .formulas.reference import Shape
 
 # Given `Over`, returns the pass: a function of its operands and parameters.
 Pass = Callable[[Over], Callable[..., Sequence[Array]]]
 
 
-def computed_on_shares(
+def computed(
     compute: Pass,
     vectors: Sequence[Shape],
     results: Sequence[Aval],
@@ -47,9 +48,9 @@ def computed_on_shares(
     # Imported here: programs for one device do not need it.
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    this = _Shared(compute, vectors, results, full, static)
+    this = _Sharded(compute, vectors, results, full, static)
 
-    def on_shares(*arrays: Array) -> list[Array]:
+    def on_shards(*arrays: Array) -> list[Array]:
         # XLA never runs this function; only its types matter. It must have no constants.
         function = custom_partitioning(
             lambda *_: [lax.full(r.shape, 0, r.dtype) for r in results]
@@ -57,11 +58,11 @@ def computed_on_shares(
         function.def_partition(this.partition, sharding_rule=this.rule)
         return function(*arrays, this.fingerprint(arrays))
 
-    return on_shares
+    return on_shards
 
 
-class _Shared(NamedTuple):
-    """Holds the arguments of `computed_on_shares`."""
+class _Sharded(NamedTuple):
+    """Holds the arguments of `computed`."""
 
     compute: Pass
     vectors: Sequence[Shape]
@@ -73,7 +74,7 @@ class _Shared(NamedTuple):
         """Returns a number that stands for the computation and its merges. Errors of the
         computation are raised here, where JAX shows the user's code, and not by XLA."""
         over: list[tuple[str, ...]] = [("devices",) for _ in self.vectors]
-        if self.static.get("kernel"):
+        if "options" in self.static and self.static["options"].kernel:
             over[0] = ()  # a kernel needs whole rows
 
         def computed(*arrays: Array) -> Sequence[Array]:
@@ -121,27 +122,31 @@ class _Shared(NamedTuple):
             ]
             return jax.NamedSharding(mesh, jax.P(*places))
 
+        def shard_shape(shape: Shape) -> Shape:
+            return split(shape).shard_shape(shape)
+
         def over(shape: Shape) -> tuple[str, ...]:
             summed = [axis for axis, n in enumerate(shape) if n == 1 < x[axis]]
             return tuple(name for axis in summed for name in spec[axis])
 
         compute = self.compute([*map(over, self.vectors)])
         local = dict(self.static)
-        local["layout"] = local["layout"].share(x, split(x).shard_shape(x))
-        for key in ("shape", "moments_shape"):
-            if (shape := local.get(key)) is not None:
-                local[key] = split(shape).shard_shape(shape)
+        local["layout"] = local["layout"].of_shard(x, shard_shape(x))
+        if "shape" in local:
+            local["shape"] = shard_shape(local["shape"])
+        if "sums" in local:
+            local["sums"] = local["sums"].with_shapes(shard_shape)
         places = [split(result.shape) for result in self.results]
         shapes = [p.shard_shape(r.shape) for p, r in zip(places, self.results, strict=True)]
 
-        def of_share(*arrays: Array) -> list[Array]:
+        def of_shard(*arrays: Array) -> list[Array]:
             *operands, _ = arrays  # without the fingerprint
             with without_mesh():
                 values = zip(compute(*operands, **local), shapes, strict=True)
                 return [value.reshape(shape) for value, shape in values]
 
         replicated = jax.NamedSharding(mesh, jax.P())
-        return mesh, of_share, places, (*(split(a.shape) for a in operands[:-1]), replicated)
+        return mesh, of_shard, places, (*(split(a.shape) for a in operands[:-1]), replicated)
 
     def _spec(self, mesh: Any, x: Shape, given: jax.P) -> list[tuple[str, ...]]:
         """Returns the names of the mesh axes that split each axis of x, none for one that is

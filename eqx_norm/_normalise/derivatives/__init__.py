@@ -1,1 +1,0 @@
-"""Makes primitives of JAX from passes over x, with their derivatives."""
