@@ -355,8 +355,9 @@ def plain(case: Case) -> Case:
 
 
 def among_more(case: Case, z: Any, ct: Any, aux: Any, state: Any) -> tuple[Any, ...]:
-    """Returns the arguments of the program of `plain(case)`: the examples, in reverse order, are
-    the first, which a vectorised loop computes, and the last, which may be its remainder."""
+    """Returns the arguments of the program of `plain(case)`: the examples, in reverse order,
+    are the first, which a vectorised loop computes, and the last, which may be its
+    remainder."""
     sizes, count = [n for _, n in case.axes], math.prod(n for _, n in case.axes)
     apart = [n if role == "apart" else 1 for role, n in case.axes]
     order = np.r_[:count, np.arange(MORE) % count, :count][::-1]

@@ -40,12 +40,6 @@ class Target(NamedTuple):
         """Returns whether XLA may split arrays."""
         return self.devices > 1
 
-    @property
-    def own_sums(self) -> str:
-        """Returns the platform whose own form of sums can be used, or "other". Such a form cuts
-        arrays into parts of known sizes."""
-        return self.platform if self.is_known and not self.is_partitioned else "other"
-
 
 def operands(context: Context) -> Sequence[Aval]:
     """Returns the types of a primitive's operands."""

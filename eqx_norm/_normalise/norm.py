@@ -1,7 +1,7 @@
 """Defines the one operation of all layers, `normalise`."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -62,7 +62,8 @@ def normalise(
         y = functools.partial(_in_jax_numpy, values, activation=activation)
         # A barrier before each vector, but not before x, which would then be saved twice.
         y = jax.checkpoint(y, prevent_cse=(True,) * 3)
-        return y(_columns(used, eps, values), *like_x((weight, bias), values))
+        columns = _columns(used, eps, values, reference.rsqrt)
+        return y(columns, *like_x((weight, bias), values))
 
     given = [] if used is None else [wide, *_moments(used, values)]
     vectors = _weights(values, weight, bias, is_kernel)
@@ -102,8 +103,10 @@ def _weights(
     for vector, default in zip(given, (1, 0), strict=True):
         if vector is None:
             vectors.append(jnp.full((1,) * x.ndim, default, values.wide.dtype))
+        elif in_full:
+            vectors.append(jnp.broadcast_to(vector, x.shape))
         else:
-            vectors.append(jnp.broadcast_to(vector, x.shape) if in_full else layout.weights(vector))
+            vectors.append(layout.weights(vector))
     return vectors
 
 
@@ -123,15 +126,17 @@ def normalise_in_jax_numpy(
 ) -> Array:
     """Returns the result of `normalise`, computed by JAX's own operations, so that other tools
     can read the program."""
-    columns = _columns(used, eps, values)
+    columns = _columns(used, eps, values, reference.reciprocal_sqrt)
     weight, bias = like_x(affine[:2], values)
     return _in_jax_numpy(values, columns, weight, bias, activation=affine.activation)
 
 
-def _columns(used: Moments, eps: float, values: Values) -> list[Array]:
+def _columns(
+    used: Moments, eps: float, values: Values, rsqrt: Callable[[Array], Array]
+) -> list[Array]:
     """Returns rstd, mean and mean_rest of each channel, with as many axes as x."""
     variance, *mean = _moments(used, values)
-    return [*map(values.layout.spread, (reference.rsqrt(variance + eps), *mean))]
+    return [*map(values.layout.spread, (rsqrt(variance + eps), *mean))]
 
 
 def _in_jax_numpy(

@@ -4,20 +4,20 @@
     d_norm(tangents; x, weight, bias)     the derivative of norm, linear in the tangents
     d_norm_t(dy; x, weight, bias, ...)    the transpose of d_norm: gradients
 
-`...` are moments that are given (of a batch, chosen by a strategy), or none: then the pass takes
-the moments of x itself, and its derivatives take `STATISTICS`. All may have a mask, which is
-last. rstd is computed from the variance in each pass, by the platform's function.
+`...` are moments that are given (of a batch, chosen by a strategy), or none: then the pass
+takes the moments of x itself, and its derivatives take `STATISTICS`. All may have a mask, which
+is last. rstd is computed from the variance in each pass, by the platform's function.
 
 Given moments are `wide, variance, mean, mean_rest`. `wide` is x in the compute dtype. No pass
 reads `wide`: it is there to be differentiated with respect to, in place of x. A batch norm's dx
-has two parts, through y and through the moments of the batch. JAX adds them where the two uses of
-x meet; if that were x itself, in bfloat16, each part would be rounded before the sum, and the two
-nearly cancel. So both `norm` and `MOMENTS` have the derivative with respect to `wide`, and only
-the cast from x to `wide` rounds. XLA removes the cast, which nothing reads.
+has two parts, through y and through the moments of the batch. JAX adds them where the two uses
+of x meet; if that were x itself, in bfloat16, each part would be rounded before the sum, and
+the two nearly cancel. So both `norm` and `MOMENTS` have the derivative with respect to `wide`,
+and only the cast from x to `wide` rounds. XLA removes the cast, which nothing reads.
 
-`forms.choose` has a form of y and of the gradients for each platform. y has the same form whether
-it is differentiated or not. Forward mode and higher orders are those of `moments` and `AFFINE`,
-by `_in_passes`.
+`variants.choose` has a variant of y and of the gradients for each platform: the same for y with
+a gradient and without. Forward mode and higher orders are those of `moments` and `AFFINE`, by
+`_in_passes`.
 
 Arrays have as many axes as x, `(*mapped, *example)`, with size 1 where they are broadcast.
 """
@@ -34,7 +34,6 @@ from jaxtyping import Array
 from eqx_norm._jax import registry
 from eqx_norm._jax.lowering import Args, Aval, Target
 
-from .forms import choose
 from .formulas import reference
 from .formulas.layout import Layout, Values
 from .formulas.reference import Shape, masked, widened
@@ -42,15 +41,17 @@ from .formulas.row_norm import Options, Sums
 from .moments import moments
 from .moments_primitives import AFFINE, STATISTICS
 from .primitive import bind, fitted, new_primitive, typed
+from .variants import choose
 
-# --- y by the passes of `moments_primitives`, for derivatives without a form of their own.
+# --- y by the passes of `moments_primitives`, for derivatives without a variant of their own.
 
 
 def _in_passes(
     x: Array, others: Sequence[Array], *, layout: Layout, options: Options
 ) -> Callable[..., Array]:
     """Returns y as a function of `wide`, weight and bias, and of variance and mean if they are
-    given. `others` are variance, mean and mean_rest, if given, and the mask, if there is one."""
+    given. `others` are variance, mean and mean_rest, if given, and the mask, if there is
+    one."""
     norm, given = options.norm, options.given
     rest = list(others[2:3]) if given else []
     mask = [v for v in others if v.dtype == bool]
@@ -228,20 +229,22 @@ def _d_norm_transpose(
     wanted = [o.aval if registry.is_undefined_primal(o) else None for o in linear]
     of_x, of_weights, of_moments = wanted[0], wanted[1:3], wanted[3:]
     sums = Sums(
-        _common_shape(of_weights, (weight, bias)),
-        *(v is not None for v in of_weights),
-        _common_shape(of_moments, vectors[:2]),
-        x.dtype if of_x is None else of_x.dtype,
+        shape=_common_shape(of_weights, (weight, bias)),
+        of_weight=of_weights[0] is not None,
+        of_bias=of_weights[1] is not None,
+        moments_shape=_common_shape(of_moments, vectors[:2]),
+        x_dtype=x.dtype if of_x is None else of_x.dtype,
     )
     static: Any = {"layout": layout, "options": options, "sums": sums}
     dx, *found = bind(D_NORM_T, *cotangents, *primals, **static)
-    gradients, remaining = [None if of_x is None else dx, None], iter(found)
-    for v in of_weights:
-        gradients.append(None if v is None else fitted(next(remaining), v))
-    for v in of_moments:
-        d_vector = None if sums.moments_shape is None else next(remaining)
-        gradients.append(None if v is None else fitted(d_vector, v))
-    return [*gradients, *[None] * (len(primals) - 1)]
+    remaining = iter(found)
+    d_weights = [None if v is None else fitted(next(remaining), v) for v in of_weights]
+    d_moments: Args = [None] * len(of_moments)
+    if sums.moments_shape is not None:
+        pairs = zip(remaining, of_moments, strict=True)
+        d_moments = [None if v is None else fitted(ct, v) for ct, v in pairs]
+    of_others = [None] * (len(primals) - 1)
+    return [None if of_x is None else dx, None, *d_weights, *d_moments, *of_others]
 
 
 def _common_shape(wanted: Sequence[Aval | None], primals: Sequence[Array]) -> Shape | None:

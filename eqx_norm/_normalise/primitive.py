@@ -20,8 +20,8 @@ from eqx_norm._jax.collectives import split
 from eqx_norm._jax.lowering import Args, Aval, changed
 
 from . import shards
-from .forms import choose
 from .formulas.reference import Shape, summed_axes
+from .variants import choose
 
 
 def new_primitive(

@@ -1,9 +1,9 @@
 """Computes a pass over x on each device's shard of x, in a program that XLA splits.
 
-XLA splits its own operations, but gathers x for a kernel, and cannot split the forms of
-`on_cpu` and `on_gpu`. `jax.experimental.custom_partitioning` calls `_Sharded.partition` when XLA
-has decided how the operands are split: each device then runs the form that one device would
-run, and vectors alone are sent.
+XLA splits its own operations, but gathers x for a kernel, and cannot split the variants of
+`on_cpu` and `on_gpu`. `jax.experimental.custom_partitioning` calls `_Sharded.partition` when
+XLA has decided how the operands are split: each device then runs the variant that one device
+would run, and vectors alone are sent.
 
 The compiled program names the Python function by its address, so JAX's persistent cache of
 compiled programs misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Two

@@ -45,9 +45,9 @@ ARROWS = {
         "eqx_norm/_normalise/kernels",
         r"eqx_norm\._normalise\.(?!(formulas|kernels)\b)",
     ),
-    "forms are above kernels": (
-        "eqx_norm/_normalise/forms",
-        r"eqx_norm\._normalise\.(?!(formulas|kernels|forms)\b)",
+    "variants are above kernels": (
+        "eqx_norm/_normalise/variants",
+        r"eqx_norm\._normalise\.(?!(formulas|kernels|variants)\b)",
     ),
     "determinism does not import the layers": (
         "eqx_norm/determinism",

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 import eqx_norm
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
-from eqx_norm._normalise.forms.gpu_chain import FEW
+from eqx_norm._normalise.variants.gpu_chain import FEW
 from tests.compiling import jit, lowered_for
 from tests.helpers import make, over_batch
 from tests.layers.norms import (

@@ -91,7 +91,8 @@ ACTIVATIONS = None, None, jax.nn.relu, SILU, jax.nn.gelu, jnp.tanh
 @pytest.mark.filterwarnings("ignore:.*one value per group")
 @pytest.mark.parametrize("seed", range(40))
 def test_a_row_of_random_shape_does_not_depend_on_other_rows(seed):
-    """Tests odd sizes and groups of several channels, each with an activation and a mask or not."""
+    """Tests odd sizes and groups of several channels, each with an activation and a mask or
+    not."""
     r = random.Random(seed)
     name, activation = r.choice(EXAMPLE_NORMS), r.choice(ACTIVATIONS)
     sizes = [r.choice([1, 2, 3, 5, 7, 8, 13, 16, 24]) for _ in range(r.choice([0, 0, 1, 2]))]

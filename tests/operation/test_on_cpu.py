@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
-from eqx_norm._normalise.forms import on_cpu
+from eqx_norm._normalise.variants import on_cpu
 from tests.compiling import jit
 from tests.helpers import f32, make, normal
 

@@ -1,4 +1,4 @@
-"""Defines the norm of a row and its derivative, for XLA's programs and for kernels."""
+"""Defines the formulas of y and of its gradients, for XLA's programs and for kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from .reference import Shape
 
 # A function that returns the mean of each row, in a shape that broadcasts to the rows.
 Mean = Callable[[Array], Array]
+# A function that returns the product of two arrays.
+Product = Callable[[Any, Any], Array]
 
 
 class RowNorm(NamedTuple):
@@ -47,12 +49,12 @@ class RowNorm(NamedTuple):
         rstd = rsqrt(mean(x * x) + self.eps)
         return x * rstd, rstd
 
-    def y(self, u: Array, weight: Array, bias: Array) -> Array:
-        """Returns y."""
-        v = u * weight + bias
+    def y(self, u: Array, weight: Array, bias: Array, product: Product = lax.mul) -> Array:
+        """Returns y, with each product that is added computed by this function."""
+        v = product(u, weight) + bias
         if self.activation is None:
             return v
-        return elementwise_results(self.activation.jaxpr, v)[0]
+        return elementwise_results(self.activation.jaxpr, v, product=product)[0]
 
     def g(
         self,
@@ -60,14 +62,15 @@ class RowNorm(NamedTuple):
         u: Array,
         weight: Array,
         bias: Array,
-        product: Callable[[Array, Array], Array] = lax.mul,
+        product: Product = lax.mul,
+        of_derivative: Product = lax.mul,
     ) -> Array:
-        """Returns g, with the derivative of the activation computed from u, and each `product`
-        in it by this function."""
+        """Returns g, with the derivative of the activation computed from u, and each product in
+        the two by these functions."""
         if self.activation is None:
             return dy
-        derivative, v = self.activation.derivative, u * weight + bias
-        return elementwise_results(derivative, v, dy, product=product)[0]
+        derivative, v = self.activation.derivative, product(u, weight) + bias
+        return elementwise_results(derivative, v, dy, product=of_derivative)[0]
 
     def along_x(self, h: Array, u: Array, rstd: Array, mean: Mean) -> Array:
         """Returns dx for h; as the map is symmetric, also the tangent of u for that of x."""

@@ -1,16 +1,30 @@
-"""Chooses how each pass over x is computed, by platform and layout: no other file asks which
-platform a program is for. All forms compute the formulas of `formulas`.
+"""Chooses how each pass over x is computed. No other file asks which platform a program is for.
 
-| | CPU | GPU | else |
+All lowerings compute the formulas of `formulas`. The choice depends on the platform, on an
+example's shape, and on which values share moments or a weight; not on the number of examples,
+nor on whether y is differentiated. Numbers are bytes moved in units of those of x
+(docs/gpu.md), or times in units of those of the lowering that is given up.
+
+| moments of | CPU | GPU | TPU |
 | --- | --- | --- | --- |
-| y, by x's own moments | passes | a chain, or passes | passes |
-| gradients of that | passes | a chain (of x alone, or in short rows), or passes | passes |
-| y and gradients, by given moments | passes | passes | passes |
-| `"pallas"` | an error | a kernel | a kernel on a TPU |
-| passes: see `Form` | `on_cpu` | `on_gpu` | XLA's own sums |
+| each example (rows, groups) | `Passes` in rows | `Chain` | `Passes` |
+| ... longer than 16,384, masked, split | `Passes` in rows | `Passes` | `Passes` |
+| ... training, longer than 32 | `Passes` in rows | `Passes` for gradients | `Passes` |
+| each position (`axis=0`) | `Passes` in rows | `Passes` | `Passes` |
+| a batch, given by a strategy | `Passes` in rows | `Passes` | `Passes` |
+| `implementation="pallas"` | an error | `Kernel` | `Kernel` |
 
-The choice depends on an example's shape and on what shares a weight, and not on the number of
-examples, nor on whether y is differentiated.
+- `Chain`: XLA:GPU makes one kernel of it, which reads x once: y moves 2.0 units, by passes 4.0;
+  the gradient of x 3.0, by passes 7.0. The kernel cannot return its sums, which gradients of
+  weights need, so these take passes (9.1 units in training), but for rows of up to 32 values,
+  where summing again is cheaper than a read. A mask, a longer row or a split row cuts the
+  kernel.
+- `Passes` in rows: XLA:CPU loops over an array's axes, and is slow in rows of 7 or 8 values.
+- `Passes` in the caller's shape on a TPU: in another one XLA copies x (2 passes more).
+- `Kernel`: 5.3 units in training where XLA takes 9.1; not timed, so never chosen by itself.
+
+How passes differ by platform is in `_PLATFORMS`, and each field in
+`statistics_and_sums.Variant`.
 """
 
 from collections.abc import Sequence
@@ -26,13 +40,14 @@ from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
 from eqx_norm._normalise.kernels import columns, rows
 from eqx_norm.strategies._pair import rounded
 
-from . import on_cpu, on_gpu, sums_of_x
+from . import on_cpu, on_gpu, statistics_and_sums
 from .gpu_chain import Chain
-from .passes import Passes
-from .sums_of_x import Form
+from .statistics_and_sums import Variant
+from .y_and_gradients import Passes
 
 _PLATFORMS = {
-    "cpu": Form(
+    # Trees of sums: XLA's own loop along rows takes 4 times as long (`cpu_tree`).
+    "cpu": Variant(
         is_flat=True,
         sums=on_cpu.tree_sums,
         statistics=on_cpu.statistics,
@@ -42,24 +57,25 @@ _PLATFORMS = {
         uncontracted=rounded,
         rsqrt=reference.rsqrt,
     ),
-    "gpu": Form(
+    # Two sums in one reduction: else XLA writes an activation's derivative first (`on_gpu`).
+    "gpu": Variant(
         sums=on_gpu.packed_sums,
         statistic_sums=on_gpu.cut_sums,
         has_barriers=True,
         is_first_in_rows=True,
     ),
-    "other": Form(),
+    "other": Variant(),
 }
 
 
-def form(target: Target) -> Form:
+def variant_of(target: Target) -> Variant:
     """Returns what passes do on the platform. Sums that cut arrays into parts need sizes that
     are known, and arrays that XLA does not split."""
     of_platform = _PLATFORMS[target.platform]
     if target.is_known and not target.is_partitioned:
         return of_platform
-    cut = ("is_flat", "sums", "statistics", "squares", "statistic_sums", "written")
-    return of_platform._replace(**{name: Form._field_defaults[name] for name in cut})
+    cut = ("sums", "statistics", "squares", "statistic_sums", "written")
+    return of_platform._replace(**{name: Variant._field_defaults[name] for name in cut})
 
 
 # --- Each function is the lowering of a primitive.
@@ -78,26 +94,26 @@ def statistics(
     if centred and implementation == "pallas":
         arrays = map(layout.in_rows, (x, *mask))
         found = columns.statistics(target, *arrays, shape=layout.rows(shape))
-        return sums_of_x.pooled(target, found)
-    chosen = form(target)
-    found = sums_of_x.statistics(
+        return statistics_and_sums.pooled(target, found)
+    chosen = variant_of(target)
+    found = statistics_and_sums.statistics(
         chosen, target, x, *mask, layout=layout, shape=shape, centred=centred
     )
     if not centred:
         return found
     # Written to memory, for passes that read them several times.
     count, *vectors = found
-    return sums_of_x.pooled(target, [count, *chosen.written(*vectors)])
+    return statistics_and_sums.pooled(target, [count, *chosen.written(*vectors)])
 
 
 def sums(target: Target, *arrays: Array, **static: Any) -> Sequence[Array]:
     """Computes `reference.sums`."""
-    return sums_of_x.sums(form(target), target, *arrays, **static)
+    return statistics_and_sums.sums(variant_of(target), target, *arrays, **static)
 
 
 def affine(target: Target, *arrays: Array, **static: Any) -> list[Array]:
     """Computes `reference.affine`."""
-    return sums_of_x.affine(form(target), *arrays, **static)
+    return statistics_and_sums.affine(variant_of(target), *arrays, **static)
 
 
 def norm(
@@ -146,7 +162,7 @@ def _of_norm(
         has_whole_rows = options.contiguous and not target.over[0]
         if has_whole_rows and chain.serves(at, sums):
             return chain
-    return Passes(form(target), target, layout, options)
+    return Passes(variant_of(target), target, layout, options)
 
 
 def can_split(target: Target, mapped: Shape) -> bool:

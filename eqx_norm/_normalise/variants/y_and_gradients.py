@@ -19,10 +19,15 @@ from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
-from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, Options, Product, Sums
 
-from . import sums_of_x
-from .sums_of_x import Form
+from . import statistics_and_sums
+from .statistics_and_sums import Variant
+
+# In shorter rows LLVM unrolls the loop along a row, and vectorises the loop over rows. With
+# AVX-512 it then contracts products and sums in the remainder alone (jax 0.12.0.1, also
+# 0.10.2).
+SHORT = 32
 
 
 class Passes(NamedTuple):
@@ -30,7 +35,7 @@ class Passes(NamedTuple):
     groups, values)`, with the values cut into those of each weight; else the caller's shape,
     with the channels cut into groups."""
 
-    form: Form
+    variant: Variant
     target: Target
     layout: Layout
     options: Options
@@ -40,44 +45,41 @@ class Passes(NamedTuple):
         x, norm, arranged = at.x, self.options.norm, functools.partial(self._arranged, at)
         if not at.moments:
             # The squares of RMSNorm are read by XLA's library, which converts x itself.
-            x = self.form.small(x, once=not norm.centred)
+            x = self.variant.small(x, once=not norm.centred)
         rstd, *mean = arranged(*self._rstd_and_mean(at))
         x, *mask = arranged(x, *at.mask)
         weight, bias = arranged(at.weight, at.bias)
         d = _deviations(x, rstd, mean, mask)
-        return reference.masked(norm.y(d, rstd * weight, bias), *mask)
+        return reference.masked(norm.y(d, rstd * weight, bias, self._product), *mask)
 
     def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
         """Returns the gradients of x, weights and given moments, as `choose.gradients` does."""
-        form, target, norm, given = self.form, self.target, self.options.norm, self.options.given
+        variant, target, norm = self.variant, self.target, self.options.norm
+        given = self.options.given
         arranged, x = functools.partial(self._arranged, at), at.x
         moments_shape = self.layout.own_shape(x.shape)
         if given:
             moments_shape = sums.moments_shape or at.moments[0].shape
         else:
-            x, dy = form.small(x), form.small(dy)
+            x, dy = variant.small(x), variant.small(dy)
         moments_shape = self._shape(at, moments_shape)
         weights_shape = self._shape(at, at.weight.shape if sums.shape is None else sums.shape)
         vectors = arranged(*self._rstd_and_mean(at))
         x, dy, weight, bias, *mask = arranged(x, dy, at.weight, at.bias, *at.mask)
-        passes = itertools.count(1)
-
-        def product(a: Any, b: Any) -> Array:
-            # LLVM contracts one of two products and their sum into one operation, which rounds
-            # once; it depends on the loop's other operations which one. A row has its own bits.
-            return lax.mul(a, b) if given else form.uncontracted(lax.mul(a, b))
+        passes, product = itertools.count(1), self._product
+        of_derivative = lax.mul if given else self._uncontracted
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
             own = vectors
             # Without barriers XLA:GPU would store x - mean and the activation's derivative.
             barriers = next(passes) if norm.activation else 1
-            for _ in range(barriers if form.has_barriers else 0):
+            for _ in range(barriers if variant.has_barriers else 0):
                 own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own
             d = _deviations(x, rstd, mean, mask)
             u, scale = (d, rstd * weight) if given else (d * rstd, weight)
-            g = norm.g(dy.astype(d.dtype), u, scale, bias, product)
+            g = norm.g(dy.astype(d.dtype), u, scale, bias, product, of_derivative)
             return reference.masked(g, *mask), d, rstd
 
         g, d, rstd = each_pass()
@@ -85,9 +87,10 @@ class Passes(NamedTuple):
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
         needs_sum_of_g = norm.centred or sums.of_bias
-        parts = self._sums([g * d, g] if needs_sum_of_g else [g * d], inner)
-        weighted = [weight * part for part in (parts if norm.centred else parts[:1])]
-        totals = sums_of_x.summed_over(self._sums(weighted, outer), target.over[0])
+        gd = product(g, d)
+        parts = self._sums([gd, g] if needs_sum_of_g else [gd], inner)
+        weighted = [product(weight, part) for part in (parts if norm.centred else parts[:1])]
+        totals = statistics_and_sums.summed_over(self._sums(weighted, outer), target.over[0])
         if inner or outer:
             g, d, rstd = each_pass()
         of_moments = []
@@ -105,7 +108,7 @@ class Passes(NamedTuple):
             parts = [g * d, g]
         arrays = sums.chosen(parts[0] * rstd, parts[-1])
         arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, weights_shape))
-        return [dx, *sums_of_x.summed_over(arrays, target.over[-1]), *of_moments]
+        return [dx, *statistics_and_sums.summed_over(arrays, target.over[-1]), *of_moments]
 
     def _dx(
         self,
@@ -118,27 +121,27 @@ class Passes(NamedTuple):
         moments_shape: Shape,
     ) -> Array:
         """Returns dx through y and through x's own moments."""
-        n = jnp.maximum(sums_of_x.count(self.target, g, mask, moments_shape), 1)
+        n = jnp.maximum(statistics_and_sums.count(self.target, g, mask, moments_shape), 1)
         is_broadcast = isinstance(g.size, int) and weight.size < g.size
         if not is_broadcast:
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
-            weight = self.form.uncontracted(weight)
-        h = weight * g - (totals[1] / n if self.options.norm.centred else 0)
-        return rstd * (h - d * (rstd * rstd * (totals[0] / n)))
+            weight = self.variant.uncontracted(weight)
+        h = self._product(weight, g) - (totals[1] / n if self.options.norm.centred else 0)
+        return rstd * (h - self._product(d, rstd * rstd * (totals[0] / n)))
 
     def _rstd_and_mean(self, at: Operands) -> list[Array]:
         """Returns rstd and, if there is one, the mean as a pair; of x itself, if no moments are
         among the operands."""
-        form = self.form
+        variant = self.variant
         if at.moments:
             variance, *mean = at.moments
             return [self._rstd(variance), *mean]
         centred, shape = self.options.norm.centred, self.layout.own_shape(at.x.shape)
         static: Any = {"layout": self.layout, "shape": shape, "centred": centred}
-        found = sums_of_x.statistics(form, self.target, at.x, *at.mask, **static)
+        found = statistics_and_sums.statistics(variant, self.target, at.x, *at.mask, **static)
         if centred:
-            found = sums_of_x.pooled(self.target, found)
+            found = statistics_and_sums.pooled(self.target, found)
         count, *found = (v.reshape(shape) for v in found)
         if at.mask:
             n = jnp.maximum(count, 1)
@@ -149,18 +152,31 @@ class Passes(NamedTuple):
         if not centred:
             return [self._rstd(found[0] / n)]
         mean, m2, rest = found
-        return [*form.written(self._rstd(m2 / n), mean, rest)]
+        return [*variant.written(self._rstd(m2 / n), mean, rest)]
+
+    @property
+    def _product(self) -> Product:
+        """Returns the function of products that are added to something."""
+        length = self.layout.length
+        is_short = isinstance(length, int) and length < SHORT and not self.options.given
+        return self._uncontracted if is_short else lax.mul
+
+    def _uncontracted(self, a: Any, b: Any) -> Array:
+        """Returns a * b, which LLVM cannot contract with a sum into one operation, which rounds
+        once. Of two products it depends on the loop's other operations which one is contracted,
+        and a row must have its own bits."""
+        return self.variant.uncontracted(lax.mul(a, b))
 
     def _rstd(self, variance: Array) -> Array:
         # XLA multiplies m2 by the rounded 1/n, and LLVM would contract the product with the sum
         # in some loops: a row would have two rstd.
-        return self.form.rsqrt(self.form.uncontracted(variance) + self.options.norm.eps)
+        return self.variant.rsqrt(self.variant.uncontracted(variance) + self.options.norm.eps)
 
     def _arranged(self, at: Operands, *arrays: Array) -> list[Array]:
-        return self.form.arranged(self.layout, *arrays, by_channel=self._by_channel(at))
+        return self.variant.arranged(self.layout, *arrays, by_channel=self._by_channel(at))
 
     def _shape(self, at: Operands, shape: Shape) -> Shape:
-        return self.form.shape(self.layout, shape, by_channel=self._by_channel(at))
+        return self.variant.shape(self.layout, shape, by_channel=self._by_channel(at))
 
     def _by_channel(self, at: Operands) -> bool:
         """Returns whether weights are of channels, and not of each value."""
@@ -168,7 +184,7 @@ class Passes(NamedTuple):
         return math.prod(self.layout.shape) not in sizes
 
     def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
-        return self.form.reduced(arrays, axes) if axes else arrays
+        return self.variant.reduced(arrays, axes) if axes else arrays
 
 
 def _deviations(x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]) -> Array:

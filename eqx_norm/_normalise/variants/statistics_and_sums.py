@@ -1,5 +1,5 @@
-"""Computes statistics, sums and affine maps of x by XLA's programs, in a form that `choose`
-chooses."""
+"""Computes statistics, sums and affine maps of x by XLA's programs, in the variant that
+`choose` chooses."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,19 +22,27 @@ def _unchanged(x: Array, *, once: bool = False) -> Array:
     return x
 
 
-class Form(NamedTuple):
-    """Says what passes do differently on a platform.
+class Variant(NamedTuple):
+    """Says what passes do differently on a platform. The defaults are those of a TPU.
 
     **Fields:**
 
-    - `is_flat`: arrays are in rows, `Layout.rows`; otherwise in the caller's shape.
-    - `sums`: of a backward pass; `statistic_sums`: of `reference.statistics`.
-    - `statistics`, `squares`: forms of their own, if any.
-    - `is_first_in_rows`: with a mask the first value is found in rows.
-    - `small`: converts a small array of half precision; `written`: writes vectors to memory.
-    - `uncontracted`: keeps a product from being fused with a sum, in gradients of rows.
-    - `has_barriers`: whether barriers keep values from being stored between passes.
-    - `rsqrt`: computes 1 / sqrt.
+    - `is_flat`: whether arrays are in rows, `Layout.rows`, because XLA:CPU loops over each
+        axis; otherwise they are in the caller's shape.
+    - `sums`: the reduction of a backward pass.
+    - `statistic_sums`: the reduction of `reference.statistics`.
+    - `statistics`: computes count, mean, m2 and mean_rest; `None` for `reference.statistics`.
+    - `squares`: sums the squares of rows; `None` for a pass of `sums`, by which `RMSNorm` takes
+        1.1 to 1.6 times as long on a CPU in bfloat16.
+    - `is_first_in_rows`: whether the first unmasked value is found in rows, by one gather.
+    - `small`: converts a small array of half precision once: XLA:CPU wakes threads for each
+        loop that converts, which takes longer than the loop (without: 1.39 times the time).
+    - `written`: materialises vectors that several loops read.
+    - `uncontracted`: keeps LLVM from fusing a product with a sum: it does so in some loops
+        only, and a row would not have one result.
+    - `has_barriers`: whether barriers keep XLA from storing x - mean and an activation's
+        derivative between passes. XLA:CPU removes barriers before it fuses.
+    - `rsqrt`: computes 1 / sqrt: `reference.rsqrt` says why not by the hardware on a CPU.
     """
 
     is_flat: bool = False
@@ -55,7 +63,7 @@ class Form(NamedTuple):
         return (self.sums if is_known else reference.xla_sums)(arrays, axes)
 
     def arranged(self, layout: Layout, *arrays: Array, by_channel: bool = False) -> list[Array]:
-        """Returns arrays in the shape of this form."""
+        """Returns arrays in the shape of this variant."""
         if self.is_flat:
             return [layout.in_rows(a, by_channel=by_channel) for a in arrays]
         return [a.reshape(layout.cut(a.shape)) for a in arrays]
@@ -66,7 +74,7 @@ class Form(NamedTuple):
 
 
 def statistics(
-    form: Form,
+    variant: Variant,
     target: Target,
     x: Array,
     *mask: Array,
@@ -74,30 +82,30 @@ def statistics(
     shape: Shape,
     centred: bool,
 ) -> Sequence[Array]:
-    """Computes `reference.statistics` of a device's x; unless `centred`, count and sum of squares,
-    over all devices."""
+    """Computes `reference.statistics` of a device's x; unless `centred`, count and sum of
+    squares, over all devices."""
     if not centred:
-        return _squares(form, target, x, *mask, layout=layout, shape=shape)
-    if form.statistics is not None:
-        arrays = form.arranged(layout, x, *mask)
-        return form.statistics(*arrays, shape=form.shape(layout, shape))
-    k = _first(form, target, x, *mask, layout=layout, shape=shape)
-    arrays, shape = form.arranged(layout, x, *mask), form.shape(layout, shape)
-    sums, k = form.statistic_sums, k.reshape(shape)
+        return _squares(variant, target, x, *mask, layout=layout, shape=shape)
+    if variant.statistics is not None:
+        arrays = variant.arranged(layout, x, *mask)
+        return variant.statistics(*arrays, shape=variant.shape(layout, shape))
+    k = _first(variant, target, x, *mask, layout=layout, shape=shape)
+    arrays, shape = variant.arranged(layout, x, *mask), variant.shape(layout, shape)
+    sums, k = variant.statistic_sums, k.reshape(shape)
     return reference.statistics(*arrays, shape=shape, reduction=sums, k=k)
 
 
 def _squares(
-    form: Form, target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
+    variant: Variant, target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
 ) -> Sequence[Array]:
-    is_of_rows = layout.groups is not None and shape == layout.own_shape(x.shape)
-    has_few = form.squares is not None and is_of_rows and layout.length <= UNCUT
-    if form.squares is not None and has_few and not mask:
-        (m2,) = summed_over([form.squares(layout.in_rows(x))], target.over[0])
+    squares, is_of_rows = variant.squares, shape == layout.own_shape(x.shape)
+    is_of_groups = layout.groups is not None and is_of_rows and not mask
+    if squares is not None and is_of_groups and layout.length <= UNCUT:
+        (m2,) = summed_over([squares(layout.in_rows(x))], target.over[0])
     else:
         zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
-        arrays, static = (reference.widened(form.small(x)), x, zero, zero, *mask), {"both": False}
-        (m2,) = sums(form, target, *arrays, layout=layout, shape=shape, **static)
+        arrays = reference.widened(variant.small(x)), x, zero, zero, *mask
+        (m2,) = sums(variant, target, *arrays, layout=layout, shape=shape, both=False)
     return [jnp.broadcast_to(count(target, x, mask, shape), shape), m2]
 
 
@@ -118,7 +126,7 @@ def pooled(target: Target, found: Sequence[Array]) -> Sequence[Array]:
 
 
 def _first(
-    form: Form, target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
+    variant: Variant, target: Target, x: Array, *mask: Array, layout: Layout, shape: Shape
 ) -> Array:
     """Returns k of `reference.statistics`, from x in the caller's shape and dtype, because
     XLA:TPU would write all of x to memory in any other. The largest value takes a pass over x,
@@ -137,7 +145,7 @@ def _first(
             k = reference.first_value(x, *mask, shape=shape, largest=True)
         # The barrier makes k whole on each device; without it XLA reduces k for each reader.
         return lax.optimization_barrier(k.reshape(-1))
-    if mask and form.is_first_in_rows:
+    if mask and variant.is_first_in_rows:
         arrays, shape = [*map(layout.in_rows, (x, *mask))], layout.rows(shape)
         return reference.first_value(*arrays, shape=shape)  # one gather for all axes
     sizes = [n for m in mask for n, kept in zip(m.shape, shape, strict=True) if kept != 1]
@@ -156,7 +164,7 @@ def _first_on_each(devices: int, x: Array, axis: int) -> Array:
 
 
 def sums(
-    form: Form,
+    variant: Variant,
     target: Target,
     g: Array,
     *arrays: Array,
@@ -165,8 +173,8 @@ def sums(
     both: bool,
 ) -> Sequence[Array]:
     """Computes `reference.sums`."""
-    arranged, shape = form.arranged(layout, g, *arrays), form.shape(layout, shape)
-    sums = reference.sums(*arranged, shape=shape, both=both, reduction=form.reduced)
+    arranged, shape = variant.arranged(layout, g, *arrays), variant.shape(layout, shape)
+    sums = reference.sums(*arranged, shape=shape, both=both, reduction=variant.reduced)
     return summed_over(sums, target.over[0])
 
 
@@ -177,10 +185,10 @@ def summed_over(sums: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]
 
 
 def affine(
-    form: Form, bias: Array, scale: Array, wide: Array, *arrays: Array, layout: Layout
+    variant: Variant, bias: Array, scale: Array, wide: Array, *arrays: Array, layout: Layout
 ) -> list[Array]:
     """Computes `reference.affine`."""
     del wide
     x, *centre = arrays
-    x, bias, scale, *centre = form.arranged(layout, x, bias, scale, *centre)
+    x, bias, scale, *centre = variant.arranged(layout, x, bias, scale, *centre)
     return [reference.affine(bias, scale, x, *centre)]

@@ -1,1 +1,0 @@
-"""Computes the formulas in the form that is fast on each platform."""

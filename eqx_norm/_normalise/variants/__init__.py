@@ -1,0 +1,1 @@
+"""Computes the formulas in the way that is fast on each platform."""
