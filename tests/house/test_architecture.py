@@ -85,6 +85,12 @@ def test_imports_go_one_way(arrow):
     }
 
 
+def test_one_file_asks_which_platform_a_pass_is_for():
+    files = (ROOT / "eqx_norm" / "_normalise").rglob("*.py")
+    texts = {file.name: file.read_text(encoding="utf-8") for file in files}
+    assert [n for n, text in texts.items() if re.search(r"\.platform\b", text)] == ["choose.py"]
+
+
 def print_modules():
     """Prints the modules that Equinox does not load: after the import, and after a gradient."""
     before = set(sys.modules)
