@@ -101,9 +101,12 @@ def statistics(
     )
     if not centred:
         return found
-    # Written to memory, for passes that read them several times.
-    count, *vectors = found
-    return statistics_and_sums.pooled(target, [count, *chosen.written(*vectors)])
+    if shape != layout.own_shape(x.shape):
+        # Materialised for the passes over a batch, each of which reads them. Passes over rows
+        # materialise rstd instead.
+        count, *vectors = found
+        found = [count, *chosen.written(*vectors)]
+    return statistics_and_sums.pooled(target, found)
 
 
 def sums(target: Target, *arrays: Array, **static: Any) -> Sequence[Array]:

@@ -27,7 +27,7 @@ from .statistics_and_sums import Variant
 # In shorter rows LLVM unrolls the loop along a row, and vectorises the loop over rows. With
 # AVX-512 it then contracts products and sums in the remainder alone (jax 0.12.0.1, also
 # 0.10.2).
-SHORT = 32
+SHORT = 8
 
 
 class Passes(NamedTuple):
@@ -131,15 +131,20 @@ class Passes(NamedTuple):
         return rstd * (h - self._product(d, rstd * rstd * (totals[0] / n)))
 
     def _rstd_and_mean(self, at: Operands) -> list[Array]:
-        """Returns rstd and, if there is one, the mean as a pair; of x itself, if no moments are
-        among the operands."""
-        variant = self.variant
-        if at.moments:
-            variance, *mean = at.moments
-            return [self._rstd(variance), *mean]
+        """Returns rstd and, if there is one, the mean as a pair."""
+        variance, *mean = at.moments or self._own_moments(at)
+        rstd = self._rstd(variance)
+        if self.options.given or not self.options.norm.centred:
+            return [rstd, *mean]
+        return [*self.variant.written(rstd, *mean)]
+
+    def _own_moments(self, at: Operands) -> list[Array]:
+        """Returns the variance of x itself and, if `centred`, the mean as a pair."""
         centred, shape = self.options.norm.centred, self.layout.own_shape(at.x.shape)
         static: Any = {"layout": self.layout, "shape": shape, "centred": centred}
-        found = statistics_and_sums.statistics(variant, self.target, at.x, *at.mask, **static)
+        found = statistics_and_sums.statistics(
+            self.variant, self.target, at.x, *at.mask, **static
+        )
         if centred:
             found = statistics_and_sums.pooled(self.target, found)
         count, *found = (v.reshape(shape) for v in found)
@@ -150,9 +155,9 @@ class Passes(NamedTuple):
             devices = lax.axis_size(over) if over else 1
             n = jnp.full((1,) * at.x.ndim, self.layout.length * devices, count.dtype)
         if not centred:
-            return [self._rstd(found[0] / n)]
+            return [found[0] / n]
         mean, m2, rest = found
-        return [*variant.written(self._rstd(m2 / n), mean, rest)]
+        return [m2 / n, mean, rest]
 
     @property
     def _product(self) -> Product:
