@@ -143,7 +143,8 @@ def build(
     spec = jax.P("rows", "parts") if parts > 1 else jax.P("rows")
 
     def placed(leaf: Any) -> Any:
-        sharding = NamedSharding(mesh, spec if leaf.ndim == split else jax.P())
+        is_split = split > 0 and leaf.ndim == split
+        sharding = NamedSharding(mesh, spec if is_split else jax.P())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     given = jax.tree.map(placed, arguments)
