@@ -69,16 +69,22 @@ class Passes(NamedTuple):
         passes, product = itertools.count(1), self._product
         of_derivative = lax.mul if given else self._uncontracted
 
+        # Outside of the passes: a kernel of XLA:GPU less, unless the weight is as large as x.
+        scales = [vectors[0] * weight] if given and weight.shape != x.shape else []
+
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
-            own = vectors
+            own = [*vectors, *scales]
             # Without barriers XLA:GPU would store x - mean and the activation's derivative.
             barriers = next(passes) if norm.activation else 1
             for _ in range(barriers if variant.has_barriers else 0):
                 own = [*map(lax.optimization_barrier, own)]
-            rstd, *mean = own
+            rstd, *mean = own[: len(vectors)]
             d = _deviations(x, rstd, mean, mask)
-            u, scale = (d, rstd * weight) if given else (d * rstd, weight)
+            if not given:
+                u, scale = d * rstd, weight
+            else:
+                u, scale = d, own[-1] if scales else rstd * weight
             g = norm.g(dy.astype(d.dtype), u, scale, bias, product, of_derivative)
             return reference.masked(g, *mask), d, rstd
 
@@ -99,7 +105,10 @@ class Passes(NamedTuple):
         else:
             dx = rstd * weight * g
             if sums.moments_shape is not None:
-                of_moments = [reference.r_cubed(rstd, -0.5 * totals[0]), -rstd * totals[1]]
+                of_moments = [
+                    reference.r_cubed(vectors[0], -0.5 * totals[0]),
+                    -rstd * totals[1],
+                ]
         dx = reference.masked(dx, *mask)
         if sums.shape is None:
             return [dx, *of_moments]
