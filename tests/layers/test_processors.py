@@ -2,8 +2,9 @@
 place.
 
 Since jax 0.12 XLA:CPU computes `rsqrt` by the processor's approximation and Newton's method.
-With AVX-512 the vectorised part of a loop has another approximation than its remainder, so that
-the last bit of a number depends on the number of rows. These tests fail on any processor.
+With AVX-512 the vectorised part of a loop rounds the method's products, and its remainder does
+not, so that the last bit of a number depends on the number of rows. These tests fail on any
+processor.
 """
 
 import re
