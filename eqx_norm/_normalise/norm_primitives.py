@@ -244,7 +244,8 @@ def _d_norm_transpose(
         pairs = zip(remaining, of_moments, strict=True)
         d_moments = [None if v is None else fitted(ct, v) for ct, v in pairs]
     of_others = [None] * (len(primals) - 1)
-    return [None if of_x is None else dx, None, *d_weights, *d_moments, *of_others]
+    d_x = None if of_x is None else fitted(dx, of_x)
+    return [d_x, None, *d_weights, *d_moments, *of_others]
 
 
 def _common_shape(wanted: Sequence[Aval | None], primals: Sequence[Array]) -> Shape | None:
