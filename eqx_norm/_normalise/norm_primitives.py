@@ -188,6 +188,9 @@ def _norm_jvp(primals: Args, tangents: Args, *, layout: Layout, options: Options
         mask = others
         vectors = [] if options.kernel else _own_moments(x, mask, layout, options)
     dx, *along = map(registry.instantiate_zeros, along)
+    # `wide` may have size 1 along a mapped axis where x has the full size: `vmap` of an x that
+    # all members of an ensemble share.
+    dx = jnp.broadcast_to(dx, x.shape)
     (y,) = NORM.bind(x, weight, bias, *others, **static)
     return [y], bind(D_NORM, dx, x, *along, weight, bias, *vectors, *mask, **static)
 
@@ -244,8 +247,7 @@ def _d_norm_transpose(
         pairs = zip(remaining, of_moments, strict=True)
         d_moments = [None if v is None else fitted(ct, v) for ct, v in pairs]
     of_others = [None] * (len(primals) - 1)
-    d_x = None if of_x is None else fitted(dx, of_x)
-    return [d_x, None, *d_weights, *d_moments, *of_others]
+    return [None if of_x is None else dx, None, *d_weights, *d_moments, *of_others]
 
 
 def _common_shape(wanted: Sequence[Aval | None], primals: Sequence[Array]) -> Shape | None:

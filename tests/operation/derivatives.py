@@ -65,6 +65,15 @@ def gradient_of_ensemble(f, primals, tangents):
     return gradient(together, (*vectors, members), tangents)
 
 
+def gradient_of_members_with_one_x(f, primals, tangents):
+    """Returns gradients of members that share x alone, as an ensemble on one batch does."""
+    *vectors, x = primals
+    pairs = zip(vectors, tangents, strict=False)  # the last tangent is that of x
+    members = [jnp.stack([v, v + d, v - d]) for v, d in pairs]
+    together = jax.vmap(f, in_axes=(*(0 for _ in vectors), None))
+    return gradient(together, (*members, x), tangents)
+
+
 def in_one_operand(f, primals, tangents):
     """Returns derivatives in one operand at a time; the other operands are constants."""
 
@@ -97,4 +106,9 @@ def mapped(f, primals, others):
 
 BASIC = linearized, slope_of_gradient
 HIGHER = gradient_of_gradient, third_order
-REPEATED = scanned, ensemble_of_gradients, gradient_of_ensemble
+REPEATED = (
+    scanned,
+    ensemble_of_gradients,
+    gradient_of_ensemble,
+    gradient_of_members_with_one_x,
+)
