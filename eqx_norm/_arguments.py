@@ -117,8 +117,7 @@ def _fitting(layer: PyTree, name: str, given: Any, shape: Shape, x: Array) -> Ar
         fix = f"Put such a one there by eqx.tree_at, or write layer(x, {name}={name})."
     else:
         array, shapes, whose = jnp.asarray(given), [shape, x.shape], f"{name}="
-        is_complex = jnp.iscomplexobj(array) and not jnp.iscomplexobj(x)
-        if is_complex or not jnp.issubdtype(array.dtype, jnp.inexact):
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
             raise TypeError(
                 f"{name}= has dtype {array.dtype}, and x has {x.dtype}: give floats, or a "
                 f"complex {name} for complex x. Write {name}.astype({x.dtype})."

@@ -43,7 +43,8 @@ def moments(
     - `axis_name`: names of axes of `jax.vmap` or of a mesh, over which moments are merged.
 
     **Returns:** `Moments`. `mean` and `m2` have the shape of `jnp.var(x, axis)`, or `(1,)` for
-    a single number; with a mask, `count` has this shape, too.
+    a single number. `count` has this shape, too; if it has one axis and there is no mask,
+    `count` is a scalar.
 
     **Raises:** `ValueError` or `TypeError` for an invalid argument; `NameError` for an
     `axis_name` that is not bound.
@@ -60,12 +61,12 @@ def moments(
     if values.mask is not None:
         # A count without axes is that of positions that are not masked.
         count = count if count.ndim else jnp.where(values.mask, count, 0)
-        count = (
-            count
-            if count.size == m2.size
-            else jnp.broadcast_to(count, values.layout.moments_shape)
-        )
+        if count.size != m2.size:
+            count = jnp.broadcast_to(count, values.layout.moments_shape)
         count = count.reshape(kept)
+    elif len(kept) > 1:
+        like = np if isinstance(count, np.ndarray) else jnp
+        count = like.broadcast_to(count, kept)
     return Moments(count, Pair.of(mean, rest), m2)
 
 

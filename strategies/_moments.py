@@ -7,10 +7,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._numbers import number
+from ._numbers import cast, number
 from ._pair import Pair, capped
 
 
@@ -26,27 +27,34 @@ class Moments(eqx.Module):
 
     **Fields:**
 
-    - `count`: the number of values, a scalar or `(channels,)`; `None` if it is not known, as of
-        a running average. A count known while tracing is a NumPy number, and the program then
-        has no operations for a count of 0.
-    - `mean_pair`: the mean, `(channels,)`, float or complex, to twice the precision: a `Pair`,
-        or an array, which becomes a `Pair`. `mean` is the pair's value, an array.
-    - `m2`: the sum of squared deviations from the mean, `(channels,)`, real; the variance if
-        `count` is `None`.
+    - `count`: the number of values: a scalar, or an array that has the leading axes of the
+        mean, such as `(sets,)`; `None` if it is not known, as of a running average. A count
+        known while tracing is NumPy's, and the program then has no operations for 0 values.
+    - `mean_pair`: the mean, `(*sets, channels)`, float or complex, to twice the precision: a
+        `Pair`, or an array, which becomes a `Pair`. `mean` is the pair's value, an array.
+    - `m2`: the sum of squared deviations from the mean, of the shape of the mean, real; the
+        variance if `count` is `None`.
     - `ddof`: 0 or 1, static; subtracted from `count` in `variance`. 0 gives the biased variance
         (Equinox, Flax, Haiku), 1 the unbiased one (PyTorch, cuDNN).
+
+    `jax.vmap(moments)`, the members of an ensemble and federated clients give **several sets**,
+    with axes in front of the channels. Every method treats each set as if it were alone.
+
+    **Raises:** `ValueError` in methods, for shapes that do not fit.
     """
 
-    count: Float[Any, "*#channels"] | Any
+    count: Float[Any, "..."] | Any
     mean_pair: Pair = eqx.field(converter=Pair.of)
-    m2: Float[Array, "*channels"]
+    m2: Float[Array, "*sets channels"]
     ddof: int = eqx.field(default=0, static=True)
 
     @staticmethod
     def zero(channels: int | tuple[int, ...], dtype: DTypeLike) -> "Moments":
-        """Returns the moments of no values; `channels` may be a shape; `dtype`: of the mean."""
+        """Returns the moments of no values; `channels` may be the shape `(*sets, channels)`;
+        `dtype` is that of the mean. The count is a scalar, or of that shape."""
         mean = jnp.zeros(channels, dtype)
-        return Moments(jnp.zeros((), mean.real.dtype), mean, mean.real)
+        count = jnp.zeros(mean.shape if mean.ndim > 1 else (), mean.real.dtype)
+        return Moments(count, mean, mean.real)
 
     @staticmethod
     def of(
@@ -55,7 +63,8 @@ class Moments(eqx.Module):
         count: ArrayLike | None = None,
         ddof: int = 0,
     ) -> "Moments":
-        """Returns moments with this mean and variance, `(channels,)` or numbers.
+        """Returns moments with this mean, `(*sets, channels)` or a number, and this variance, of
+        the same shape or a number.
 
         `count` is the number of values, above 0: give it if you know it, because `merge`, and
         strategies that weigh by it, need it. With `ddof=1` the variance is the unbiased one.
@@ -64,22 +73,30 @@ class Moments(eqx.Module):
         error of the outputs. A `Pair` avoids this error.
         """
         mean = Pair.of(mean)
-        m2 = jnp.full_like(mean.value.real, variance)
+        shape, of_variance = mean.value.shape, jnp.shape(variance)
+        if of_variance not in ((), shape):
+            raise ValueError(
+                f"variance has shape {of_variance}, and the mean {shape}: give a variance for "
+                "each mean, or one number."
+            )
+        real = mean.value.real
+        m2 = jnp.full_like(real, cast("variance", variance, real.dtype))
         if count is None:
             return Moments(None, mean, m2, ddof)
-        given, count = number(count), jnp.asarray(count, m2.dtype)
+        given, count = number(count), cast("count", count, m2.dtype)
         if isinstance(given, float) and not 0 < given < math.inf:
             raise ValueError(f"{given:g} is no number of values: give one above 0, or None.")
-        divisor = (count - ddof).clip(min=1) if ddof else count
+        of_each = along_sets("count", count, shape)
+        divisor = (of_each - ddof).clip(min=1) if ddof else of_each
         return Moments(count, mean, m2 * divisor, ddof)
 
     @property
-    def mean(self) -> Inexact[Array, "*channels"]:
+    def mean(self) -> Inexact[Array, "*sets channels"]:
         """Returns the mean, rounded to one float."""
         return self.mean_pair.value
 
     @property
-    def variance(self) -> Float[Array, "*channels"]:
+    def variance(self) -> Float[Array, "*sets channels"]:
         """Returns `m2 / (count - ddof)`; 1 where `count` is 0, so that the moments of no values
         normalise by the identity. It is finite even for a `count` of `ddof`."""
         if self.count is None:
@@ -109,9 +126,16 @@ class Moments(eqx.Module):
     @property
     def _count_of_each(self) -> Any:
         """Returns the count with the axes that it lacks to broadcast to m2."""
-        count = self.known_count
-        missing = range(count.ndim, self.m2.ndim)
-        return jnp.expand_dims(count, missing) if count.ndim else count
+        return along_sets("count", self.known_count, self.m2.shape)
+
+    def _checked(self, other: "Moments") -> "Moments":
+        """Returns the other moments; raises `ValueError` unless both have means of one shape."""
+        if self.m2.shape != other.m2.shape:
+            raise ValueError(
+                f"These moments have a mean of shape {self.m2.shape}, the others one of "
+                f"{other.m2.shape}: give moments of the same channels, and of as many sets."
+            )
+        return other
 
     def merge(self, other: "Moments") -> "Moments":
         r"""Returns the moments of the union of two sets, with the `ddof` of this one.
@@ -124,15 +148,19 @@ class Moments(eqx.Module):
         (Chan, Golub and LeVeque, 1979). Sets of equal means are merged exactly, and merging
         with `Moments.zero` changes nothing. A count that is not known is a `ValueError`.
         """
-        count = self.known_count + other.known_count
-        share = other.count / jnp.where(count > 0, count, 1)
+        mine, theirs = self._count_of_each, self._checked(other)._count_of_each
+        count = mine + theirs
+        share = theirs / jnp.where(count > 0, count, 1)
         delta = (other.mean_pair - self.mean_pair).value
         squared = (delta * delta.conj()).real
-        m2 = self.m2 + other.m2 + squared * self.count * share
-        return Moments(count, self.mean_pair.towards(other.mean_pair, share), m2, self.ddof)
+        m2 = self.m2 + other.m2 + squared * mine * share
+        mean = self.mean_pair.towards(other.mean_pair, share)
+        axes = max(self.known_count.ndim, other.known_count.ndim)
+        return Moments(count.reshape(count.shape[:axes]), mean, m2, self.ddof)
 
     def pooled(self) -> "Moments":
-        r"""Returns the moments of all sets along the first axis, merged at once.
+        r"""Returns the moments of all sets along the first axis, merged at once: of shape
+        `(channels,)` for a mean of shape `(sets, channels)`, `(1,)` for one of shape `(sets,)`.
 
         The number of operations does not depend on the number of sets. With the mean $k$ of the
         first set that is not empty, and $w_j = n_j / n$,
@@ -143,6 +171,9 @@ class Moments(eqx.Module):
         As in `merge`, sets of equal means are merged exactly, and empty ones change nothing.
         """
         counts = self._count_of_each
+        if counts.ndim == 0:  # all sets have the same count
+            of_each = np.ones((len(self.m2), *[1] * (self.m2.ndim - 1)), counts.dtype)
+            counts = counts * of_each
         seen = counts > 0
         count = counts.sum(0, keepdims=True)
         share = (counts / jnp.where(count > 0, count, 1)).astype(self.mean.dtype)
@@ -157,16 +188,20 @@ class Moments(eqx.Module):
             mean += (share * distances()).sum(0, keepdims=True)
         delta = distances()
         m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
-        count = count.reshape(self.count.shape[1:])
+        count = count.reshape(self.known_count.shape[1:])
+        if m2.ndim == 0:  # one number is a vector of one channel
+            return Moments(count, mean, m2[None], self.ddof)
         return Moments(count, Pair(mean.parts[0]), m2, self.ddof)
 
-    def towards(self, other: "Moments", share: Float[ArrayLike, "*#channels"]) -> "Moments":
+    def towards(self, other: "Moments", share: Float[ArrayLike, "..."]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, for the mean and for the variance.
 
-        A share of 0 or 1 gives `self` or `other` to the bit. The count is not known.
+        The share is a scalar, or has the leading axes of the mean. A share of 0 or 1 gives
+        `self` or `other` to the bit. The count is not known.
         """
-        share = jnp.asarray(share, self.m2.dtype)
-        a, b = capped(self.variance), other.variance
+        share = cast("share", share, self.m2.dtype)
+        share = along_sets("share", share, self.m2.shape)
+        a, b = capped(self.variance), self._checked(other).variance
         variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
         return Moments.of(self.mean_pair.towards(other.mean_pair, share), variance)
 
@@ -178,9 +213,24 @@ class Moments(eqx.Module):
         return Moments(count, mean, self.m2.astype(real), self.ddof)
 
     @property
-    def finite(self) -> Bool[Array, ""]:
-        """Returns whether all channels have a finite mean and m2, as one boolean."""
-        return (jnp.isfinite(self.mean) & jnp.isfinite(self.m2)).all()
+    def finite(self) -> Bool[Array, "*sets"]:
+        """Returns whether all channels of a set have a finite mean and m2, as one boolean."""
+        return (jnp.isfinite(self.mean) & jnp.isfinite(self.m2)).all(-1)
+
+
+def along_sets(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+    """Returns a number for each set, such as a count, with the axes that it lacks to broadcast to
+    a mean of this shape; raises `ValueError` unless it is a scalar or has the leading axes."""
+    if value.ndim == 0:
+        return value
+    sizes = zip(value.shape, shape, strict=False)
+    if value.ndim > len(shape) or any(size not in (1, of_mean) for size, of_mean in sizes):
+        right = " or ".join(str(shape[:axes]) for axes in range(len(shape) + 1))
+        raise ValueError(
+            f"{name} has shape {value.shape}, but for a mean of shape {shape} it is one number, "
+            f"or has the leading axes of the mean: shape {right}."
+        )
+    return value.reshape(*value.shape, *[1] * (len(shape) - value.ndim))
 
 
 @functools.partial(jax.jit, inline=True)  # run op by op, `select` is one call

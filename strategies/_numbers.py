@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array
 
 
 def number(value: Any) -> Any:
@@ -19,3 +22,16 @@ def is_count(value: Any) -> bool:
     """Returns whether `value` is an integer of 1 or more, and no bool."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_integer and int(value) >= 1
+
+
+def cast(name: str, value: ArrayLike, dtype: DTypeLike) -> Array:
+    """Returns numbers as an array of another dtype; raises `TypeError`, which names them, for
+    complex numbers in a real dtype."""
+    array = jnp.asarray(value)
+    if jnp.iscomplexobj(array) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, and would lose its imaginary part in "
+            f"{jnp.dtype(dtype)}. Give its real part; or, for complex results, a complex x: "
+            "x.astype(jnp.complex64)."
+        )
+    return array.astype(dtype)

@@ -9,6 +9,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Inexact
 
+from ._numbers import cast
+
 
 class Pair(NamedTuple):
     """Holds numbers as pairs `value + rest`, where `rest` is the rounding error of `value`.
@@ -84,8 +86,9 @@ class Pair(NamedTuple):
         """Returns value and rest in another precision, as two arrays, `(..., n)`."""
         if self.parts.dtype == dtype:
             return self.value, self.rest
-        value = self.value.astype(dtype)
-        rest = (self.value - value.astype(self.parts.dtype)) + self.rest
+        value = cast("mean", self.value, dtype)
+        back = value if jnp.iscomplexobj(self.parts) else value.real
+        rest = (self.value - back.astype(self.parts.dtype)) + self.rest
         return value, rest.astype(dtype)
 
 

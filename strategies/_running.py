@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments, select
-from ._numbers import number
+from ._numbers import cast, number
 from ._pair import Pair, capped, with_zeros
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
@@ -57,7 +57,8 @@ class Running(NamedTuple):
         """Returns statistics from elsewhere, `(channels,)`, as the average of that number of
         batches; by default their weight is 1."""
         mean, variance = Pair.of(mean), Pair.of(variance)
-        averages = jnp.stack([mean.parts, variance.parts.astype(mean.parts.dtype)], -3)
+        variance_parts = cast("variance", variance.parts, mean.parts.dtype)
+        averages = jnp.stack([mean.parts, variance_parts], -3)
         return Running(Pair(averages), jnp.asarray(batches, averages.real.dtype))
 
     @property

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from eqx_norm._jax.collectives import AxisName
 from eqx_norm.strategies import Moments
+from eqx_norm.strategies._numbers import cast
 
 from .formulas import reference
 from .formulas.activation import Activation, applied, elementwise
@@ -111,14 +112,16 @@ def _weights(
 
 
 def like_x(vectors: Sequence[Array | None], values: Values) -> list[Array | None]:
-    """Returns each weight or bias with as many axes as x, in the compute dtype."""
+    """Returns weight and bias with as many axes as x, in the compute dtype; raises `TypeError`
+    for complex ones if x is real."""
 
-    def reshaped(vector: Array) -> Array:
+    def reshaped(name: str, vector: Array) -> Array:
         shape = vector.shape if vector.ndim == values.x.ndim else values.layout.weights_shape
         shape = values.x.shape if vector.size == values.x.size else shape
-        return vector.reshape(shape).astype(values.wide.dtype)
+        return cast(name, vector.reshape(shape), values.wide.dtype)
 
-    return [None if vector is None else reshaped(vector) for vector in vectors]
+    named = zip(("weight", "bias"), vectors, strict=True)
+    return [None if vector is None else reshaped(name, vector) for name, vector in named]
 
 
 def normalise_in_jax_numpy(

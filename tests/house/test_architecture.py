@@ -35,7 +35,7 @@ ARROWS = {
     ),
     "the operation imports only moments and wrappers of JAX from the package": (
         "eqx_norm/_normalise",
-        r"eqx_norm\.(?!(_normalise|_jax)\b|strategies\.(Moments|Pair|_pair)\b)",
+        r"eqx_norm\.(?!(_normalise|_jax)\b|strategies\.(Moments|Pair|_pair|_numbers)\b)",
     ),
     "formulas are the lowest floor of the operation": (
         "eqx_norm/_normalise/formulas",

@@ -287,7 +287,7 @@ is_complex = partial(layer, bias=jnp.ones(6, jnp.complex64))
         (short, (6,), ValueError(r"weight= has shape \(5,\).*\(6,\)\.")),
         (of_batch, (6,), ValueError(r"bias= has shape \(4, 6\).*jax.vmap\(lambda x, bias")),
         (of_group, (6, 2), ValueError(r"weight= has shape \(2,\).*\(6,\) or \(6, 2\)\.")),
-        (is_complex, (6,), TypeError("bias= has dtype complex64")),
+        (is_complex, (6,), TypeError("bias has dtype complex64")),
         (linear, (3, 4), ValueError(r"activation=.*elementwise: given .* of shape \(3, 4\)")),
     ],
     ids=lambda value: str(value) if isinstance(value, Exception) else "",

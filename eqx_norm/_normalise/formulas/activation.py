@@ -15,6 +15,7 @@ from eqx_norm._jax.jaxprs import (
     shows_elementwise,
 )
 from eqx_norm._jax.lowering import Args, automatic_mesh
+from eqx_norm.strategies._numbers import cast
 
 from .reference import Shape
 
@@ -23,7 +24,7 @@ Activation = Callable[[Array], Array]
 
 def applied(activation: Activation | None, u: Array) -> Array:
     """Returns `activation(u)`, cast to the dtype of `u`; raises `ValueError` if the result has
-    another shape."""
+    another shape, and `TypeError` if it is complex and `u` is not."""
     if activation is None:
         return u
     try:
@@ -38,7 +39,7 @@ def applied(activation: Activation | None, u: Array) -> Array:
             f"it must return one of the same shape, but the result is {result!r}. Apply it "
             "after the layer instead."
         ) from cause
-    return result.astype(u.dtype)
+    return cast(f"the result of activation={activation}", result, u.dtype)
 
 
 class Elementwise:
