@@ -14,6 +14,7 @@ exit status is 1 if a case fails. Examples:
 """
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -39,6 +40,7 @@ from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle
 from tests.strategies.recursions import STRATEGIES, number, value
 
+WEIGHTS = ("weight", "bias")
 ROWS = ("LayerNorm", "RMSNorm")  # weight and mask have a number for each value
 ACTIVATIONS = {"": None, "relu": jax.nn.relu, "prelu": None, "tanh": jnp.tanh}
 ACTIVATIONS |= {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
@@ -76,6 +78,10 @@ def wrapped(f: Any, names: tuple[str, ...]) -> Any:
     return f
 
 
+OTHER_DTYPES = (*["x"] * 6, "bfloat16", "float16", "float64", "complex64")
+NARROWING = ("bfloat16", "float64", "complex64")
+
+
 def one_of(*values: Any) -> Any:
     return field(default=values[0], metadata={"values": values})
 
@@ -99,7 +105,10 @@ class Case:
     devices: str = one_of("", "", "checked", "unchecked")  # check_vma, along the first axis
     x64: bool = one_of(*[False] * 5, True)
     dtype: str = one_of(*["float32"] * 4, "bfloat16", "float16", "complex64", "float64")
-    narrow: bool = one_of(False, True)  # weights have the dtype of x; else float32 or wider
+    # "x" is the dtype of x, "" float32 or wider.
+    weight_dtype: str = one_of("", *OTHER_DTYPES)
+    bias_dtype: str = one_of("", *OTHER_DTYPES)
+    returns: str = one_of(*[""] * 9, *NARROWING)  # the dtype of the activation's result
     eps: float = one_of(1e-5, 1e-5, 1e-3, 1e-12)
     weight_offset: float = one_of(0.0, 0.0, 1.0, -2.5)
     activation: str = one_of("", "", *ACTIVATIONS)
@@ -120,6 +129,26 @@ class Case:
         """Returns the shape of one example."""
         return self.channels * (GROUPS if self.layer == "GroupNorm" else 1), *self.spatial
 
+    def dtype_of(self, name: str) -> str:
+        """Returns the dtype of "weight" or "bias"."""
+        dtype = {"weight": self.weight_dtype, "bias": self.bias_dtype}[name]
+        wide = "float32" if "16" in self.dtype else self.dtype
+        return {"": wide, "x": self.dtype}.get(dtype, dtype)
+
+    def is_narrow(self, name: str) -> bool:
+        """Returns whether "weight" or "bias" has less precision than the computation."""
+        precision = jnp.finfo("float32" if "16" in self.dtype else self.dtype).bits
+        return jnp.finfo(self.dtype_of(name)).bits < precision
+
+    @property
+    def refused(self) -> str:
+        """Returns the argument whose complex numbers do not fit a real x, or ""."""
+        if self.dtype == "complex64":
+            return ""
+        given = {"weight": self.weight_dtype, "bias": self.bias_dtype}
+        given["the result of activation"] = self.returns
+        return next((name for name, dtype in given.items() if dtype == "complex64"), "")
+
 
 # A field, the condition under which its value is infeasible, and the value used instead.
 RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
@@ -130,8 +159,14 @@ RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     ("around", lambda c: c.devices and "export" in c.around, ("jit",)),  # runs on one device
     ("spatial", lambda c: 0 in c.spatial and (c.devices or c.layer in ROWS), ()),  # an error
     ("through", lambda c: not c.of or c.layer != "BatchNorm", False),
-    ("x64", lambda c: c.dtype == "float64", True),
-    ("of", lambda c: "16" in c.dtype and " of " in c.of, "vjp"),  # rounds intermediates
+    ("weight_dtype", lambda c: not c.weights or 0 in c.spatial, ""),
+    ("bias_dtype", lambda c: not c.weights or 0 in c.spatial, ""),
+    ("returns", lambda c: 0 in c.spatial, ""),
+    ("returns", lambda c: c.activation == "prelu" or c.dtype == "complex64", ""),
+    ("returns", lambda c: c.returns == "bfloat16" and c.of, ""),  # gradients pass bfloat16
+    ("x64", lambda c: "float64" in (c.dtype, c.weight_dtype, c.bias_dtype, c.returns), True),
+    # Narrow dtypes round intermediate results.
+    ("of", lambda c: ("16" in c.dtype or any(map(c.is_narrow, WEIGHTS))) and " of " in c.of, "vjp"),
     ("activation", lambda c: c.dtype == "complex64", ""),
     ("data", lambda c: c.data == "far" and "32" not in c.dtype, "offset"),  # no digits are left
     ("data", lambda c: " of " in c.of and c.data == "huge", "offset"),  # 1 / std^3 is 0
@@ -206,17 +241,26 @@ def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
             along = [n if role == "apart" and not case.shared else 1 for role, n in case.axes]
         tail = case.shape if case.weights == "value" or case.layer in ROWS else column
         for name in ("weight", "bias"):
-            weight = normal(case, fixed, (*along, *tail))
-            z[name] = jnp.asarray(weight, case.dtype if case.narrow else wide)
+            weight, dtype = normal(case, fixed, (*along, *tail)), case.dtype_of(name)
+            weight = weight if dtype == "complex64" else np.real(weight)
+            z[name] = jnp.asarray(weight, dtype)
     if case.activation == "prelu":
         z["slope"] = jnp.full([1] * x.ndim, 0.25, wide)
     return z, jax.tree.map(jnp.asarray, aux)
+
+
+@functools.cache
+def returning(activation: Any, dtype: str) -> Any:
+    """Returns the activation with results of another dtype."""
+    return lambda u: activation(u).astype(dtype)
 
 
 def built(case: Case) -> tuple[Any, Any]:
     """Returns a layer, and its state stacked along the axes "apart", or `None`."""
     is_prelu = case.activation == "prelu"
     activation = eqx.nn.PReLU(0.25) if is_prelu else ACTIVATIONS[case.activation]
+    if case.returns:
+        activation = returning(activation or (lambda u: u), case.returns)
     options: dict[str, Any] = {"activation": activation}
     options |= {"eps": case.eps, "weight_offset": case.weight_offset}
     named: dict[str, list[str]] = {"batch": [], "memory": [], "apart": []}
@@ -424,14 +468,18 @@ def problems(case: Case) -> Iterator[str]:
         std = np.broadcast_to(std, y.shape).reshape(z["x"].shape).astype(float)
         r = np.random.default_rng([case.seed, step, 1])
         v = {k: normal(case, r, a.shape) * (std if k[0] == "x" else 1) for k, a in z.items()}
+        v = {k: a if jnp.iscomplexobj(z[k]) else np.real(a) for k, a in v.items()}
         v = {k: jnp.asarray(a, z[k].dtype) for k, a in v.items()}
         ct = jnp.asarray(normal(case, r, z["x"].shape), z["x"].dtype)
+        programs[modes] = programs.get(modes) or program(case, layer, modes)
+        if case.refused:
+            yield from not_refused(case, lambda: programs[modes](z, v, ct, given, before))
+            return
         along = {k: oracle.layout(a) for k, a in v.items()}, oracle.layout(ct), masks
         bounds, want = oracle.bounds(exact, *along, y, used), {"value of y": y}
         near = (np.abs(u.real) < 2 * bounds["value of y"]) & (u != 0)
         if case.of and not ("relu" in case.activation and near.any()):  # near a kink
             want |= oracle.derivatives(exact, *along, train)
-        programs[modes] = programs.get(modes) or program(case, layer, modes)
         got, state = programs[modes](z, v, ct, given, before)
         if promises_bits(case, mode):
             rows, _ = alone(*among_more(case, z, ct, aux, state))
@@ -455,6 +503,17 @@ def problems(case: Case) -> Iterator[str]:
                 yield f"{name}: {a.dtype}{a.shape}, not {like.dtype}{like.shape}"
             elif found := difference(a, want[name], bounds[name], name == "value of y"):
                 yield f"{name}: step {step} ({mode}): {found}"
+
+
+def not_refused(case: Case, call: Callable[[], object]) -> Iterator[str]:
+    """Yields a problem unless the call raises the error for complex numbers."""
+    try:
+        call()
+    except TypeError as error:
+        if not str(error).startswith(case.refused):
+            yield f"error: {error}"
+    else:
+        yield f"error: {case.refused} lost its imaginary part"
 
 
 def difference(got: Any, want: Any, bound: Any, is_value: bool) -> str:

@@ -6,6 +6,7 @@ All arrays have the case's mapped axes, then (groups, channels of a group, *spat
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tests.layers.norms import GROUPS
@@ -44,6 +45,13 @@ ACTIVATIONS: dict[str, Any] = {  # functions of u and the slope of a PReLU
     "gelu": lambda u, _: gelu(u),
     "tanh": lambda u, _: tanh(u),
 }
+
+
+def half_ulp_of_1(dtype: str) -> float:
+    """Returns the largest relative error of rounding to a dtype."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
 SMOOTH = ("silu", "gelu", "tanh")
 
 
@@ -216,6 +224,8 @@ class Oracle:
             moves[k], effect[k] = weight * xhat, reach / np.maximum(batches[k].n, 1)
         moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
         result = {"value of y": unit * (slope * u + np.abs(y))}
+        if case.returns:
+            result["value of y"] = result["value of y"] + half_ulp_of_1(case.returns) * np.abs(y)
         result["tangent of y"] = 2 * unit * (slope + bend) * moves
         first = {
             "x": rstd * spread * most(weight * g),
@@ -224,7 +234,6 @@ class Oracle:
             "slope": g * u,
             **dict.fromkeys(early, weight * g * xhat),
         }
-        narrow = case.narrow and "16" in case.dtype
         second = most(g * (1 + weight) ** 2 * xhat**3) * (1 + sum(map(most, size.values())))
         for k, a in z.items():
             shared = tuple(i for i, n in enumerate(a.shape) if n == 1 and k != "x")
@@ -233,7 +242,8 @@ class Oracle:
                 np.where(mask, terms + 0 * np.real(x), 0).sum(shared, keepdims=True) * factor
                 for terms in (first[k], second * rstd if k == "x" else second)
             )
-            rounded = parts + (count * 2.0**-9 if narrow and k not in effect else 0)
+            is_narrow = k in ("weight", "bias") and case.is_narrow(k)
+            rounded = parts + (count * half_ulp_of_1(case.dtype_of(k)) if is_narrow else 0)
             result[f"gradient of {k}"] = (unit if k == "x" else rounded) * one
             result[f"curvature of {k}"] = 10 * parts * two
         return result
