@@ -1,7 +1,8 @@
 """Provides normalisation layers for Equinox; `approach=` chooses how batch norm trains.
 
 `BatchNorm`, `LayerNorm`, `GroupNorm` and `RMSNorm` replace Equinox's layers of these names.
-`moments` and `normalise` are the two halves of a norm, for plain arrays.
+`moments` and `normalise` are the two halves of a norm, for plain arrays, and `denormalise` is
+the inverse of the second.
 `strategies` has the values of `BatchNorm(approach=...)` and the base class for your own.
 `models` converts, freezes, folds and recalibrates existing models. `determinism` finds the
 first value in which two runs differ.
@@ -10,6 +11,7 @@ first value in which two runs differ.
 from typing import TYPE_CHECKING
 
 from . import strategies as strategies
+from ._arrays import denormalise as denormalise
 from ._arrays import moments as moments
 from ._arrays import normalise as normalise
 from ._batch_norm import BatchNorm as BatchNorm
@@ -39,6 +41,7 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "RMSNorm",
+    "denormalise",
     "determinism",
     "models",
     "moments",

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from eqx_norm._contract import described
+from eqx_norm._memory import ENSEMBLE
 from eqx_norm._normalise import Activation, Affine, AxisName, Shape, names_of, widened
 from eqx_norm.strategies._numbers import is_count, number
 
@@ -115,6 +116,12 @@ def _fitting(layer: PyTree, name: str, given: Any, shape: Shape, x: Array) -> Ar
     if given is None:
         array, shapes, whose = getattr(layer, name), [shape], f"The layer's own {name}"
         fix = f"Put such a one there by eqx.tree_at, or write layer(x, {name}={name})."
+        if (
+            array is not None
+            and array.ndim > len(shape)
+            and array.shape[-len(shape) :] == shape
+        ):
+            fix = f"{ENSEMBLE} If not: {fix}"
     else:
         array, shapes, whose = jnp.asarray(given), [shape, x.shape], f"{name}="
         if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -126,6 +133,8 @@ def _fitting(layer: PyTree, name: str, given: Any, shape: Shape, x: Array) -> Ar
             f"If all examples share it, write jax.vmap(lambda x: layer(x, {name}={name}))(x); "
             f"if not, jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
         )
+        if array.size == math.prod(shape):
+            fix = f"Write {name}.reshape({shape})."
     if array is not None and np.shape(array) not in shapes:
         right = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(
@@ -158,23 +167,42 @@ def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -
         raise not_one_example(x, argument, channels, f"({channels}, *spatial)", fix)
 
 
-def checked_x(x: Any) -> Array:
-    """Returns `x` as an array; raises `TypeError` if `x` is no array, and for integers."""
+def checked_x(x: Any, name: str = "x") -> Array:
+    """Returns `x` as an array; raises `TypeError` if `x` is no array, and for integers. `name`
+    is the name of the argument."""
     try:
         array = None if isinstance(x, tuple | list) else jnp.asarray(x)
     except TypeError:
         array = None
     if array is None:
-        raise TypeError(
-            f"x is {described(x)}, but a layer takes one array. A layer with a state returns "
-            "two things, of which only the first goes to the next: write y, state = "
-            "layer(x, state)."
-        )
+        fix = f"If it holds numbers, write jnp.asarray({name})."
+        if isinstance(x, tuple):
+            fix = (
+                "A layer with a state returns two things, of which only the first goes to the "
+                "next: write y, state = layer(x, state)."
+            )
+        raise TypeError(f"{name} is {described(x)}, and must be one array. {fix}")
     # Without x64, `asarray` converts NumPy's float64 to float32.
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
-            f"x has dtype {array.dtype}, which cannot hold normalised values. "
-            "Write x.astype(jnp.float32)."
+            f"{name} has dtype {_given_dtype(x)}, which cannot hold normalised values. "
+            f"Write {name}.astype(jnp.float32)."
+        )
+    return array
+
+
+def _given_dtype(array: Any) -> Any:
+    """Returns the dtype of an argument as the user wrote it: `asarray` may have another."""
+    return array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+
+
+def checked_bools(mask: Any) -> Array:
+    """Returns a mask as an array; raises `TypeError` unless it has booleans."""
+    array = jnp.asarray(mask)
+    if array.dtype != bool:
+        raise TypeError(
+            f"mask has dtype {_given_dtype(mask)}, but must say which values count: give "
+            "booleans, for example mask > 0."
         )
     return array
 
@@ -184,12 +212,7 @@ def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -
     position of `x`; with `of_values`, for each value. `mapped` shows how to call the layer."""
     if mask is None:
         return None
-    mask = jnp.asarray(mask)
-    if mask.dtype != bool:
-        raise TypeError(
-            f"mask has dtype {mask.dtype}, but must say which values count: give booleans, "
-            "for example mask > 0."
-        )
+    mask = checked_bools(mask)
     if of_values:
         fits = mask.shape in ((), x.shape)
         each = f"value, of shape {x.shape}: for rows, jnp.broadcast_to(mask[:, None], x.shape)"
@@ -197,10 +220,13 @@ def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -
         fits = broadcasts(mask.shape, x.shape[1:])
         each = f"position, of shape {x.shape[1:]}; the channels share it"
     if not fits:
+        of_each = f", or one for each {each}"
+        if x.ndim == 1 and not of_values:
+            of_each = ", which its channels share"
         raise ValueError(
             f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give "
-            f"one bool for the example, of shape (), or one for each {each}. Map over the mask "
-            f"as over x: {mapped}."
+            f"one bool for the example, of shape (){of_each}. Map over the mask as over x: "
+            f"{mapped}."
         )
     return mask
 

@@ -1,16 +1,20 @@
-"""Defines `moments` and `normalise`, the two halves of a norm, for plain arrays."""
+"""Defines `moments` and `normalise`, the two halves of a norm, and `denormalise`, for plain
+arrays."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Inexact
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from eqx_norm import _arguments, _normalise
+from eqx_norm._contract import described
 from eqx_norm._normalise import Activation, Affine, Values
 from eqx_norm.strategies import Moments, Pair
+from eqx_norm.strategies._numbers import cast
 
 Axis = int | Sequence[int] | None
 
@@ -103,13 +107,7 @@ def normalise(
     **Raises:** `ValueError` or `TypeError` for an invalid argument.
     """
     values = _checked(x, axis, mask)
-    kept = values.layout.kept
-    if not (isinstance(moments, Moments) and moments.m2.shape == moments.mean.shape == kept):
-        shape = getattr(getattr(moments, "mean", None), "shape", type(moments).__name__)
-        raise ValueError(
-            f"moments: {shape}, but for x of shape {values.x.shape} and axis={axis!r} they are "
-            f"Moments with a mean and m2 of shape {kept}. Give the axis= of moments(x, axis)."
-        )
+    _check_moments(moments, values, axis)
     weight, bias = (
         None if w is None else _like_x(name, jnp.asarray(w), values)
         for name, w in (("weight", weight), ("bias", bias))
@@ -119,14 +117,83 @@ def normalise(
     return _normalise.normalise(values, affine, moments, eps=eps)
 
 
-def _checked(x: Any, axis: Axis, mask: Any) -> Values:
-    x = _arguments.checked_x(x)
+def denormalise(
+    y: Array | np.ndarray,
+    moments: Moments,
+    weight: Inexact[ArrayLike, "..."] | None = None,
+    bias: Inexact[ArrayLike, "..."] | None = None,
+    *,
+    axis: Axis = None,
+    mask: Bool[ArrayLike, "..."] | None = None,
+    eps: float = 1e-5,
+) -> Array:
+    r"""Returns the x of which `normalise` makes y, such as predictions in the units of the data.
+
+    $$x = \frac{y - \beta}{\gamma} \sqrt{\sigma^2 + \varepsilon} + \mu$$
+
+    ```python
+    of_series = moments(x, 1)                            # x is [N, T]
+    y = model(normalise(x, of_series, axis=1))           # y is [N, horizon]
+    forecast = denormalise(y, of_series, axis=1)
+    ```
+
+    All values up to x are float32 or better. x is differentiable in all arrays, and y is the
+    only residual of its size.
+
+    **Arguments:** `y`: an array, float or complex; the others as for `normalise`, of y. Where
+    $\gamma$ is 0, x is not finite. Where `mask` is false, x and its gradient are 0.
+
+    **Returns:** x, of the shape and dtype of y.
+
+    **Raises:** `ValueError` or `TypeError` for an invalid argument.
+
+    Kim et al., "Reversible Instance Normalization", https://openreview.net/forum?id=cGDAkQo1C0p.
+    """
+    values = _checked(y, axis, mask, name="y")
+    _check_moments(moments, values, axis)
+    eps, dtype = _arguments.checked_number("eps", eps), values.wide.dtype
+    shape = values.layout.moments_shape
+    vectors = jnp.sqrt(moments.variance + eps), *moments.mean_pair.words(dtype)
+    columns = [vector.astype(dtype).reshape(shape) for vector in vectors]
+    gamma, beta = (
+        cast(name, _like_x(name, jnp.asarray(default if w is None else w), values), dtype)
+        for name, w, default in (("weight", weight, 1.0), ("bias", bias, 0.0))
+    )
+
+    @jax.checkpoint
+    def inverse(y: Array, columns: list[Array], gamma: Array, beta: Array) -> Array:
+        std, mean, mean_rest = columns
+        y = y if values.mask is None else jnp.where(values.mask, y, 0)
+        x = ((y.astype(dtype) - beta) * (std / gamma) + mean_rest) + mean
+        x = x if values.mask is None else jnp.where(values.mask, x, 0)
+        return x.astype(y.dtype)
+
+    return inverse(values.x, columns, gamma, beta)
+
+
+def _check_moments(moments: Moments, values: Values, axis: Axis) -> None:
+    """Raises `TypeError` or `ValueError` unless x of these values has moments of this shape."""
+    if not isinstance(moments, Moments):
+        raise TypeError(
+            f"moments is {described(moments)}: give Moments, as moments(x, axis) returns. Of a "
+            "mean and a variance, eqx_norm.strategies.Moments.of(mean, variance) makes some."
+        )
+    kept = values.layout.kept
+    if not moments.m2.shape == moments.mean.shape == kept:
+        raise ValueError(
+            f"moments have a mean of shape {moments.mean.shape}, but for x of shape "
+            f"{values.x.shape} and axis={axis!r} a mean and m2 have the shape {kept}. Give the "
+            "axis= of moments(x, axis)."
+        )
+
+
+def _checked(x: Any, axis: Axis, mask: Any, name: str = "x") -> Values:
+    x = _arguments.checked_x(x, name)
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim, "axis")
     values = Values.along(x, axes)
     if mask is None:
         return values
-    if (mask := jnp.asarray(mask)).dtype != bool:
-        raise TypeError(f"mask has dtype {mask.dtype}: give booleans, for example mask > 0.")
+    mask = _arguments.checked_bools(mask)
     return values._replace(mask=_like_x("mask", mask, values))
 
 

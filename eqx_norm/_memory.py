@@ -18,6 +18,12 @@ STACKED = (
     "returned a copy for each example. With out_axes=(0, None) it returns one state for all."
 )
 
+ENSEMBLE = (
+    "If the layer is stacked, as in an ensemble, map over its members by eqx.filter_vmap, or "
+    "take the i-th one: jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, "
+    "(layer, state))."
+)
+
 
 def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Returns the dtype of running means: float32, or float64 under x64, or the complex dtype
@@ -129,7 +135,10 @@ def check(layer: PyTree, remembered: Remembered) -> None:
     if found != expected:
         unstacked = [found[0], [shape[1:] for shape in found[1]]]
         is_stacked = unstacked == expected
-        cause = STACKED if is_stacked else "The state given belongs to another layer."
+        cause = "The state given belongs to another layer."
+        if is_stacked:
+            is_member = layer.weight is None or layer.weight.ndim == 1
+            cause = STACKED if is_member else ENSEMBLE
         raise ValueError(
             f"{cause} This layer, with input_size={channels} and approach={approach}, "
             f"remembers\n    {eqx.tree_pformat(init.statistics, struct_as_array=True)}\n"

@@ -166,7 +166,11 @@ RULES: list[tuple[str, Callable[[Case], Any], Any]] = [
     ("returns", lambda c: c.returns == "bfloat16" and c.of, ""),  # gradients pass bfloat16
     ("x64", lambda c: "float64" in (c.dtype, c.weight_dtype, c.bias_dtype, c.returns), True),
     # Narrow dtypes round intermediate results.
-    ("of", lambda c: ("16" in c.dtype or any(map(c.is_narrow, WEIGHTS))) and " of " in c.of, "vjp"),
+    (
+        "of",
+        lambda c: ("16" in c.dtype or any(map(c.is_narrow, WEIGHTS))) and " of " in c.of,
+        "vjp",
+    ),
     ("activation", lambda c: c.dtype == "complex64", ""),
     ("data", lambda c: c.data == "far" and "32" not in c.dtype, "offset"),  # no digits are left
     ("data", lambda c: " of " in c.of and c.data == "huge", "offset"),  # 1 / std^3 is 0

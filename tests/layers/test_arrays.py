@@ -106,16 +106,69 @@ def test_a_constant_is_exact_and_the_residual_is_x():
     assert {a.dtype.name for a in kept} <= {"bfloat16"}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("mask", [None, X[..., :1] > 100])
+def test_denormalise_is_the_inverse_of_normalise(dtype, mask):
+    """Compares the values with x, the gradients with those of the formula in float64."""
+    x, weight, bias = (X * (1 + 1j if "complex" in dtype else 1)).astype(dtype), 1.5, -0.25
+    of_rows = eqx_norm.moments(x, 1)
+
+    def inverse(y, weight, bias, mean, variance):
+        used, options = Moments.of(mean, variance), {"axis": 1, "mask": mask}
+        return eqx_norm.denormalise(y, used, weight, bias, **options)
+
+    y = eqx_norm.normalise(x, of_rows, weight, bias, axis=1, mask=mask)
+    back = eqx_norm.denormalise(y, of_rows, weight, bias, axis=1, mask=mask)
+    assert back.dtype == x.dtype
+    counts = np.broadcast_to(True if mask is None else mask, x.shape)
+    eps = float(jnp.finfo(dtype).eps)
+    # y is rounded, times the standard deviation of at most 8; x of 100 is rounded.
+    np.testing.assert_allclose(
+        np.asarray(back, np.complex64), np.where(counts, x, 0), rtol=2 * eps, atol=32 * eps
+    )
+
+    def formula(y, weight, bias, mean, variance):
+        std = jnp.sqrt(jnp.expand_dims(variance, 1) + 1e-5)
+        x = (jnp.where(counts, y, 0) - bias) / weight * std + jnp.expand_dims(mean, 1)
+        return jnp.where(counts, x, 0)
+
+    if dtype == "float32":
+        arrays = y, weight, bias, of_rows.mean, of_rows.variance
+        with jax.enable_x64(True):
+            exact = [jnp.asarray(array, float) for array in arrays]
+            expected = jax.vjp(formula, *exact)[1](jnp.cos(X.astype(float)))
+        found = jax.vjp(inverse, *arrays)[1](jnp.cos(X))
+        for gradient, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-4)
+    residuals = jax.tree.leaves(jax.vjp(inverse, y, weight, bias, *arrays_of(of_rows))[1])
+    assert {a.dtype for a in residuals if a.size == x.size and a.dtype != bool} == {x.dtype}
+
+
+def arrays_of(moments):
+    return moments.mean, moments.variance
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: eqx_norm.moments(X, 4), r"axis 4 is out of bounds"),
         (lambda: eqx_norm.moments(X, (1, 1)), r"repeated axis"),
         (lambda: eqx_norm.moments(X, mask=X[:, 0] > 0), r"mask has shape \(4, 5, 3\), which"),
-        (lambda: eqx_norm.normalise(X, eqx_norm.moments(X, 0)), r"moments: \(6, 5, 3\), but"),
+        (
+            lambda: eqx_norm.normalise(X, eqx_norm.moments(X, 0)),
+            r"mean of shape \(6, 5, 3\), but",
+        ),
+        (
+            lambda: eqx_norm.normalise(X, X.mean(0), X.var(0)),
+            r"f32\[6,5,3\]: .*Moments\.of\(mean",
+        ),
+        (lambda: eqx_norm.moments([1.0, 2.0]), r"x is \[1.0, 2.0\], .* jnp.asarray\(x\)"),
+        (lambda: eqx_norm.moments(X, mask=np.ones(3)), "mask has dtype float64"),
+        (lambda: eqx_norm.denormalise([1.0], Moments.of(0.0, 1.0)), "y is .* jnp.asarray.y"),
+        (lambda: eqx_norm.denormalise(X, Moments.of(0.0, 1j)), "variance has dtype complex"),
         (lambda: eqx_norm.normalise(X, Moments.of(0.0, 1.0), jnp.ones(6)), r"6,\).*t\[:, None"),
     ],
 )
-def test_errors_quote_what_was_given(call, message):
+def test_errors_quote_what_was_given(call, message, unchecked):
     with pytest.raises((TypeError, ValueError), match=message):
         call()

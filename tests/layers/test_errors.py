@@ -114,6 +114,8 @@ in_a_model = eqx.nn.make_with_state(
     lambda: eqx.nn.Sequential([BatchNorm(3, "batch", approach="batch")])
 )
 STACKED = jax.tree.map(lambda leaf: jnp.stack([leaf] * 6), single(3)[1])
+ENSEMBLE = jax.tree.map(lambda leaf: jnp.stack([leaf] * 6), single(3))
+ENSEMBLE = dict(zip(("layer", "state"), ENSEMBLE, strict=True))
 COMPLEX = dict(zip(("layer", "state"), single(3, dtype=jnp.complex64), strict=True))
 of_values = with_parameters(single(3)[0], jnp.ones((3, 2)), jnp.zeros(3))
 CAST = (
@@ -130,7 +132,7 @@ CALLS = [
     ({"x": jnp.ones((4, 3))}, ValueError(r"\(4, 3\).*This looks like a batch.*jax.vmap")),
     ({"x": jnp.ones((4, 5, 3))}, ValueError(r"channels are last.*moveaxis\(x, -1, 0\)")),
     ({"x": (jnp.ones((3, 2)), None)}, TypeError(r"x is a tuple of 2.*y, state = layer\(x")),
-    ({"x": "abc"}, TypeError("x is 'abc', but a layer takes one array")),
+    ({"x": "abc"}, TypeError("x is 'abc', and must be one array")),
     ({"x": jnp.ones((3, 2), bool)}, TypeError(r"dtype bool.*x.astype\(jnp.float32\)")),
     ({"x": jnp.ones((3, 2), jnp.complex64)}, TypeError("real input.*dtype=jnp.complex64")),
     (COMPLEX, TypeError(r"made for complex input.*x.astype\(jnp.complex64\)")),
@@ -141,6 +143,7 @@ CALLS = [
     ({"state": in_a_model()[1]}, ValueError("made for another model.*make_with_state")),
     # `make_with_state` gives both states the same key; only the shapes of leaves differ.
     ({"state": single(4)[1]}, ValueError("belongs to another layer.*input_size=3")),
+    (ENSEMBLE, ValueError(r"stacked, as in an ensemble.*eqx.filter_vmap.*leaf\[i\]")),
     ({"state": STACKED}, ValueError(r"one more axis.*without out_axes=\(0, None\)")),
     ({"state": cast(single(3)[1], "bfloat16")}, ValueError(CAST)),
     ({"state": AVERAGED}, ValueError(r"holds float\d\d, but.* counts in int32.*only the")),
@@ -259,6 +262,9 @@ NOT_A_STATE: Any = jnp.ones(4, bool)
 no_state = partial(TOKENS, state=NOT_A_STATE)
 short, of_batch = partial(layer, weight=jnp.ones(5)), partial(layer, bias=jnp.ones((4, 6)))
 of_group = partial(group, weight=jnp.ones(2))
+of_columns = partial(group, weight=jnp.ones((6, 1, 1)))
+NOT_AN_ARRAY: Any = [1.0, 2.0]
+of_list, of_floats = (lambda _: layer(NOT_AN_ARRAY)), partial(layer, mask=np.ones(6))
 is_complex = partial(layer, bias=jnp.ones(6, jnp.complex64))
 
 
@@ -282,6 +288,15 @@ is_complex = partial(layer, bias=jnp.ones(6, jnp.complex64))
         (no_state, (4, 4), ValueError(r"=bool\[4\] is no eqx.nn.State.*layer\(x, mask=mask\)")),
         (with_own(LayerNorm(4), 1, 4), (4,), ValueError(r"own weight .*\(1,\).*\(4,\)\.")),
         (with_own(RMSNorm(4), 4, (2, 4)), (4,), ValueError(r"own bias .*\(2, 4\).*tree_at")),
+        (
+            with_own(layer, (3, 6), (3, 6)),
+            (6,),
+            ValueError(r"stacked.*eqx.filter_vmap.*leaf\[i"),
+        ),
+        (masked(group, 6), (6,), ValueError(r"of shape \(\), which its channels share\.")),
+        (of_columns, (6, 2, 2), ValueError(r"Write weight\.reshape\(\(6,\)\)")),
+        (of_list, (2,), TypeError(r"x is \[1\.0, 2\.0\], .*write jnp\.asarray\(x\)")),
+        (of_floats, (6,), TypeError("mask has dtype float64.*mask > 0")),
         (with_own(LayerNorm(4, axis=0), (4, 2), 4), (4, 2), ValueError("own weight")),
         (with_own(group, 2, 6), (6,), ValueError(r"own weight .*\(2,\).*\(6,\)")),
         (short, (6,), ValueError(r"weight= has shape \(5,\).*\(6,\)\.")),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import InstanceNorm
 from eqx_norm.strategies import Batch, Renorm, VarianceClip
 from tests.compiling import filter_jit, jit
 from tests.helpers import bits, copy, make, normal, same
@@ -110,3 +111,25 @@ def test_batch_of_a_single_nan_is_rejected():
     for mask, rejected in ((ONE, 1), (NOTHING, 0)):
         _, after, *_ = step(layer, state, jnp.full_like(X, jnp.nan), mask)
         assert after.get(layer.memory_index).counts.tolist() == [0, rejected]
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("act", [None, jax.nn.relu, jax.nn.gelu])
+@pytest.mark.parametrize("length", [5, 8, 37])
+def test_one_value_has_a_gradient_of_exactly_0(length, act, x64):
+    """Fails where a compiler contracts the product of weight and cotangent with a sum."""
+    with jax.enable_x64(x64):
+        layer = InstanceNorm(3, affine=True, activation=act)
+        random = np.random.RandomState(0)
+        weight, bias = jnp.asarray(random.standard_normal((2, 3)), float)
+        layer = with_parameters(layer, weight, bias)
+        x, dy = jnp.asarray(random.standard_normal((2, 4, 3, length)), float)
+        mask = np.arange(length) == length - 1
+
+        @jax.jit
+        @jax.grad
+        def gradient(x):
+            return (jax.vmap(lambda x: layer(x, mask=mask))(x) * dy).sum()
+
+        np.testing.assert_array_equal(gradient(x), np.zeros(x.shape))

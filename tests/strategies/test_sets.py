@@ -138,11 +138,17 @@ NUMBERS = Moments.of(np.zeros((2, 3)), np.ones((2, 3)), np.float32([4, 5]))
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Moments.of(np.zeros((2, 3)), 1.0, np.ones(3)), r"count has shape \(3,\).*\(2, 3\)"),
+        (
+            lambda: Moments.of(np.zeros((2, 3)), 1.0, np.ones(3)),
+            r"count has shape \(3,\).*\(2, 3\)",
+        ),
         (lambda: Moments.of(np.zeros(3), np.ones(4)), r"variance has shape \(4,\).*\(3,\)"),
         (lambda: Moments.of(np.zeros((3, 3)), np.ones(3)), r"variance has shape \(3,\)"),
         (lambda: NUMBERS.merge(Moments.zero(3, np.float32)), r"\(2, 3\).*\(3,\)"),
-        (lambda: Moments.zero(3, np.float32).merge(Moments.zero(4, np.float32)), r"\(3,\).*\(4,"),
+        (
+            lambda: Moments.zero(3, np.float32).merge(Moments.zero(4, np.float32)),
+            r"\(3,\).*\(4,",
+        ),
         (lambda: NUMBERS.towards(NUMBERS, np.ones(3)), r"share has shape \(3,\).*\(2, 3\)"),
         (lambda: NUMBERS.towards(Moments.of(np.zeros(3), 1.0), 0.5), r"\(2, 3\).*\(3,\)"),
         (lambda: Moments(np.ones(3), np.zeros((2, 3)), jnp.ones((2, 3))).variance, r"\(3,\)"),

@@ -136,7 +136,9 @@ class Passes(NamedTuple):
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
             weight = self.variant.uncontracted(weight)
-        h = self._product(weight, g) - (totals[1] / n if self.options.norm.centred else 0)
+        # The sum of one unmasked value is the rounded product: dx of this value is exactly 0.
+        product = self._uncontracted if mask else self._product
+        h = product(weight, g) - (totals[1] / n if self.options.norm.centred else 0)
         return rstd * (h - self._product(d, rstd * rstd * (totals[0] / n)))
 
     def _rstd_and_mean(self, at: Operands) -> list[Array]:
