@@ -4,6 +4,7 @@ Each function takes a model, and its `eqx.nn.State` where needed, and returns ne
 is changed in place. docs/models.md has an example of each function.
 """
 
+from ._decay import decay_mask as decay_mask
 from ._fold import FoldedBatchNorm as FoldedBatchNorm
 from ._fold import fold_pairs as fold_pairs
 from ._fold import propose_pairs as propose_pairs

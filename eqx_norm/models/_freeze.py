@@ -42,7 +42,8 @@ def freeze(model: Model, where: Where | None = None, *, weights: bool = True) ->
     layers = chosen(model, BatchNorm, where, "freeze", "eqx_norm.BatchNorm")
     frozen = dict[str, BatchNorm]()
     for path, layer in layers.items():
-        approach = layer.approach.strategy if is_frozen(layer) else layer.approach
+        approach: Any = layer.approach
+        approach = approach.strategy if isinstance(approach, Frozen) else approach
         if approach.learns:
             frozen[path] = copied(layer, approach=Frozen(approach, weights))
     return with_nodes(model, frozen)
