@@ -11,6 +11,7 @@ from ._fold import propose_pairs as propose_pairs
 from ._freeze import freeze as freeze
 from ._freeze import trainable as trainable
 from ._freeze import unfreeze as unfreeze
+from ._pool import pool_statistics as pool_statistics
 from ._recalibrate import recalibrate as recalibrate
 from ._recompute import recompute_outputs as recompute_outputs
 from ._reconfigure import reconfigure as reconfigure
