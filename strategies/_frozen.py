@@ -23,21 +23,12 @@ class Frozen(AbstractWrapper):
     - `weights`: whether weight, bias and `activation` of the layer are constants, too: only the
         gradient of `x` is then not 0. With `False` their gradients are those of inference.
 
-    **Raises:** `ValueError` for an invalid argument.
-
     https://github.com/pytorch/pytorch/issues/66073
     """
 
     strategy: AbstractStrategy[Any]
-    weights: bool = eqx.field(default=True, static=True)
+    weights: bool = eqx.field(default=True, static=True, converter=bool)
     learns: ClassVar[bool] = False
-
-    def __check_init__(self):
-        if not isinstance(self.weights, bool):
-            raise ValueError(
-                f"weights={self.weights!r}: it says whether weight and bias are frozen, too, "
-                "and must be a bool. (where= chooses layers.)"
-            )
 
     @property
     def trains_weights(self) -> bool:

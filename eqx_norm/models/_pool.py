@@ -27,18 +27,18 @@ from ._layers import Entries, Nodes
 def pool_statistics(
     model: PyTree, states: Iterable[eqx.nn.State], values: Iterable[ArrayLike]
 ) -> eqx.nn.State:
-    r"""Returns one state with the running statistics of the data of several states together.
+    r"""Returns one state with the statistics of the data of several states together.
 
-    Use it for the states of clients, folds or workers that trained the same model on different
-    data. With $n_k$, $\mu_k$ and $\sigma_k^2$ the number of values of state $k$, its running
-    mean and variance, those of each batch norm in the new state are
+    The states are those of clients, folds or workers, which trained on different data. With
+    their numbers of values $n_k$, running means $\mu_k$ and variances $\sigma_k^2$, those of
+    each batch norm in the new state are
 
     $$\mu = \frac{1}{n} \sum_k n_k \mu_k, \qquad
       \sigma^2 = \frac{1}{n - d} \sum_k \left( (n_k - d) \sigma_k^2
         + n_k (\mu_k - \mu)^2 \right), \qquad n = \sum_k n_k,$$
 
-    where $d = 1$ in a layer with `unbiased=True`, otherwise 0. An average of the states, leaf
-    by leaf, lacks the variance between the means.
+    where $d = 1$ in a layer with `unbiased=True`, otherwise 0 (Chan, Golub and LeVeque, 1979).
+    An average of the states leaves out the variance between the means.
 
     ```python
     state = pool_statistics(model, states, values=[9_600, 3_200])
@@ -46,57 +46,57 @@ def pool_statistics(
 
     **Arguments:**
 
-    - `model`: the model, also an ensemble; its batch norms may be frozen.
-    - `states`: its states, which stay valid, on any devices.
-    - `values`: for each state the number of values per channel that its statistics stand for,
-        above 0, such as the number of examples times that of pixels. Only ratios matter, unless
-        the layer is `unbiased` or its approach keeps the number. A memory that knows its number
-        of values, as that of `Cumulative`, has that weight instead.
+    - `model`: the model of all states, which may be an ensemble or have frozen layers.
+    - `states`: the states, on any devices; they stay valid.
+    - `values`: the number of values per channel, above 0, for each state. Only ratios matter,
+        except in a layer with `unbiased=True`. A memory that knows its number, as that of
+        `Cumulative`, is weighed by it instead.
 
-    **Returns:** a new state. An entry that is equal in all states is kept to the bit. Elsewhere
-    a layer's approach `load`s the pooled statistics, so pending micro-batches are dropped, and
-    `accepted` and `rejected` are summed, up to $2^{31} - 1$. States in which a layer has seen
-    no batch do not count for the layer.
+    **Returns:** a new state. An entry that is equal in all states is kept to the bit. Otherwise
+    the layer's approach `load`s the statistics, without pending micro-batches, and counts of
+    batches are summed, up to $2^{31} - 1$. A layer's states without a batch do not count. If
+    the states started from common statistics, sums of counts contain these once per state.
 
-    If the states began with common statistics, as in rounds of federated learning, sums of
-    counts, also those of `Cumulative`, contain the common past once for each state.
-
-    **Raises:** `ValueError` if there are no states, or not one positive number for each, for a
-    state of another model, for an approach that cannot `load`, and if the states differ in an
-    entry that is not a `BatchNorm`'s.
-
-    Chan, Golub and LeVeque, 1979.
+    **Raises:** `ValueError` without states, for other than one positive number for each, for
+    the state of another model, for an approach that cannot `load`, and if an entry that is not
+    a `BatchNorm`'s differs between states.
     """
     states, weights = _checked(states, values)
     _layers.untraced(model, states, weights)
     norms = _layers.chosen(model, BatchNorm, None, "pool", "eqx_norm.BatchNorm")
+    ours = {norm.memory_index.marker: path for path, norm in norms.items()}
     held = list[Entries]()
     for i, state in enumerate(states):
         with _layers.located(f"states[{i}]", state):
             held.append(_held(model, norms, state))
-    _check_rest(model, norms, held)
     pooled = Entries()
-    for path, norm in norms.items():
-        marker = norm.memory_index.marker
-        memories = [entries[marker] for entries in held]
-        if not eqx.tree_equal(*memories):
-            with _layers.located(path, norm):
-                pooled[marker] = _pooled(norm, memories, jnp.asarray(weights, float))
+    for marker in dict.fromkeys(marker for entries in held for marker in entries):
+        found: list[Any] = [entries.get(marker) for entries in held]
+        if eqx.tree_equal(*found):
+            continue
+        if marker not in ours:
+            indices = _layers.layers_of(model, eqx.nn.StateIndex).items()
+            paths = [path for path, index in indices if index.marker == marker]
+            raise ValueError(
+                f"{_layers.listed(paths) or marker}: the states differ in this entry, which is "
+                "no BatchNorm's of eqx_norm. Put one value into all of them, by "
+                "state = state.set(index, value)."
+            )
+        path = ours[marker]
+        with _layers.located(path, norms[path]):
+            pooled[marker] = _pooled(norms[path], found, weights)
     return _layers.state_of(model, _layers.entries(states[0]) | pooled)
 
 
 def _checked(states: Any, values: Any) -> tuple[list[Any], list[float]]:
     """Returns the states and the values as lists."""
-    if isinstance(states, eqx.nn.State) or not isinstance(states, Iterable):
-        raise ValueError(
-            f"states is a {type(states).__name__}: give a list of the states to pool, such as "
-            "states=[state, other]."
-        )
+    if isinstance(states, eqx.nn.State):
+        states = ()
     states = list(states)
     if not states:
         raise ValueError(
-            "states is empty: there is nothing to pool. (A generator is empty after its first "
-            "use: write states=list(...).)"
+            "states holds no states: give a list, such as states=[state, other]. (A generator "
+            "is empty after its first use.)"
         )
     try:
         weights = [number(value) for value in values]
@@ -105,13 +105,13 @@ def _checked(states: Any, values: Any) -> tuple[list[Any], list[float]]:
     if len(weights) != len(states):
         raise ValueError(
             f"values={values!r} has the length {len(weights)}, and states {len(states)}: give "
-            "one number for each state, the number of values per channel."
+            "the number of values per channel of each state."
         )
     for i, weight in enumerate(weights):
         if not (isinstance(weight, float) and 0 < weight < math.inf):
             raise ValueError(
-                f"values[{i}] is {weight!r}: the number of values per channel of a state must "
-                "be a number above 0. Leave out a state without data."
+                f"values[{i}] is {weight!r}, but must be a number above 0, of values per "
+                "channel. Leave out a state without data."
             )
     return states, weights
 
@@ -124,34 +124,21 @@ def _held(model: PyTree, norms: Nodes, state: Any) -> Entries:
             memory = _memory.entry(norm, state)
             check = functools.partial(_memory.check, norm)
             _layers.over_members(check, memory.accepted)(memory)
-    # Not of the dictionary: JAX cannot sort markers of different types.
+    # On the host, because JAX compares no arrays of different devices.
     return {marker: jax.device_get(entry) for marker, entry in entries.items()}
 
 
-def _check_rest(model: PyTree, norms: Nodes, held: list[Entries]) -> None:
-    """Raises `ValueError` if states differ in an entry of another layer."""
-    indices = _layers.layers_of(model, eqx.nn.StateIndex)
-    paths = {index.marker: path for path, index in indices.items()}
-    markers = dict.fromkeys(marker for entries in held for marker in entries)
-    ours = {norm.memory_index.marker for norm in norms.values()}
-    for marker in markers:
-        found = [entries.get(marker) for entries in held]
-        if marker not in ours and not eqx.tree_equal(*found):
-            raise ValueError(
-                f"{paths.get(marker, marker)}: the states differ in this entry, which is not a "
-                "BatchNorm's of eqx_norm, so how to pool it is not known. Put one value into "
-                "all of them first, by state = state.set(index, value)."
-            )
-
-
-def _pooled(
-    norm: BatchNorm, memories: list[Remembered], weights: Float[Array, " states"]
-) -> Remembered:
-    """Returns what a layer remembers of all states together."""
+def _pooled(norm: BatchNorm, memories: list[Remembered], weights: list[float]) -> Remembered:
+    """Returns the entry of a layer in the new state."""
+    if norm.unbiased and min(weights) <= 1:
+        raise ValueError(
+            f"values={weights}: the layer has unbiased=True, so its variance depends on the "
+            "number of values itself. Give numbers above 1, not shares."
+        )
     memories = jax.tree.map(jnp.asarray, memories)
     # Without what differs between layers, so that equal layers share a compiled program.
     alike = _layers.copied(norm, weight=None, bias=None, activation=None, memory_index=None)
-    statistics = _statistics(alike, None, memories, weights)
+    statistics = _statistics(alike, None, memories, jnp.asarray(weights, float))
     counts = [np.stack([batches_of(norm, m), m.rejected], -1) for m in memories]
     total = np.sum(counts, axis=0, dtype=np.int64).clip(max=np.iinfo(np.int32).max)
     return Remembered(statistics, jnp.asarray(total, jnp.int32))

@@ -151,7 +151,6 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^The state is missing"),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),
-    (lambda: freeze(MODEL, weights=TEXT), "^weights='text': .* must be a bool"),
     (lambda: unfreeze(MODEL), "nothing to unfreeze: .*holds no frozen BatchNorm"),
     # fold
     (lambda: folded(BLOCKS[0], state=BLOCKS[1]), f"^pairs=.*: Conv1d{STACKED_WEIGHT}"),
