@@ -23,7 +23,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
 
     Subclasses implement `init`, `update` and `infer`. (`infer` is not called `inference`, since
     `eqx.nn.inference_mode` sets attributes of that name.) If a subclass sets `learns = False`,
-    its layers are always in inference, and their weights are constants.
+    its layers are always in inference, and their weights are constants unless the subclass
+    overrides `trains_weights`.
 
     This example normalises by the batch, and in inference by all values seen so far:
 
@@ -74,6 +75,11 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
             f"{type(self).__name__} cannot take over running statistics: give it a method "
             "`load(self, learnt: Moments)`, which returns a memory with these statistics."
         )
+
+    @property
+    def trains_weights(self) -> bool:
+        """Returns whether gradients reach the layer's weight, bias and `activation`."""
+        return self.learns
 
     @property
     def starts_as_batch(self) -> bool:

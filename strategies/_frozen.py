@@ -2,6 +2,8 @@
 
 from typing import Any, ClassVar
 
+import equinox as eqx
+
 from ._base import AbstractStrategy
 from ._moments import Moments
 from ._training_batch import TrainingBatch
@@ -12,16 +14,25 @@ class Frozen(AbstractWrapper):
     r"""Normalises training batches as in inference, and never changes the memory.
 
     A layer with this approach is always in inference, whatever `eqx.nn.inference_mode` or
-    `inference=` says, and needs no enclosing `vmap`. Its weight and bias are constants: only
-    the gradient of `x` is not 0. `eqx_norm.models.freeze` wraps the strategies of a model.
+    `inference=` says, and needs no enclosing `vmap`. `eqx_norm.models.freeze` wraps the
+    strategies of a model.
 
-    **Arguments:** `strategy`: the strategy to wrap, whose memory the layer holds.
+    **Arguments:**
+
+    - `strategy`: the strategy to wrap, whose memory the layer holds.
+    - `weights`: whether weight, bias and `activation` of the layer are constants, too: only the
+        gradient of `x` is then not 0. With `False` their gradients are those of inference.
 
     https://github.com/pytorch/pytorch/issues/66073
     """
 
     strategy: AbstractStrategy[Any]
+    weights: bool = eqx.field(default=True, static=True, converter=bool)
     learns: ClassVar[bool] = False
+
+    @property
+    def trains_weights(self) -> bool:
+        return not self.weights
 
     def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
         del batch

@@ -11,12 +11,13 @@ from eqx_norm.strategies import Frozen
 from ._layers import Model, Where, chosen, copied, with_nodes
 
 
-def freeze(model: Model, where: Where | None = None) -> Model:
+def freeze(model: Model, where: Where | None = None, *, weights: bool = True) -> Model:
     """Returns the model with batch norms frozen: they normalise by their running statistics.
 
     A frozen layer never updates its running statistics, and the gradients of its weight, bias
-    and `activation` are 0, whatever `eqx.nn.inference_mode` or a call's `inference=` says. Its
-    approach becomes `strategies.Frozen(approach)`. The state and the model's leaves do not
+    and `activation` are 0, whatever `eqx.nn.inference_mode` or a call's `inference=` says. With
+    `weights=False` only the statistics are fixed, as by PyTorch's `norm.eval()`. The approach
+    becomes `strategies.Frozen(approach, weights)`. The state and the model's leaves do not
     change, so the frozen and the original model can read each other's checkpoints.
 
     ```python
@@ -26,22 +27,25 @@ def freeze(model: Model, where: Where | None = None) -> Model:
 
     **Optimisers may change arrays whose gradient is 0**, by weight decay or by momentum from
     earlier steps. `trainable` tells them which arrays to leave alone. If you continue with an
-    optimiser state, freeze it, too: `opt_state = freeze(opt_state)`.
+    optimiser state, freeze it in the same way: `opt_state = freeze(opt_state)`.
 
     **Arguments:**
 
     - `model`: any pytree of layers, or an optimiser state for it.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to freeze it. By default all batch norms are frozen.
+    - `weights`: whether to freeze weight, bias and `activation`, too; also for layers that are
+        frozen already.
 
     **Raises:** `ValueError` if there is no such layer.
     """
     layers = chosen(model, BatchNorm, where, "freeze", "eqx_norm.BatchNorm")
-    frozen = {
-        path: copied(layer, approach=Frozen(layer.approach))
-        for path, layer in layers.items()
-        if layer.approach.learns
-    }
+    frozen = dict[str, BatchNorm]()
+    for path, layer in layers.items():
+        approach: Any = layer.approach
+        approach = approach.strategy if isinstance(approach, Frozen) else approach
+        if approach.learns:
+            frozen[path] = copied(layer, approach=Frozen(approach, weights))
     return with_nodes(model, frozen)
 
 
@@ -69,12 +73,16 @@ def trainable(model: Any) -> Any:
     **Returns:** a pytree of bools: `True` for float and complex arrays except frozen ones.
     """
 
+    def is_fixed(node: Any) -> bool:
+        fixes_weights = is_frozen(node) and not node.approach.trains_weights
+        return fixes_weights or isinstance(node, Frozen)
+
     def trained(node: Any) -> Any:
-        if is_frozen(node):
+        if is_fixed(node):
             return jax.tree.map(lambda _: False, node)
         return eqx.is_inexact_array(node)
 
-    return jax.tree.map(trained, model, is_leaf=is_frozen)
+    return jax.tree.map(trained, model, is_leaf=is_fixed)
 
 
 def is_frozen(node: Any) -> TypeGuard[BatchNorm]:

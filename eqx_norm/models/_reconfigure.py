@@ -94,7 +94,9 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         fresh = BatchNorm(layer.input_size, **settings)
     changed = _layers.at_offset(layer, fresh.weight_offset)
     changed = _layers.copied(changed, **{name: getattr(fresh, name) for name in settings})
-    return freeze(changed) if is_frozen(layer) else changed
+    if is_frozen(layer) and changed.approach.learns:
+        return freeze(changed, weights=not layer.approach.trains_weights)
+    return changed
 
 
 def _with_approach(layer: BatchNorm, settings: dict[str, Any]) -> dict[str, Any]:

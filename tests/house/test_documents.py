@@ -95,7 +95,7 @@ def test_example_in_docstring_runs(documented, tmp_path):
     torch = SimpleNamespace(load=lambda *_, **__: saved, from_numpy=np.asarray)
     names = {"eqx": eqx, "eqx_norm": eqx_norm, "functools": functools, "jax": jax}
     names |= {"conv": model.conv1, "norm": model.bn1, "batches": [x, x], "tqdm": iter}
-    names |= {"optax": optax, "torch": torch}
+    names |= {"optax": optax, "torch": torch, "states": [state, state]}
     names |= {"build": build, "key": key, "path": path, "model": model, "state": state, "x": x}
     (program,) = programs_in(cleandoc(documented.__doc__))
     names = vars(strategies) | vars(models) | vars(eqx_norm) | names

@@ -8,10 +8,10 @@ import optax
 import pytest
 
 from eqx_norm import BatchNorm
-from eqx_norm.models import freeze, trainable, unfreeze
+from eqx_norm.models import fold_pairs, freeze, recalibrate, reconfigure, trainable, unfreeze
 from eqx_norm.strategies import Batch, Ema, Frozen
 from tests.compiling import filter_jit
-from tests.helpers import copy, floats, normal, over_batch, same
+from tests.helpers import call_and_grad, copy, floats, make, normal, over_batch, same
 from tests.models.nested import donatable
 
 X = floats(normal(0, (8, 3, 5), 2, 3))
@@ -94,3 +94,51 @@ def test_freeze_some_layers_and_unfreeze(trained):
     assert unfreeze(eqx.nn.inference_mode(both)).layers[1].inference
     _, _, memory_after, _ = step(both, copy(state), freeze(memory), X)
     assert jax.tree.structure(unfreeze(memory_after)) == jax.tree.structure(memory)
+
+
+def test_layer_with_fixed_statistics_trains_its_weights_as_in_inference(trained):
+    model, state, memory = trained
+    fixed = eqx.nn.inference_mode(freeze(model, weights=False), False)
+    dy = floats(normal(1, (8, 3, 1)))
+    of_fixed = call_and_grad(fixed, copy(state), X, dy)
+    assert same(of_fixed, call_and_grad(eqx.nn.inference_mode(model), copy(state), X, dy))
+    assert same(of_fixed[1], state)
+    after, new_state, memory, _ = step(fixed, copy(state), freeze(memory, weights=False), X)
+    assert same(new_state, state)
+    weights = [jax.tree.leaves(eqx.filter(m[1:3], eqx.is_array)) for m in (fixed, after)]
+    assert all(not np.array_equal(old, new) for old, new in zip(*weights, strict=True))
+    assert jax.tree.structure(unfreeze(memory)) == jax.tree.structure(trained[2])
+
+
+class Scaled(Batch):
+    """Has an array, as a user's strategy may."""
+
+    scale: jax.Array = eqx.field(default_factory=lambda: jnp.ones(3))
+
+
+def test_trainable_knows_which_arrays_of_a_frozen_layer_are_trained(trained):
+    model, _, _ = trained
+    fixed, frozen = (trainable(freeze(model, weights=weights)) for weights in (False, True))
+    assert jax.tree.leaves(fixed) == jax.tree.leaves(trainable(model))
+    assert not any(jax.tree.leaves(frozen[1:3]))
+    layer, _ = make(3, "batch", approach=Scaled())
+    fixed = trainable(freeze(layer, weights=False))
+    assert (fixed.weight, fixed.bias, fixed.approach.strategy.scale) == (True, True, False)
+
+
+def test_every_function_keeps_which_weights_are_frozen(trained):
+    model, state, _ = trained
+    fixed, frozen = freeze(model, weights=False), freeze(model)
+    assert fixed[1].approach == Frozen(Batch(), weights=False) != frozen[1].approach
+    assert same(fixed, model)  # a checkpoint consists of these leaves
+    assert eqx.tree_equal(freeze(fixed), frozen)
+    assert eqx.tree_equal(freeze(frozen, weights=False), fixed)
+    assert eqx.tree_equal(unfreeze(fixed), model)
+    for weights, layers in ((False, fixed), (True, frozen)):
+        changed, _ = reconfigure(layers, state, momentum=0.5)
+        assert changed[1].approach == Frozen(Batch(0.5), weights)
+        changed, _ = reconfigure(layers, state, approach=Frozen(Ema(), not weights))
+        assert changed[1].approach == Frozen(Ema(), not weights)
+    fold_pairs(fixed, state, {"layers[0]": "layers[1]"})
+    with pytest.raises(ValueError, match="holds no eqx_norm.BatchNorm that is not frozen"):
+        recalibrate(fixed, state, [X])
