@@ -89,6 +89,14 @@ def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -
         settings = {name: value for name, value in settings.items() if name in _OF_ALL}
         fresh = LayerNorm(1, **settings)
     else:
+        if _layers.is_part(layer) and settings["weight_offset"] != layer.weight_offset:
+            raise ValueError(
+                "weight_offset= shifts weights, but these may be gradients or an optimiser's "
+                "memory (the layer has no flag inference), which keep their numbers: "
+                "jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(memory)), where "
+                "like = optimiser.init(eqx.filter(model, eqx.is_inexact_array)) is of the "
+                "changed model."
+            )
         names = {"axis_name": layer.axis_name, "memory_axis_name": layer.memory_axis_name}
         settings = _with_approach(layer, names | settings)
         fresh = BatchNorm(layer.input_size, **settings)

@@ -128,15 +128,15 @@ def test_recalibrate_an_ensemble(tmp_path):
     models, states = made(norm, OURS, members=2)
     batches = np.asarray(data(n=48)[..., 0].reshape(3, 2, 8, 3))
     with pytest.raises(ValueError, match="The model is an ensemble") as raised:
-        recalibrate(models, states, batches[:, 0])
+        recalibrate(models, states, list(batches[:, 0]))
     code = textwrap.dedent(
         str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
     )
     names = {"eqx": eqx, "jax": jax, "recalibrate": recalibrate, "models": models}
-    names = run(code, tmp_path, **names, states=states, batches=batches[:, 0])
+    names = run(code, tmp_path, **names, states=states, batches=list(batches[:, 0]))
     expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
     np.testing.assert_allclose(remembered(models, names["states"]), expected, rtol=1e-5)
-    after = recalibrate(models, states, batches, forward)
+    after = recalibrate(models, states, list(batches), forward)
     expected = batches.mean((0, 2)), batches.var((0, 2))
     np.testing.assert_allclose(remembered(models, after), expected, rtol=1e-5)
 
