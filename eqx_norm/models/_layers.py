@@ -141,14 +141,12 @@ def replaced(
     for path, old in layers.items():
         with located(path, old):
             new, indices = make(old), _indices(old)
-            markers = [index.marker for index in indices.values()]
-            if state is None:
-                markers = []
-                if _indices(new) != indices:
-                    raise ValueError(
-                        "it has no flag inference, as in a gradient or an optimiser's memory. "
-                        "Convert the model, and make this memory anew."
-                    )
+            markers = [] if state is None else [index.marker for index in indices.values()]
+            if state is None and _indices(new) != indices:
+                raise ValueError(
+                    "it has no flag inference, as in a gradient or an optimiser's memory. "
+                    "Convert the model, and make this memory anew."
+                )
             if missing := [marker for marker in markers if marker not in before]:
                 raise ValueError(
                     f"The state has no entry for this layer ({missing[0]!r}): it belongs to "

@@ -18,18 +18,9 @@ from eqx_norm._memory import Remembered
 from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import AbstractStrategy, Running, named
 
+from . import _layers
 from ._fold import FoldedBatchNorm
-from ._layers import (
-    Model,
-    State,
-    Where,
-    chosen,
-    copied,
-    listed,
-    over_members,
-    path_of,
-    replaced,
-)
+from ._layers import Model, State, Where, chosen, copied, over_members, replaced
 from ._reconfigure import reconfigure
 
 # Maps Equinox's norms of one example to this package's.
@@ -111,18 +102,19 @@ def swap(
 
 
 def _warn_of_other_norms(model: PyTree) -> None:
-    nodes = jtu.tree_leaves_with_path(
-        model, is_leaf=lambda node: isinstance(node, THEIRS) or _is_other_norm(node)
-    )
-    others = [
-        f"{path_of(keys)} ({type(node).__name__})"
-        for keys, node in nodes
-        if _is_other_norm(node)
-    ]
+    """Warns of layers that stay and are named like norms."""
+
+    def is_norm(node: PyTree) -> bool:
+        return isinstance(node, THEIRS) or _is_other_norm(node)
+
+    others = list[str]()
+    for keys, node in jtu.tree_leaves_with_path(model, is_leaf=is_norm):
+        if _is_other_norm(node):
+            others.append(f"{_layers.path_of(keys)} ({type(node).__name__})")
     if others:
         warnings.warn(
-            f"swap replaces only norms of eqx.nn, and left {listed(others)}. Replace these as "
-            "docs/home_made_norms.md shows, or say that they stay: "
+            f"swap replaces only norms of eqx.nn, and left {_layers.listed(others)}. Replace "
+            "these as docs/home_made_norms.md shows, or say that they stay: "
             "swap(..., where=lambda path, layer: True).",
             stacklevel=stacklevel(),
         )

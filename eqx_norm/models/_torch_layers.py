@@ -13,15 +13,7 @@ from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import (
-    check_model,
-    check_single,
-    checked,
-    checked_mapping,
-    listed,
-    located,
-    path_of,
-)
+from ._layers import check_single, checked, checked_mapping, listed, located, path_of
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 _CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
@@ -156,9 +148,7 @@ def match(
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
     """Matches layers with the names of a `state_dict`'s arrays. Returns the report, and the
     keys and arrays of all layers that `names` does not leave out."""
-    check_model(model)
-    if state is not None:
-        checked(model, state, {})
+    checked(model, state, {})
     nodes = _nodes_of(model)
     prefixes, skipped = _prefixes_of(nodes, names)
     matched, keyed = dict[str, str](), list[tuple[str, Slot]]()

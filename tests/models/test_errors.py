@@ -165,7 +165,15 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: reconfigure(STATE, MODEL, eps=1.0), EXCHANGED),
     (lambda: reconfigure(MODEL, mapped(STATE), eps=1.0), STACKED),
     (lambda: reconfigure(MODEL, NO_STATE, eps=1.0), "^The state is missing"),
-    (lambda: reconfigure(WEIGHTS, weight_offset=1.0), r"^\[0\]: weight_off.* jax\.tree\.unfl"),
+    (
+        lambda: reconfigure(WEIGHTS, weight_offset=1.0),
+        r"^weight_offset=.*jax\.tree\.unf",
+    ),
+    (
+        lambda: reconfigure(WEIGHTS, activation=eqx.nn.PReLU()),
+        "activation= with arrays, .*anew",
+    ),
+    (lambda: reconfigure(WEIGHTS, activation=TEXT), "^activation='text' is no function"),
     (lambda: reconfigure(WEIGHTS, momentum=2.0), r"^\[0\]: momentum=2\.0: "),
     # freeze and unfreeze
     (lambda: freeze(LINEAR[0]), "nothing to freeze: .*holds no eqx_norm.BatchNorm"),

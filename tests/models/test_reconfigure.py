@@ -1,5 +1,6 @@
 """Tests that a reconfigured model equals a model made with these settings, and its outputs."""
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +23,7 @@ from eqx_norm.strategies import (
     SmoothStart,
     VarianceClip,
 )
+from tests.documents import run
 from tests.helpers import APPROACHES, Loading, normal, same
 from tests.helpers import Cumulative as Unloaded
 from tests.models.nested import OURS, C, call, donatable, made, shapes
@@ -192,6 +194,7 @@ def test_optimiser_memory_and_gradient_follow_a_reconfigured_model(name, wrap):
     settings: Any = {
         "approach": lambda old: Accumulated(old, every=2),
         "axis_name": ("batch", "devices"),
+        "activation": jax.nn.relu,
         "momentum": 0.5,
         "unbiased": True,
         "eps": 1e-3,
@@ -214,6 +217,21 @@ def test_optimiser_memory_and_gradient_follow_a_reconfigured_model(name, wrap):
     assert same(again_state, other_state)
     with pytest.raises(ValueError, match=r"^The state is missing, .* of \[0\]\. Pass it after"):
         reconfigure(model, **settings)
+
+
+def test_optimiser_memory_follows_a_new_weight_offset_by_its_structure(tmp_path):
+    """Runs the fix in the error: moments of a weight do not change with its offset."""
+    optimiser, (model, state) = optax.adam(0.1), trained()
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    _, memory = optimiser.update(weights, optimiser.init(weights))
+    with pytest.raises(ValueError, match="^weight_offset=, and an activation=") as raised:
+        reconfigure(memory, weight_offset=1.0)
+    model, state = reconfigure(model, state, weight_offset=1.0)
+    like, fix = re.findall(r"like = (.*), after .* old one: (.*)\.$", str(raised.value))[0]
+    names = {"jax": jax, "eqx": eqx, "optimiser": optimiser, "model": model, "memory": memory}
+    after = run(f"like = {like}\nmemory = {fix}", tmp_path, **names)["memory"]
+    assert same(after, memory)
+    optimiser.update(eqx.filter(model, eqx.is_inexact_array), after)
 
 
 def test_layers_without_statistics_are_reconfigured_without_the_state_of_others():

@@ -239,10 +239,11 @@ class BatchNorm1d(PixelNorm):
 
 def test_swap_warns_of_layers_named_like_norms_that_stay():
     linear, weight = eqx.nn.Linear(C, C, key=KEY), jnp.ones(C)
+    folded: Any = FoldedBatchNorm
     quiet = [
         *(ConvNorm(linear), Normal(weight), LayerNormConfig(), eqx.nn.WeightNorm(linear)),
         *(eqx.nn.SpectralNorm(linear, "weight", key=KEY), ConvNorm(eqx.nn.LayerNorm(C))),
-        *(eqx_norm.BatchNorm(C, "batch", approach="renorm"), FoldedBatchNorm()),
+        *(eqx_norm.BatchNorm(C, "batch", approach="renorm"), folded()),
     ]
     norm, left = eqx.nn.LayerNorm(C), BatchNorm1d(weight, eqx.nn.StateIndex(weight))
     swap(eqx.nn.make_with_state(lambda: [*quiet, norm])()[0])  # warnings are errors
