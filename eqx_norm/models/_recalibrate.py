@@ -181,8 +181,10 @@ def _checked_batches(batches: Any) -> Iterable[Any]:
 def _first(batch: PyTree) -> Array | np.ndarray:
     """Returns the x of a batch as an array."""
     x: Any = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
-    x = x if eqx.is_array(x) else np.asarray(x)
-    if x.dtype.kind not in "biufcV":  # V: bfloat16 of NumPy
+    if eqx.is_array(x):
+        return x
+    x = np.asarray(x)
+    if x.dtype.kind not in "biufcV":  # V: bfloat16
         raise ValueError(f"batches yields a {type(batch).__name__}, not arrays. {_FIX}")
     return x
 

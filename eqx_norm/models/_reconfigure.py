@@ -82,7 +82,13 @@ def reconfigure(
             f"{', '.join(known)}. Use eqx.tree_at for weights, and eqx.nn.inference_mode for "
             "training and inference mode."
         )
-    if any(map(_layers.is_part, _layers.layers_of(model, BatchNorm).values())):
+    parts = [_layers.is_part(norm) for norm in _layers.layers_of(model, BatchNorm).values()]
+    if any(parts):
+        if not all(parts):
+            raise ValueError(
+                "The tree holds a model, and a gradient or an optimiser's memory, whose layers "
+                "have no flag inference. Reconfigure each by itself."
+            )
         settings = _of_arrays(settings, layers)
     carrying = functools.partial(carry, values=values, batches=batches)
     changing = functools.partial(_changed, settings=settings)

@@ -173,6 +173,7 @@ ERRORS: list[tuple[Any, str]] = [
         lambda: reconfigure(WEIGHTS, activation=eqx.nn.PReLU()),
         "activation= with arrays, .*anew",
     ),
+    (lambda: reconfigure([MODEL, WEIGHTS], STATE, eps=1.0), "holds a model, .* each by itself"),
     (lambda: reconfigure(WEIGHTS, activation=TEXT), "^activation='text' is no function"),
     (lambda: reconfigure(WEIGHTS, momentum=2.0), r"^\[0\]: momentum=2\.0: "),
     # freeze and unfreeze

@@ -149,6 +149,15 @@ def test_recalibrate_a_model_that_maps_over_stacked_norms():
     assert after.get(norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
 
 
+def test_recalibrate_accepts_keys():
+    draw = eqx.nn.Lambda(lambda key: jax.random.normal(key, (3, 4)))
+    norm = BatchNorm(3, "batch", approach="batch")
+    model, state = eqx.nn.make_with_state(lambda: eqx.nn.Sequential([draw, norm]))()
+    keys = jax.random.split(jax.random.key(0), 8)
+    after = recalibrate(model, state, [keys])
+    check(model.layers[1], after, jax.vmap(draw)(keys), rtol=1e-5)
+
+
 def test_recalibrate_accepts_a_generator_of_tuples(deep):
     model, state = deep
     tuples = ((x, "label") for x in cut(data()))

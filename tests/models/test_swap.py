@@ -189,6 +189,17 @@ def test_instance_norm_becomes_a_group_norm_by_unswap():
     np.testing.assert_allclose(again(x), jax.nn.relu(model(x)), atol=1e-6)
 
 
+def test_list_of_axis_names_comes_back_as_a_tuple():
+    """Records a limit: a list would make this package's layer unhashable."""
+
+    def build(nn, key):
+        return [nn.BatchNorm(C, ["a", "b"], mode="ema")]
+
+    model, state = made(build, THEIRS)
+    back, _ = unswap(*swap(model, state))
+    assert (model[0].axis_name, back[0].axis_name) == (["a", "b"], ("a", "b"))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
 def test_changed_weight_offset_of_integer_weights_is_exact_or_an_error(dtype):
     ours = eqx_norm.RMSNorm(4, weight_offset=1.0)
