@@ -165,12 +165,13 @@ Or recalibrate the members one by one, and stack their states."""
 
 def _checked_batches(batches: Any) -> Iterable[Any]:
     """Returns the batches; raises `ValueError` for a single array, and for no iterable."""
-    if eqx.is_array(batches) or isinstance(batches, np.ndarray):
+    if eqx.is_array(batches) or hasattr(batches, "__array__"):  # PyTorch's, too
         raise ValueError(
-            f"batches is an array of shape {batches.shape}; give an iterable of batches, for "
-            "example [x], or list(x) if the first axis of x counts batches."
+            f"batches is an array of shape {tuple(batches.shape)}; give an iterable of "
+            "batches, for example [x], or list(x) if the first axis of x counts batches."
         )
-    if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, str | bytes | type | Mapping) or not is_iterable:
         raise ValueError(
             f"batches={described(batches)} is no iterable of batches. Write recalibrate(model, "
             "state, batches), where batches is for example [x]."

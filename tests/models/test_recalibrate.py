@@ -149,6 +149,34 @@ def test_recalibrate_a_model_that_maps_over_stacked_norms():
     assert after.get(norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
 
 
+class Batches:
+    """Stands for a data set that is indexed, without `__iter__`."""
+
+    def __getitem__(self, i):
+        return cut(data())[i]
+
+
+class Tensor(Batches):
+    """Stands for an array of another package, which iterates over its first axis."""
+
+    shape = (3, 16, 3, 4)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ones(self.shape)
+
+
+def test_recalibrate_reads_an_indexed_data_set_and_refuses_arrays_of_other_packages(
+    deep, unchecked
+):
+    model, state = deep
+    data_set: Any = Batches()
+    after = recalibrate(model, state, data_set)
+    assert same(after, recalibrate(model, state, cut(data())))
+    tensor: Any = Tensor()
+    with pytest.raises(ValueError, match=r"^batches is an array of shape \(3, 16, 3, 4\); "):
+        recalibrate(model, state, tensor)
+
+
 def test_recalibrate_accepts_keys():
     draw = eqx.nn.Lambda(lambda key: jax.random.normal(key, (3, 4)))
     norm = BatchNorm(3, "batch", approach="batch")
