@@ -27,7 +27,7 @@ def named(name: str, momentum: float) -> AbstractStrategy[Any]:
 
     **Raises:** `ValueError` for an unknown name.
     """
-    if name not in NAMED:
+    if not isinstance(name, str) or name not in NAMED:
         raise ValueError(
             f"approach={name!r} is not known. The known names are "
             f"{', '.join(map(repr, NAMED))}; or give a strategy object, for example "

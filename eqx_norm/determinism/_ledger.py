@@ -46,6 +46,15 @@ class LedgerError(ValueError):
     """Reports that a file is not a ledger, or that two ledgers cannot be compared."""
 
 
+def checked_path(call: str, path: object) -> Path:
+    """Returns the path of a ledger; raises `TypeError` for another object."""
+    if not isinstance(path, str | os.PathLike):
+        is_ledger = isinstance(path, Ledger | Contents)
+        fix = "Give its .path" if is_ledger else "Give text or a pathlib.Path, as 'a.jsonl'"
+        raise TypeError(f"{call}: a {type(path).__name__} is no path of a file. {fix}.")
+    return Path(path)
+
+
 def _folder(path: Path) -> Path:
     """Returns the folder of the values that a ledger has kept."""
     return path.with_name(f"{path.name}.values")
@@ -68,11 +77,12 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
 
     - `path`: the file to create.
 
-    **Raises:** `FileExistsError` if the file or its folder of values exists.
+    **Raises:** `FileExistsError` if the file or its folder of values exists; `TypeError` for a
+    `path` that is none.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = checked_path("Ledger(path)", path)
         for file in (self.path, _folder(self.path)):
             if file.exists():
                 raise FileExistsError(
@@ -94,8 +104,15 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         - `record`: the `Record` of the step, from `recorded`.
 
         **Raises:** `ValueError` for a step that the ledger has already, and for a record of
-        several steps or members.
+        several steps or members; `TypeError` for other objects.
         """
+        is_number = isinstance(step, SupportsIndex) and not getattr(step, "ndim", 0)
+        if not (is_number and isinstance(record, Record)):
+            given = f"{type(step).__name__}, {type(record).__name__}"
+            raise TypeError(
+                f"ledger.append({given}): give the number of the step, an int, and its Record: "
+                "output, record = step(...)."
+            )
         step, prints = operator.index(step), np.asarray(record.fingerprints)
         if prints.ndim != 2:
             raise ValueError(
@@ -162,9 +179,10 @@ def read(path: str | os.PathLike[str]) -> Contents:
     order in which they were appended; `is_truncated`, whether the last line is incomplete; and
     a method `values(row)`.
 
-    **Raises:** `LedgerError` for a file that cannot be read or is not a ledger of this version.
+    **Raises:** `LedgerError` for a file that cannot be read or is not a ledger of this version;
+    `TypeError` for a `path` that is none.
     """
-    path = Path(path)
+    path = checked_path("read(path)", path)
     try:
         *lines, incomplete = path.read_bytes().split(b"\n")
         header, *rows = map(json.loads, lines)

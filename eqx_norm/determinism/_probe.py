@@ -46,8 +46,14 @@ def recorded(
 
     **Raises:** while tracing, `NotImplementedError` for a probe in a `while_loop` or in another
     operation with a program inside (such as a Pallas kernel); `ValueError` if `recorded` is
-    inside a derivative.
+    inside a derivative, and at once for a `function` that is not callable.
     """
+
+    if not callable(function):
+        raise ValueError(
+            f"recorded({type(function).__name__}): pass the function itself, recorded(step), "
+            "not what it returns."
+        )
 
     def with_record(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Record]:
         # The function is wrapped, because Equinox warns of a layer behind `jax.vmap`.
@@ -96,7 +102,7 @@ def monitor(tree: Tree, name: str) -> Tree:
 
     **Raises:** `ValueError` without a name.
     """
-    if not name or not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise ValueError(f"monitor(..., name={name!r}): pass a name, which the record shows.")
 
     def marked(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -144,8 +150,12 @@ def monitor_module(model: Tree, name: str = "") -> Tree:
 
     **Returns:** a tree with the same leaves.
 
-    **Raises:** `ValueError` if the model has no layer.
+    **Raises:** `ValueError` if the model has no layer, and for a name that is no text.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"monitor_module(..., name={name!r}): give a prefix of the paths, text."
+        )
     for start in (name, name or type(model).__name__):
         monitored = _monitor_layers(model, start)
         if any(map(_is_monitored, jax.tree.leaves(monitored, is_leaf=_is_monitored))):

@@ -64,8 +64,12 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     Nothing is set in case of an error.
     """
     call = f"deterministic(seed={seed}, cpu_threads={cpu_threads})"
-    if not 0 <= seed < 2**32 or (cpu_threads is not None and cpu_threads < 1):
-        raise ValueError(f"{call}: seed must be from 0 to 2**32 - 1, and cpu_threads from 1.")
+    threads = 1 if cpu_threads is None else cpu_threads
+    are_ints = all(isinstance(n, int | np.integer) for n in (seed, threads))
+    if not (are_ints and 0 <= seed < 2**32 and threads >= 1):
+        raise ValueError(
+            f"{call}: seed must be an int from 0 to 2**32 - 1, and cpu_threads from 1."
+        )
     early = [
         (FLAG, "true", "no atomics, no algorithm that is chosen by timing it"),
         ("NCCL_NVLS_ENABLE", "0", "no sums in NVLink switches"),

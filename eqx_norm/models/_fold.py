@@ -1,12 +1,15 @@
 """Merges batch norms into the linear layers before them, and proposes pairs of layers."""
 
 from collections.abc import Hashable, Mapping
+from types import ModuleType
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from eqx_norm import _contract, _memory
@@ -39,7 +42,8 @@ def fold_pairs(
       s = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}},$$
 
     computed in float64 and rounded once, to the dtype of $W$. Convolutions may be transposed or
-    grouped, with any padding.
+    grouped, with any padding. Under `jax.jit` and `jax.grad`, for quantisation-aware training,
+    the formula is computed in float32 or better, and nothing checks that its values are finite.
 
     `fold_pairs` does not see how the model calls its layers. You must know that the output of
     each linear layer goes to its norm and nowhere else, and that the norm has no other input.
@@ -61,13 +65,18 @@ def fold_pairs(
     Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
     `torch.nn.utils.fusion.fuse_conv_bn_eval`.
     """
-    values = _layers.checked(model, state)
+    values = _layers.checked(model, state, layers_of(model, eqx.nn.BatchNorm))
     folded, markers = dict[str, PyTree](), set[Hashable]()
     hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'
-    for linear, norm in _layers.checked_mapping("pairs", pairs, hint).items():
+    if not _layers.checked_mapping("pairs", pairs, hint):
+        raise ValueError(f"pairs is empty: there is nothing to fold. Pass a mapping of {hint}")
+    for linear, norm in pairs.items():
         try:
             layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
-            folded[linear] = _folded(layer, after, state)
+            # A frozen norm computes with constants, and so does the folded layer.
+            held = after, state
+            after, memories = _constant(held) if is_frozen(after) else held
+            folded[linear] = _folded(layer, after, memories)
         except ValueError as error:
             raise ValueError(f"pairs={{{linear!r}: {norm!r}}}: {error}") from error
         # pyright takes the parent's abstract `__call__` for a field.
@@ -103,6 +112,8 @@ def propose_pairs(model: Any) -> dict[str, str]:
 
     **Returns:** a dictionary from the path of each linear layer to the path of its norm.
     """
+
+    _layers.check_model(model)
 
     def is_layer(node: PyTree) -> bool:
         # Layers without arrays, such as a pooling layer, also separate two layers.
@@ -150,22 +161,25 @@ def _at(path: str, model: PyTree, kind: type | tuple[type, ...]) -> PyTree:
 
 
 def _folded(layer: PyTree, norm: PyTree, state: eqx.nn.State) -> PyTree:
-    _layers.untraced(layer, norm, state)
     _layers.check_single(layer, norm)
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")
     memory = _memory.recall(norm, state)
     moments = _contract.running(norm, memory.statistics)
-    mean = _vector(moments.mean) + _vector(moments.mean_pair.rest)
-    weight = 1.0 if norm.weight is None else norm.weight_offset + _vector(norm.weight)
-    scale = weight / np.sqrt(_vector(moments.variance) + norm.eps)
-    bias = scale * (_vector(layer.bias) - mean) + _vector(norm.bias)
+    if jnp.iscomplexobj(moments.mean):
+        raise ValueError(f"the norm is complex, and the layer has {layer.weight.dtype}.")
+    is_traced = any(isinstance(a, Tracer) for a in jax.tree.leaves((layer, norm, moments)))
+    xp = jnp if is_traced else np
+    mean = _vector(xp, moments.mean) + _vector(xp, moments.mean_pair.rest)
+    weight = 1.0 if norm.weight is None else norm.weight_offset + _vector(xp, norm.weight)
+    scale = weight / xp.sqrt(_vector(xp, moments.variance) + norm.eps)
+    bias = scale * (_vector(xp, layer.bias) - mean) + _vector(xp, norm.bias)
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
     ones = (1,) * (layer.weight.ndim - 2)
-    weight = np.asarray(layer.weight, np.float64) * scale.reshape(-1, 1, *ones)
+    weight = xp.asarray(layer.weight, float) * scale.reshape(-1, 1, *ones)
     with np.errstate(over="ignore"):  # checked below
         weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
-    if not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+    if not (is_traced or (np.isfinite(weight).all() and np.isfinite(bias).all())):
         raise ValueError(f"the folded layer is not finite in {weight.dtype}; use float32.")
     weight, bias = jnp.asarray(weight), jnp.asarray(bias)
     return _layers.copied(layer, use_bias=True, weight=weight, bias=bias)
@@ -178,6 +192,8 @@ def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
         if isinstance(norm, BatchNorm):
             return f"{name} is a subclass: give it a field, self.norm = BatchNorm(...), to fold"
         return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
+    if isinstance(norm.inference, Tracer):
+        return "the norm's flag inference is traced by jax.jit: use eqx.filter_jit"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"
     return _mismatch(layer, norm)
@@ -193,9 +209,19 @@ def _mismatch(layer: PyTree, norm: PyTree) -> str | None:
         return f"the norm has {norm.input_size} channels, but the layer returns {outputs}"
     if not jnp.issubdtype(layer.weight.dtype, jnp.floating):
         return f"the layer has arrays of {layer.weight.dtype}; only floats can be folded"
+    for array in (layer.bias, norm.weight, norm.bias):
+        if array is not None and jnp.iscomplexobj(array):
+            return f"{array.dtype} cannot be folded into a layer of {layer.weight.dtype}"
     return None
 
 
-def _vector(array: Array | None) -> np.ndarray:
-    """Returns an array as a float64 vector; returns a vector of one 0 for `None`."""
-    return np.asarray(0.0 if array is None else array, np.float64).reshape(-1)
+def _vector(xp: ModuleType, array: Array | None) -> Any:
+    """Returns an array as a vector of NumPy, float64, or of `jax.numpy`, in its default dtype;
+    returns a vector of one 0 for `None`."""
+    return xp.asarray(0.0 if array is None else array, float).reshape(-1)
+
+
+def _constant(tree: PyTree) -> PyTree:
+    """Returns the tree with traced arrays that no gradient reaches."""
+    stop = jax.lax.stop_gradient
+    return jax.tree.map(lambda a: stop(a) if isinstance(a, Tracer) else a, tree)

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import ArrayLike, PyTree
 from typing_extensions import TypeVar
 
+from eqx_norm._contract import described
 from eqx_norm._memory import STACKED, checked_state
 from eqx_norm._normalise import widened
 
@@ -32,15 +33,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def layers_of(model: PyTree, kind: Kind) -> Nodes:
-    """Returns the layers of a kind, however nested, by their paths, such as `layers[1].norm`.
-    Raises `ValueError` for a state."""
+    """Returns the layers of a kind, however nested, by their paths, such as `layers[1].norm`;
+    raises as `check_model` does."""
+    check_model(model)
+    nodes = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, kind))
+    return {path_of(keys): node for keys, node in nodes if isinstance(node, kind)}
+
+
+def check_model(model: PyTree) -> None:
+    """Raises `ValueError` for a state, and for an object that has no parts."""
     if isinstance(model, eqx.nn.State):
         raise ValueError(
             "The model given is an eqx.nn.State, which holds only running statistics. Pass the "
             "model first, and its state after it: (model, state, ...)."
         )
-    nodes = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, kind))
-    return {path_of(keys): node for keys, node in nodes if isinstance(node, kind)}
+    # JAX warns of an iterator in a pytree.
+    if model is None or isinstance(model, Iterator) or jtu.all_leaves([model]):
+        raise ValueError(
+            f"The model given is {described(model)}, which has no layers. Pass a layer, or a "
+            "list, dict or eqx.Module of layers."
+        )
 
 
 def chosen(
@@ -54,11 +66,12 @@ def chosen(
     """Returns the layers of a kind that `accepts(layer)`, and for which `where(path, layer)` is
     true. If there is none, raises `ValueError`: "nothing to `verb`: the model holds no
     `what`"."""
-    if where is not None and not callable(where):
-        raise ValueError(
-            f"where={where!r} is not callable. Pass a function of a layer's path and the layer "
-            "that returns whether to choose it: where=lambda path, layer: path == 'layers[1]'."
-        )
+    check_function(
+        "where",
+        where,
+        "of a layer's path and the layer that returns whether to choose it: where=lambda path, "
+        "layer: path == 'layers[1]'",
+    )
     layers = {p: layer for p, layer in layers_of(model, kind).items() if accepts(layer)}
     selection = {p: layer for p, layer in layers.items() if where is None or where(p, layer)}
     if not selection:
@@ -91,8 +104,23 @@ def at_offset(layer: PyTree, weight_offset: float) -> PyTree:
     """Returns a norm with another `weight_offset`, and a weight that leaves outputs equal."""
     weight, change = layer.weight, layer.weight_offset - weight_offset
     if weight is not None and change:
-        weight = (widened(weight) + change).astype(weight.dtype)
+        is_float, dtype = jnp.issubdtype(weight.dtype, jnp.inexact), weight.dtype
+        exact = (widened(weight) if is_float else weight.astype(float)) + change
+        weight = exact.astype(dtype)
+        if not is_float:
+            untraced(weight)
+            if (weight.astype(float) != exact).any():
+                raise TypeError(
+                    f"the weight for weight_offset={weight_offset} is not in {dtype}: weight + "
+                    f"{change}. Convert the weight to floats by eqx.tree_at first."
+                )
     return copied(layer, weight=weight, weight_offset=weight_offset)
+
+
+def is_part(layer: PyTree) -> bool:
+    """Returns whether a batch norm has arrays alone, as in a gradient, an optimiser's memory or
+    the first part of `eqx.partition`: it lacks the flag `inference`, and has no statistics."""
+    return isinstance(layer, eqx.nn.BatchNorm) and layer.inference is None
 
 
 def replaced(
@@ -103,23 +131,28 @@ def replaced(
     carry: Callable[..., tuple[PyTree, ...]],
 ) -> tuple[Model, State]:
     """Returns the model with `make(layer)` in place of these layers, and a state that fits it;
-    `None` for `None`.
+    `None` for `None`, which is enough for layers without statistics.
 
     `carry(old, new, *entries)` returns the entries of the new layer, given the entries of the
     old layer, in the order of the layers' fields. Every error names the layer.
     """
-    before, after, nodes = checked(model, state), Entries(), Nodes()
+    before, after, nodes = checked(model, state, layers), Entries(), Nodes()
     dropped = set[Hashable]()
     for path, old in layers.items():
         with located(path, old):
             new, indices = make(old), _indices(old)
-            markers = [index.marker for index in indices.values()]
+            markers = [] if state is None else [index.marker for index in indices.values()]
+            if state is None and _indices(new) != indices:
+                raise ValueError(
+                    "it has no flag inference, as in a gradient or an optimiser's memory. "
+                    "Convert the model, and make this memory anew."
+                )
             if missing := [marker for marker in markers if marker not in before]:
                 raise ValueError(
                     f"The state has no entry for this layer ({missing[0]!r}): it belongs to "
                     "another model. Pass the state that was made, or returned, with this model."
                 )
-            if indices:
+            if markers:
                 new = copied(new, **{f: _renamed(indices, f) for f in _indices(new)})
                 carried = carry(old, new, *(before[marker] for marker in markers))
                 after |= zip((i.marker for i in _indices(new).values()), carried, strict=True)
@@ -172,27 +205,37 @@ def untraced(*given: PyTree) -> None:
         )
 
 
+def check_function(argument: str, function: object, hint: str) -> None:
+    """Raises `ValueError` with the hint unless `function` is callable or `None`."""
+    if function is not None and not callable(function):
+        raise ValueError(
+            f"{argument}={described(function)} is not callable. Pass a function {hint}."
+        )
+
+
 def checked_mapping(argument: str, names: object, hint: str) -> Mapping[str, Any]:
     """Returns a mapping from paths to names; raises `ValueError` with the hint otherwise."""
     if not isinstance(names, Mapping):
-        raise ValueError(f"{argument}={names!r} is no mapping of {hint}")
+        raise ValueError(f"{argument}={described(names)} is no mapping of {hint}")
     for pair in names.items():
         if not (isinstance(pair[0], str) and isinstance(pair[1], str | None)):
-            raise ValueError(f"{argument}={dict([pair])} is no mapping of strings: {hint}")
+            given = described(dict([pair]))
+            raise ValueError(f"{argument}={given} is no mapping of strings: {hint}")
     return names
 
 
-def checked(model: PyTree, state: eqx.nn.State | None) -> Entries:
-    """Returns the `entries` of a model's state, `None` only if the model needs none. Raises
+def checked(model: PyTree, state: eqx.nn.State | None, layers: Nodes) -> Entries:
+    """Returns the `entries` of a model's state, `None` only if these layers need none. Raises
     `ValueError` if model and state are exchanged, for a missing state, and for a stacked state
     of layers that are not stacked."""
     norms = layers_of(model, eqx.nn.BatchNorm)
     if state is None:
-        if paths := [*layers_of(model, eqx.nn.StateIndex)]:
+        needing = [p for p, layer in layers.items() if _indices(layer) and not is_part(layer)]
+        if needing:
             raise ValueError(
-                f"The state is missing: the model has entries in one, by {listed(paths)}. Pass "
-                "the state after the model, (model, state, ...). For a model that was made "
-                "without one, state = eqx.nn.State(model) makes it."
+                "The state is missing, with the running statistics of "
+                f"{listed(path or 'the model' for path in needing)}. Pass it after the model, "
+                "(model, state, ...): model, state = eqx.nn.make_with_state(Model)(...)."
             )
         return {}
     values = entries(state)

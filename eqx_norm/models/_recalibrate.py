@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
+from eqx_norm._contract import described
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Cumulative
 
@@ -70,6 +71,8 @@ def recalibrate(
     ignores the variance between their means. Wu and Johnson, "Rethinking 'Batch' in BatchNorm",
     https://arxiv.org/abs/2105.07576, call the method precise batch norm.
     """
+    batches = _checked_batches(batches)
+    _layers.check_function("forward", forward, f"of three arguments: {_FORWARD}")
     _layers.untraced(model, state)
     what, learns = "eqx_norm.BatchNorm that is not frozen", lambda norm: norm.approach.learns
     norms = _layers.chosen(model, BatchNorm, None, "recalibrate", what, learns)
@@ -150,7 +153,8 @@ def _step(forward: Forward, model: PyTree, state: eqx.nn.State, batch: PyTree) -
     return result
 
 
-_FIX = "Pass forward=lambda model, state, batch: ..., which returns the new state."
+_FORWARD = "forward=lambda model, state, batch: ..., which returns the new state"
+_FIX = f"Pass {_FORWARD}."
 _ENSEMBLE = """The model is an ensemble, so say which member sees which data. If all see all:
     of_one = lambda model, state, x: jax.vmap(
         model, axis_name={!r}, in_axes=(0, None), out_axes=(0, None))(x, state)
@@ -159,16 +163,36 @@ _ENSEMBLE = """The model is an ensemble, so say which member sees which data. If
 Or recalibrate the members one by one, and stack their states."""
 
 
+def _checked_batches(batches: Any) -> Iterable[Any]:
+    """Returns the batches; raises `ValueError` for a single array, and for no iterable."""
+    if eqx.is_array(batches) or hasattr(batches, "__array__"):  # PyTorch's, too
+        raise ValueError(
+            f"batches is an array of shape {tuple(batches.shape)}; give an iterable of "
+            "batches, for example [x], or list(x) if the first axis of x counts batches."
+        )
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, str | bytes | type | Mapping) or not is_iterable:
+        raise ValueError(
+            f"batches={described(batches)} is no iterable of batches. Write recalibrate(model, "
+            "state, batches), where batches is for example [x]."
+        )
+    return batches
+
+
 def _first(batch: PyTree) -> Array | np.ndarray:
     """Returns the x of a batch as an array."""
     x: Any = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
-    x = x if eqx.is_array(x) else np.asarray(x)
-    if x.dtype == object:
+    if eqx.is_array(x):
+        return x
+    x = np.asarray(x)
+    if x.dtype.kind not in "biufcV":  # V: bfloat16
         raise ValueError(f"batches yields a {type(batch).__name__}, not arrays. {_FIX}")
     return x
 
 
 def _over_batch(axis_name: Hashable, model: PyTree, state: eqx.nn.State, x: Array) -> PyTree:
+    if not callable(model):
+        raise ValueError(f"The model is a {type(model).__name__}, not callable. {_FIX}")
     mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name=axis_name)
     try:
         return mapped(x, state)

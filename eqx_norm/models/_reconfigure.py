@@ -4,8 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import equinox as eqx
+import jax
 from jaxtyping import ArrayLike
 
+from eqx_norm._arguments import checked_activation
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._example import AbstractExampleNorm
 from eqx_norm._layer_norm import LayerNorm
@@ -41,10 +44,11 @@ def reconfigure(
     **Arguments:**
 
     - `model`, `state`: also of an ensemble; both stay valid. Leave `state` out for a model that
-        has none; the state returned is then `None`.
+        has none, and for the state of an optimiser, which has the structure of the model:
+        `opt_state, _ = reconfigure(opt_state, momentum=0.9)`. The state returned is `None`.
     - `where`: a function of a layer's path, such as `layers[1].norm`, and the layer, which
         returns whether to change it. By default all layers of this package are changed. Layers
-        that share one state (`eqx.nn.State(model)`) must change their approach together.
+        that share an entry of the state must change their approach together.
     - `values`: the number of values per channel in the running statistics, by which
         `Cumulative` weighs them. Needed if the old approach, a running average, does not know.
     - `batches`: their number of batches, the new count `accepted`, by which `Average` weighs
@@ -65,7 +69,8 @@ def reconfigure(
 
     **Raises:** `ValueError` if no layer is chosen, for a setting that no chosen layer has, for
     an invalid value, for `values` or `batches` that are needed, or have no new approach, for a
-    strategy without `load`, and for a state of another model.
+    strategy without `load`, for a missing state and that of another model. In a tree without
+    batch norms, an optimiser's memory cannot be told from a model: leave `weight_offset` out.
     """
     what = "layer of eqx_norm; eqx_norm.models.swap(model, state) makes some of eqx.nn's"
     layers = _layers.chosen(model, _OURS, where, "reconfigure", what)
@@ -77,9 +82,34 @@ def reconfigure(
             f"{', '.join(known)}. Use eqx.tree_at for weights, and eqx.nn.inference_mode for "
             "training and inference mode."
         )
+    parts = [_layers.is_part(norm) for norm in _layers.layers_of(model, BatchNorm).values()]
+    if any(parts):
+        if not all(parts):
+            raise ValueError(
+                "The tree holds a model, and a gradient or an optimiser's memory, whose layers "
+                "have no flag inference. Reconfigure each by itself."
+            )
+        settings = _of_arrays(settings, layers)
     carrying = functools.partial(carry, values=values, batches=batches)
     changing = functools.partial(_changed, settings=settings)
     return _layers.replaced(model, state, layers, changing, carrying)
+
+
+def _of_arrays(settings: dict[str, Any], layers: _layers.Nodes) -> dict[str, Any]:
+    """Returns the settings for a gradient or an optimiser's memory, which hold no functions.
+    Raises `ValueError` for settings that change the arrays of the model."""
+    offset, activation = settings.get("weight_offset"), settings.get("activation")
+    moves = offset is not None and any(n.weight_offset != offset for n in layers.values())
+    if moves or jax.tree.leaves(eqx.filter(activation, eqx.is_inexact_array)):
+        raise ValueError(
+            "weight_offset=, and an activation= with arrays, change the arrays of a model, and "
+            "this is a gradient or an optimiser's memory: its layers have no flag inference. "
+            "Make a memory anew, like = optimiser.init(eqx.filter(model, "
+            "eqx.is_inexact_array)), after weight_offset= with the numbers of the old one: "
+            "jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(memory))."
+        )
+    has_function = checked_activation(activation) is not None
+    return settings | ({"activation": None} if has_function else {})
 
 
 def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:

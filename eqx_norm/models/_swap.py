@@ -2,18 +2,24 @@
 
 import dataclasses
 import math
+import re
+import warnings
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
+from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import AbstractStrategy, Running, named
 
+from . import _layers
+from ._fold import FoldedBatchNorm
 from ._layers import Model, State, Where, chosen, copied, over_members, replaced
 from ._reconfigure import reconfigure
 
@@ -75,6 +81,9 @@ def swap(
 
     **Raises:** `ValueError` if there is no such layer, for a subclass (the message names it),
     for an invalid setting (`eps=0`), and for a state of another model.
+
+    **Warns** of layers of other packages that stay, although their class is named like a norm,
+    as `LayerNorm2d` is. With any `where` there is no warning.
     """
     if approach is not None:
         overrides["approach"] = approach
@@ -85,9 +94,45 @@ def swap(
     layers = chosen(model, THEIRS, where, "swap", what)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, OURS)}
     model, state = replaced(model, state, theirs, _ours, _carry)
+    if where is None:
+        _warn_of_other_norms(model)
     if not (overrides and theirs):
         return model, state
     return reconfigure(model, state, lambda path, _: path in theirs, **overrides)
+
+
+def _warn_of_other_norms(model: PyTree) -> None:
+    """Warns of layers that stay and are named like norms."""
+
+    def is_norm(node: PyTree) -> bool:
+        return isinstance(node, THEIRS) or _is_other_norm(node)
+
+    others = list[str]()
+    for keys, node in jtu.tree_leaves_with_path(model, is_leaf=is_norm):
+        if _is_other_norm(node):
+            others.append(f"{_layers.path_of(keys)} ({type(node).__name__})")
+    if others:
+        warnings.warn(
+            f"swap replaces only norms of eqx.nn, and left {_layers.listed(others)}. Replace "
+            "these as docs/home_made_norms.md shows, or say that they stay: "
+            "swap(..., where=lambda path, layer: True).",
+            stacklevel=stacklevel(),
+        )
+
+
+def _is_other_norm(node: PyTree) -> bool:
+    """Returns whether a module is a layer named like a norm, not of `eqx.nn` or this package,
+    without layers inside, which `eqx.nn.WeightNorm` and blocks of layers have."""
+    if not isinstance(node, eqx.Module) or isinstance(node, (*THEIRS, FoldedBatchNorm)):
+        return False
+
+    def is_inner(inner: PyTree) -> bool:
+        is_module = isinstance(inner, eqx.Module) and not isinstance(inner, eqx.nn.StateIndex)
+        return is_module and inner is not node
+
+    is_named_so = re.search(r"norm(\d+d)?$", type(node).__name__, re.IGNORECASE)
+    has_layers = any(map(is_inner, jax.tree.leaves(node, is_leaf=is_inner)))
+    return bool(is_named_so) and callable(node) and not has_layers
 
 
 def refuse_subclass(layer: PyTree, kinds: tuple[type, ...]) -> None:

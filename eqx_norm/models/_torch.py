@@ -184,6 +184,8 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
             "state_dict, and the count is 0"
         )
     dtype = slot.array.dtype
+    if array.dtype.kind == "c" and not jnp.iscomplexobj(slot.array):
+        raise ValueError(f"{key} is {array.dtype}, whose imaginary part {dtype} cannot hold")
     with np.errstate(over="ignore"):
         # The array is copied, because PyTorch updates its arrays in place.
         new = jnp.asarray(slot.from_torch(array).astype(dtype, order="C"))

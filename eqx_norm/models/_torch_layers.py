@@ -148,8 +148,7 @@ def match(
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
     """Matches layers with the names of a `state_dict`'s arrays. Returns the report, and the
     keys and arrays of all layers that `names` does not leave out."""
-    if state is not None:
-        checked(model, state)
+    checked(model, state, {})
     nodes = _nodes_of(model)
     prefixes, skipped = _prefixes_of(nodes, names)
     matched, keyed = dict[str, str](), list[tuple[str, Slot]]()

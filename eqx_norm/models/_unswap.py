@@ -46,8 +46,9 @@ def unswap(
 
     **Returns:** a new model and a new state, with the tree structure of a model made with
     Equinox's layers. A layer without batches becomes a new layer. A `weight_offset` is added to
-    the weight. Equinox's layers have no `unbiased`, `implementation`, `memory_axis_name` and
-    counts of batches, so these are lost, and Equinox's known errors apply again.
+    the weight. A list of axis names, which `swap` has made a tuple, stays a tuple. Equinox's
+    layers have no `unbiased`, `implementation`, `memory_axis_name` and counts of batches, so
+    these are lost, and Equinox's known errors apply again.
 
     **Raises:** `ValueError` if there is no such layer, for an approach that Equinox lacks
     (unless `mode` is given), for an `activation`, `axis=0` or an `axis_name` of a norm of one

@@ -104,6 +104,43 @@ def test_fold_pairs_by_proposed_pairs():
     np.testing.assert_array_equal(folded.layers[1](x), jax.nn.relu(x))
 
 
+def close(ours, expected):
+    """Checks that arrays of two pytrees agree to 1e-5 of the largest number of the array."""
+    for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(abs(b).max()))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_through_a_folded_layer_are_those_through_the_norm(name, frozen):
+    layer, spatial = LAYERS[name]
+    x = floats(normal(1, (5, getattr(layer, "in_channels", 3), *spatial), 1, 2))
+    activation = eqx.nn.PReLU(0.25)
+    layers = [layer, norm(weight_offset=0.5, activation=activation)]
+    model, state = trained(eqx.nn.Sequential(layers))
+    model = freeze(model) if frozen else model
+    dy = floats(normal(2, jax.eval_shape(over_batch(model), x, state)[0].shape))
+
+    def loss(model_and_state, folds):
+        model, state = model_and_state
+        if folds:
+            model, state = fold_pairs(model, state, PAIR)
+        return jnp.sum(over_batch(model)(x, state)[0] * dy)
+
+    of_fold, of_norm = (
+        eqx.filter_jit(eqx.filter_value_and_grad(loss))((model, state), folds)
+        for folds in (True, False)
+    )
+    close(of_fold, of_norm)
+    first, second = of_norm[1][0].layers
+    assert all(np.any(g) for g in jax.tree.leaves(first))
+    assert all(np.any(g) != frozen for g in (second.weight, second.bias))
+    # Without jit, too; and a model whose arrays are constants of a compiled function.
+    close(eqx.filter_grad(loss)((model, state), True), of_fold[1])
+    folded = filter_jit(lambda: fold_pairs(model, state, PAIR)[0])()
+    close(folded, fold_pairs(model, state, PAIR)[0])
+
+
 class Double(eqx.Module):  # without leaves
     def __call__(self, x):
         return 2 * x

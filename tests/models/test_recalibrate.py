@@ -128,15 +128,15 @@ def test_recalibrate_an_ensemble(tmp_path):
     models, states = made(norm, OURS, members=2)
     batches = np.asarray(data(n=48)[..., 0].reshape(3, 2, 8, 3))
     with pytest.raises(ValueError, match="The model is an ensemble") as raised:
-        recalibrate(models, states, batches[:, 0])
+        recalibrate(models, states, list(batches[:, 0]))
     code = textwrap.dedent(
         str(raised.value).partition("If all see all:\n")[2].partition("\nOr")[0]
     )
     names = {"eqx": eqx, "jax": jax, "recalibrate": recalibrate, "models": models}
-    names = run(code, tmp_path, **names, states=states, batches=batches[:, 0])
+    names = run(code, tmp_path, **names, states=states, batches=list(batches[:, 0]))
     expected = batches[:, [0, 0]].mean((0, 2)), batches[:, [0, 0]].var((0, 2))
     np.testing.assert_allclose(remembered(models, names["states"]), expected, rtol=1e-5)
-    after = recalibrate(models, states, batches, forward)
+    after = recalibrate(models, states, list(batches), forward)
     expected = batches.mean((0, 2)), batches.var((0, 2))
     np.testing.assert_allclose(remembered(models, after), expected, rtol=1e-5)
 
@@ -147,6 +147,43 @@ def test_recalibrate_a_model_that_maps_over_stacked_norms():
     model = eqx.Partial(eqx.filter_vmap(lambda n, x, s: n(x, s), in_axes=axes), norms)
     after = recalibrate(model, state, cut(data()[..., 0]))
     assert after.get(norms.memory_index).accepted.tolist() == [len(SIZES)] * 2
+
+
+class Batches:
+    """Stands for a data set that is indexed, without `__iter__`."""
+
+    def __getitem__(self, i):
+        return cut(data())[i]
+
+
+class Tensor(Batches):
+    """Stands for an array of another package, which iterates over its first axis."""
+
+    shape = (3, 16, 3, 4)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ones(self.shape)
+
+
+def test_recalibrate_reads_an_indexed_data_set_and_refuses_arrays_of_other_packages(
+    deep, unchecked
+):
+    model, state = deep
+    data_set: Any = Batches()
+    after = recalibrate(model, state, data_set)
+    assert same(after, recalibrate(model, state, cut(data())))
+    tensor: Any = Tensor()
+    with pytest.raises(ValueError, match=r"^batches is an array of shape \(3, 16, 3, 4\); "):
+        recalibrate(model, state, tensor)
+
+
+def test_recalibrate_accepts_keys():
+    draw = eqx.nn.Lambda(lambda key: jax.random.normal(key, (3, 4)))
+    norm = BatchNorm(3, "batch", approach="batch")
+    model, state = eqx.nn.make_with_state(lambda: eqx.nn.Sequential([draw, norm]))()
+    keys = jax.random.split(jax.random.key(0), 8)
+    after = recalibrate(model, state, [keys])
+    check(model.layers[1], after, jax.vmap(draw)(keys), rtol=1e-5)
 
 
 def test_recalibrate_accepts_a_generator_of_tuples(deep):

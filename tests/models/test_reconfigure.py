@@ -1,15 +1,17 @@
 """Tests that a reconfigured model equals a model made with these settings, and its outputs."""
 
+import re
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
-from eqx_norm.models import freeze, reconfigure
+from eqx_norm.models import freeze, reconfigure, trainable
 from eqx_norm.models._layers import entries
 from eqx_norm.strategies import (
     Accumulated,
@@ -21,6 +23,7 @@ from eqx_norm.strategies import (
     SmoothStart,
     VarianceClip,
 )
+from tests.documents import run
 from tests.helpers import APPROACHES, Loading, normal, same
 from tests.helpers import Cumulative as Unloaded
 from tests.models.nested import OURS, C, call, donatable, made, shapes
@@ -170,6 +173,71 @@ def test_reconfigure_other_settings_of_layers_chosen_by_where():
     assert (other[0], other[1]["row"].eps) == (model[0], 0.1)
     others, _ = reconfigure([RMSNorm(C), GroupNorm(1, C)], state, implementation="xla", eps=0.1)
     assert [(layer.implementation, layer.eps) for layer in others] == [("xla", 0.1)] * 2
+
+
+OPTIMISERS = {
+    "adam": optax.adam(0.1),
+    "accumulated": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2),
+    "masked": optax.masked(optax.adam(0.1), trainable),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.parametrize("wrap", [None, freeze], ids=["plain", "frozen"])
+def test_optimiser_memory_and_gradient_follow_a_reconfigured_model(name, wrap):
+    """Tests that a step after `reconfigure` has the numbers of a step without it."""
+    optimiser, (model, state) = OPTIMISERS[name], trained()
+    model = model if wrap is None else wrap(model)
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    gradient = jax.tree.map(jnp.ones_like, weights)
+    _, memory = optimiser.update(gradient, optimiser.init(weights), weights)
+    settings: Any = {
+        "approach": lambda old: Accumulated(old, every=2),
+        "axis_name": ("batch", "devices"),
+        "activation": jax.nn.relu,
+        "momentum": 0.5,
+        "unbiased": True,
+        "eps": 1e-3,
+    }
+    other, other_state = reconfigure(model, state, **settings)
+    (changed, none), (other_gradient, _) = (
+        reconfigure(tree, **settings) for tree in (memory, gradient)
+    )
+    other_weights = eqx.filter(other, eqx.is_inexact_array)
+    assert none is None
+    assert same(changed, memory)
+    assert jax.tree.structure(changed) == jax.tree.structure(optimiser.init(other_weights))
+    expected, _ = optimiser.update(gradient, memory, weights)
+    updates, changed = optimiser.update(other_gradient, changed, other_weights)
+    assert same(updates, expected)
+    assert shapes(eqx.apply_updates(other, updates)) == shapes(other)
+    # With the state, the memory's layers are changed likewise, and the model needs its state.
+    again, again_state = reconfigure(memory, state, **settings)
+    assert jax.tree.structure(again) == jax.tree.structure(reconfigure(memory, **settings)[0])
+    assert same(again_state, other_state)
+    with pytest.raises(ValueError, match=r"^The state is missing, .* of \[0\]\. Pass it after"):
+        reconfigure(model, **settings)
+
+
+def test_optimiser_memory_follows_a_new_weight_offset_by_its_structure(tmp_path):
+    """Runs the fix in the error: moments of a weight do not change with its offset."""
+    optimiser, (model, state) = optax.adam(0.1), trained()
+    weights = eqx.filter(model, eqx.is_inexact_array)
+    _, memory = optimiser.update(weights, optimiser.init(weights))
+    with pytest.raises(ValueError, match="^weight_offset=, and an activation=") as raised:
+        reconfigure(memory, weight_offset=1.0)
+    model, state = reconfigure(model, state, weight_offset=1.0)
+    like, fix = re.findall(r"like = (.*), after .* old one: (.*)\.$", str(raised.value))[0]
+    names = {"jax": jax, "eqx": eqx, "optimiser": optimiser, "model": model, "memory": memory}
+    after = run(f"like = {like}\nmemory = {fix}", tmp_path, **names)["memory"]
+    assert same(after, memory)
+    optimiser.update(eqx.filter(model, eqx.is_inexact_array), after)
+
+
+def test_layers_without_statistics_are_reconfigured_without_the_state_of_others():
+    model, _ = trained()
+    other, state = reconfigure(model, None, lambda path, n: isinstance(n, LayerNorm), eps=0.1)
+    assert (other[0], other[1]["row"].eps, state) == (model[0], 0.1, None)
 
 
 class Doubled(BatchNorm):

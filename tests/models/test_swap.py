@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_norm
-from eqx_norm.models import reconfigure, swap, unswap
+from eqx_norm.models import FoldedBatchNorm, reconfigure, swap, unswap
 from eqx_norm.models._layers import entries, layers_of
 from eqx_norm.strategies import Accumulated, Batch, SmoothStart
 from tests.documents import run
@@ -187,6 +187,85 @@ def test_instance_norm_becomes_a_group_norm_by_unswap():
     assert (type(theirs), type(again)) == (eqx.nn.GroupNorm, eqx_norm.GroupNorm)
     np.testing.assert_allclose(theirs(x), model(x), atol=1e-5)
     np.testing.assert_allclose(again(x), jax.nn.relu(model(x)), atol=1e-6)
+
+
+def test_list_of_axis_names_comes_back_as_a_tuple():
+    """Records a limit: a list would make this package's layer unhashable."""
+
+    def build(nn, key):
+        return [nn.BatchNorm(C, ["a", "b"], mode="ema")]
+
+    model, state = made(build, THEIRS)
+    back, _ = unswap(*swap(model, state))
+    assert (model[0].axis_name, back[0].axis_name) == (["a", "b"], ("a", "b"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
+def test_changed_weight_offset_of_integer_weights_is_exact_or_an_error(dtype):
+    ours = eqx_norm.RMSNorm(4, weight_offset=1.0)
+    for weight, fits in (([0, 1, 1, 0], dtype != "bool"), ([0, 0, 0, 0], True)):
+        model = eqx.tree_at(lambda model: model[0].weight, [ours], jnp.asarray(weight, dtype))
+        if fits:
+            theirs, _ = unswap(model)
+            assert theirs[0].weight.dtype == dtype
+            np.testing.assert_array_equal(theirs[0].weight, np.asarray(weight) + 1)
+        else:
+            with pytest.raises(TypeError, match=rf"^\[0\]: .* is not in {dtype}: weight \+ 1"):
+                unswap(model)
+    model = eqx.tree_at(lambda model: model[0].weight, [ours], jnp.zeros(4, dtype))
+    for offset in (0.5, 200.0):
+        with pytest.raises(TypeError, match=rf"^\[0\]: .* is not in {dtype}: weight"):
+            reconfigure(model, weight_offset=offset)
+    with pytest.raises(ValueError, match="outside of jit"):
+        eqx.filter_jit(unswap)(model)
+
+
+class PixelNorm(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x
+
+
+class ConvNorm(eqx.Module):
+    linear: Any
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Normal(PixelNorm):
+    """Stands for a module that is no norm."""
+
+
+class LayerNormConfig(eqx.Module):
+    """Stands for settings, which are no layer."""
+
+    eps: float = 1e-5
+
+
+class BatchNorm1d(PixelNorm):
+    index: eqx.nn.StateIndex
+
+
+def test_swap_warns_of_layers_named_like_norms_that_stay():
+    linear, weight = eqx.nn.Linear(C, C, key=KEY), jnp.ones(C)
+    folded: Any = FoldedBatchNorm
+    quiet = [
+        *(ConvNorm(linear), Normal(weight), LayerNormConfig(), eqx.nn.WeightNorm(linear)),
+        *(eqx.nn.SpectralNorm(linear, "weight", key=KEY), ConvNorm(eqx.nn.LayerNorm(C))),
+        *(eqx_norm.BatchNorm(C, "batch", approach="renorm"), folded()),
+    ]
+    norm, left = eqx.nn.LayerNorm(C), BatchNorm1d(weight, eqx.nn.StateIndex(weight))
+    swap(eqx.nn.make_with_state(lambda: [*quiet, norm])()[0])  # warnings are errors
+    loud = [norm, {"a": PixelNorm(weight)}, [left]]
+    named = r"only norms of eqx\.nn, and left \[1\]\['a'\] \(PixelNorm\), \[2\]\[0\] \(BatchN"
+    with pytest.warns(UserWarning, match=named) as warned:
+        swapped, _ = swap(loud)
+    assert isinstance(swapped[0], eqx_norm.LayerNorm)
+    where = str(warned[0].message).split("where=")[1].removesuffix(").")
+    assert where == "lambda path, layer: True"
+    swap(loud, where=lambda path, layer: True)
 
 
 class LayerNorm2d(eqx.nn.LayerNorm):
