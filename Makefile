@@ -85,7 +85,7 @@ test-newest: .venv-newest ## the tests on Python 3.12 or later with the newest j
 
 linters: .venv
 	@test -e .venv/linters || { .venv/bin/python -m pip install --no-compile --editable ".[lint]" \
-		--constraint scripts/constraints/oldest-jax.txt && touch .venv/linters; }
+		--constraint "$$(cat .venv/constraints)" && touch .venv/linters; }
 
 lint: linters ## ruff and pyright
 	.venv/bin/ruff check

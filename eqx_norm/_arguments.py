@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from eqx_norm._contract import described
 from eqx_norm._memory import ENSEMBLE
 from eqx_norm._normalise import Activation, Affine, AxisName, Shape, names_of, widened
-from eqx_norm.strategies._numbers import is_count, number
+from eqx_norm.strategies._numbers import is_count, number, of_traced
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5, or 30 of the 38 decades of
 # float32. The other 8 are for the factors that the derivative is multiplied by.
@@ -27,7 +27,8 @@ def checked_number(argument: str, value: Any) -> float:
     result, least = number(value), _LEAST.get(argument, -math.inf)
     if not (isinstance(result, float) and math.isfinite(result) and result >= least):
         bound = f", at least {least}, as 1e-5" if argument in _LEAST else ""
-        raise ValueError(f"{argument}={value!r}: it must be a finite number{bound}.")
+        wrong = f"{argument}={value!r}: it must be a finite number{bound}."
+        raise ValueError(wrong + of_traced(value))
     return result
 
 
@@ -114,13 +115,11 @@ def affine(layer: PyTree, weight: Any, bias: Any, shape: Shape, x: Array) -> Aff
 def _fitting(layer: PyTree, name: str, given: Any, shape: Shape, x: Array) -> Array | None:
     """Returns the weight or bias given, or else the layer's own."""
     if given is None:
-        array, shapes, whose = getattr(layer, name), [shape], f"The layer's own {name}"
+        array: Any = getattr(layer, name)
+        shapes, whose = [shape], f"The layer's own {name}"
         fix = f"Put such a one there by eqx.tree_at, or write layer(x, {name}={name})."
-        if (
-            array is not None
-            and array.ndim > len(shape)
-            and array.shape[-len(shape) :] == shape
-        ):
+        axes_in_front = np.ndim(array) - len(shape)
+        if axes_in_front > 0 and np.shape(array)[axes_in_front:] == shape:
             fix = f"{ENSEMBLE} If not: {fix}"
     else:
         array, shapes, whose = jnp.asarray(given), [shape, x.shape], f"{name}="

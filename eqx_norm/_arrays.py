@@ -127,7 +127,7 @@ def denormalise(
     mask: Bool[ArrayLike, "..."] | None = None,
     eps: float = 1e-5,
 ) -> Array:
-    r"""Returns the x of which `normalise` makes y, such as predictions in the units of the data.
+    r"""Returns the x of which `normalise` makes y: predictions in the units of the data.
 
     $$x = \frac{y - \beta}{\gamma} \sqrt{\sigma^2 + \varepsilon} + \mu$$
 

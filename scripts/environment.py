@@ -37,8 +37,12 @@ def main(name):
     if is_up_to_date(ready):
         return
     minor = int(oldest.partition(".")[2])
+    if name == ".venv" and sys.version_info >= (3, 12):
+        constraints = "newest-jax"  # as pip would choose for a user
     if sys.version_info >= (3, minor):
-        create(ROOT / name, CONSTRAINTS / f"{constraints}.txt", packages)
+        pinned = CONSTRAINTS / f"{constraints}.txt"
+        create(ROOT / name, pinned, packages)
+        (ROOT / name / "constraints").write_text(str(pinned))  # for make lint
         ready.write_text(sys.version)
         return
     newer = newer_python(minor)

@@ -57,4 +57,9 @@ class Cumulative(AbstractStrategy[Seen]):
         return memory.moments
 
     def load(self, learnt: Moments) -> Seen:
+        if learnt.known_count.ndim:
+            raise ValueError(
+                f"The moments have counts of shape {learnt.known_count.shape}, but Cumulative "
+                "has one count for all channels: give one number of values."
+            )
         return Seen(learnt.known_count, learnt.mean_pair, learnt.m2)

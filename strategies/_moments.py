@@ -63,8 +63,8 @@ class Moments(eqx.Module):
         count: ArrayLike | None = None,
         ddof: int = 0,
     ) -> "Moments":
-        """Returns moments with this mean, `(*sets, channels)` or a number, and this variance, of
-        the same shape or a number.
+        """Returns moments with this mean, `(*sets, channels)` or a number, and this variance,
+        of the shape of the mean or a number.
 
         `count` is the number of values, above 0: give it if you know it, because `merge`, and
         strategies that weigh by it, need it. With `ddof=1` the variance is the unbiased one.
@@ -129,7 +129,7 @@ class Moments(eqx.Module):
         return along_sets("count", self.known_count, self.m2.shape)
 
     def _checked(self, other: "Moments") -> "Moments":
-        """Returns the other moments; raises `ValueError` unless both have means of one shape."""
+        """Returns the other moments; raises `ValueError` unless both means have one shape."""
         if self.m2.shape != other.m2.shape:
             raise ValueError(
                 f"These moments have a mean of shape {self.m2.shape}, the others one of "
@@ -199,11 +199,10 @@ class Moments(eqx.Module):
         The share is a scalar, or has the leading axes of the mean. A share of 0 or 1 gives
         `self` or `other` to the bit. The count is not known.
         """
-        share = cast("share", share, self.m2.dtype)
-        share = along_sets("share", share, self.m2.shape)
+        of_each = along_sets("share", cast("share", share, self.m2.dtype), self.m2.shape)
         a, b = capped(self.variance), self._checked(other).variance
-        variance = jnp.where(share > 0.5, b + (1 - share) * (a - b), a + share * (b - a))
-        return Moments.of(self.mean_pair.towards(other.mean_pair, share), variance)
+        variance = jnp.where(of_each > 0.5, b + (1 - of_each) * (a - b), a + of_each * (b - a))
+        return Moments.of(self.mean_pair.towards(other.mean_pair, of_each), variance)
 
     def astype(self, dtype: DTypeLike) -> "Moments":
         """Returns the moments in another precision; `dtype` is that of the mean."""
@@ -219,15 +218,15 @@ class Moments(eqx.Module):
 
 
 def along_sets(name: str, value: Any, shape: tuple[int, ...]) -> Any:
-    """Returns a number for each set, such as a count, with the axes that it lacks to broadcast to
-    a mean of this shape; raises `ValueError` unless it is a scalar or has the leading axes."""
+    """Returns numbers of sets, such as a count, with the axes that they lack to broadcast to a
+    mean of this shape; raises `ValueError` unless they are a scalar or have leading axes."""
     if value.ndim == 0:
         return value
     sizes = zip(value.shape, shape, strict=False)
     if value.ndim > len(shape) or any(size not in (1, of_mean) for size, of_mean in sizes):
         right = " or ".join(str(shape[:axes]) for axes in range(len(shape) + 1))
         raise ValueError(
-            f"{name} has shape {value.shape}, but for a mean of shape {shape} it is one number, "
+            f"{name} has shape {value.shape}, but for a mean of shape {shape} it is a scalar, "
             f"or has the leading axes of the mean: shape {right}."
         )
     return value.reshape(*value.shape, *[1] * (len(shape) - value.ndim))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -16,6 +17,16 @@ def number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return value
+
+
+def of_traced(value: Any) -> str:
+    """Returns a sentence for the error of a setting that is an array, "" for another value."""
+    if not isinstance(value, jax.Array):
+        return ""
+    return (
+        " It is an array, perhaps of jax.jit or jax.vmap, but settings are parts of the program: "
+        "give a Python number, and make one model for each."
+    )
 
 
 def is_count(value: Any) -> bool:

@@ -225,9 +225,8 @@ class Oracle:
         moves = sum(moves[k] * (1 if k == "x" else size[k]) for k in z)
         result = {"value of y": unit * (slope * u + np.abs(y))}
         if case.returns:
-            result["value of y"] = result["value of y"] + half_ulp_of_1(case.returns) * np.abs(
-                y
-            )
+            rounding = half_ulp_of_1(case.returns) * np.abs(y)
+            result["value of y"] = result["value of y"] + rounding
         result["tangent of y"] = 2 * unit * (slope + bend) * moves
         first = {
             "x": rstd * spread * most(weight * g),

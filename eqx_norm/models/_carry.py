@@ -5,16 +5,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Average, Moments, Running
+from eqx_norm.strategies._moments import along_sets
 from eqx_norm.strategies._numbers import is_count
 from eqx_norm.strategies._running import AbstractAveragingStrategy
 
-from ._layers import over_members
+from ._layers import is_traced, over_members
 
 
 def carry(
@@ -39,6 +41,8 @@ def carry(
     if is_kept:
         return (memory,)
     accepted = batches_of(old, memory)
+    if values is not None:
+        values = _of_members(values, memory.accepted.shape, new.input_size)
     inner = [_innermost(layer.approach) for layer in (old, new)]
     is_same = type(inner[0]) is type(inner[1]) or all(map(_is_average, inner))
     momenta: list[Any] = [getattr(approach, "momentum", None) for approach in inner]
@@ -54,7 +58,7 @@ def carry(
             "known here. Give it: batches=n in reconfigure or swap."
         )
 
-    def one(statistics: PyTree, fresh: Bool[Array, ""]) -> PyTree:
+    def one(statistics: PyTree, fresh: Bool[Array, ""], values: Array | None) -> PyTree:
         start = new.approach.init(new.input_size, _memory.dtype_of(statistics))
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
@@ -73,8 +77,23 @@ def carry(
         loaded = _contract.load(new.approach, learnt, start)
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
 
-    statistics = over_members(one, memory.accepted)(memory.statistics, fresh)
+    statistics = over_members(one, memory.accepted)(memory.statistics, fresh, values)
     return (Remembered(statistics, jnp.stack([accepted, memory.rejected], -1)),)
+
+
+def _of_members(values: ArrayLike, members: tuple[int, ...], channels: int) -> Array:
+    """Returns the number of values for each member of an ensemble, or each of its channels;
+    raises `ValueError` for another shape, and for numbers that are not above 0."""
+    if not is_traced(values) and not np.all(np.asarray(values, float) > 0):
+        raise ValueError(
+            f"values={values!r}: give the number of values per channel, above 0, or one for "
+            "each member of an ensemble."
+        )
+    numbers = jnp.asarray(values, float)
+    of_each = along_sets("values", numbers, (*members, channels))
+    if numbers.ndim > len(members):  # for each channel
+        return of_each
+    return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)
 
 
 def batches_of(layer: BatchNorm, memory: Remembered) -> Int[Array, "*members"]:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._normalise import Activation
+from eqx_norm.strategies._numbers import cast
 
 from . import _layers
 from ._freeze import is_frozen
@@ -142,7 +142,9 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
         """Returns `x`, or `activation(x)` in the dtype of `x`, and the state if one is given;
         the arguments are those of `BatchNorm` except `mask`."""
         del key, inference
-        y = x if self.activation is None else self.activation(x).astype(x.dtype)
+        y = x
+        if self.activation is not None:
+            y = cast("the result of activation=", self.activation(x), x.dtype)
         return y if state is None else (y, state)
 
 
@@ -168,7 +170,7 @@ def _folded(layer: PyTree, norm: PyTree, state: eqx.nn.State) -> PyTree:
     moments = _contract.running(norm, memory.statistics)
     if jnp.iscomplexobj(moments.mean):
         raise ValueError(f"the norm is complex, and the layer has {layer.weight.dtype}.")
-    is_traced = any(isinstance(a, Tracer) for a in jax.tree.leaves((layer, norm, moments)))
+    is_traced = _layers.is_traced(layer, norm, moments)
     xp = jnp if is_traced else np
     mean = _vector(xp, moments.mean) + _vector(xp, moments.mean_pair.rest)
     weight = 1.0 if norm.weight is None else norm.weight_offset + _vector(xp, norm.weight)
@@ -192,7 +194,7 @@ def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
         if isinstance(norm, BatchNorm):
             return f"{name} is a subclass: give it a field, self.norm = BatchNorm(...), to fold"
         return f"the norm is a {name}; convert norms of eqx.nn by eqx_norm.models.swap first"
-    if isinstance(norm.inference, Tracer):
+    if _layers.is_traced(norm.inference):
         return "the norm's flag inference is traced by jax.jit: use eqx.filter_jit"
     if not (np.all(norm.inference) or is_frozen(norm)):
         return "the norm is in training mode: fold eqx.nn.inference_mode(model)"
@@ -224,4 +226,4 @@ def _vector(xp: ModuleType, array: Array | None) -> Any:
 def _constant(tree: PyTree) -> PyTree:
     """Returns the tree with traced arrays that no gradient reaches."""
     stop = jax.lax.stop_gradient
-    return jax.tree.map(lambda a: stop(a) if isinstance(a, Tracer) else a, tree)
+    return jax.tree.map(lambda a: stop(a) if _layers.is_traced(a) else a, tree)

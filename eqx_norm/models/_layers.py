@@ -104,12 +104,11 @@ def at_offset(layer: PyTree, weight_offset: float) -> PyTree:
     """Returns a norm with another `weight_offset`, and a weight that leaves outputs equal."""
     weight, change = layer.weight, layer.weight_offset - weight_offset
     if weight is not None and change:
-        is_float, dtype = jnp.issubdtype(weight.dtype, jnp.inexact), weight.dtype
-        exact = (widened(weight) if is_float else weight.astype(float)) + change
+        exact, dtype = widened(weight) + change, weight.dtype
         weight = exact.astype(dtype)
-        if not is_float:
+        if not jnp.issubdtype(dtype, jnp.inexact):
             untraced(weight)
-            if (weight.astype(float) != exact).any():
+            if (widened(weight) != exact).any():
                 raise TypeError(
                     f"the weight for weight_offset={weight_offset} is not in {dtype}: weight + "
                     f"{change}. Convert the weight to floats by eqx.tree_at first."
@@ -195,10 +194,15 @@ def check_single(*layers: PyTree) -> None:
         )
 
 
+def is_traced(*given: PyTree) -> bool:
+    """Returns whether an array in these trees is traced, so that its values are unknown."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given))
+
+
 def untraced(*given: PyTree) -> None:
     """Raises `ValueError` inside of `jax.jit`, and if arrays in these trees are traced."""
     # Inside of jit, new arrays and all results computed from arrays are traced, too.
-    if any(isinstance(a, Tracer) for a in jax.tree.leaves((given, jnp.zeros(())))):
+    if is_traced(given, jnp.zeros(())):
         raise ValueError(
             "This function reads the values of arrays, which are unknown while jax.jit, vmap "
             "or grad trace a program. Call it outside of jit, and pass in what it returns."

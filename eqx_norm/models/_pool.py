@@ -118,7 +118,7 @@ def _checked(states: Any, values: Any) -> tuple[list[Any], list[float]]:
 
 def _held(model: PyTree, norms: Nodes, state: Any) -> Entries:
     """Returns the entries of a state, as NumPy's arrays; raises for that of another model."""
-    entries = _layers.checked(model, state)
+    entries = _layers.checked(model, state, norms)
     for path, norm in norms.items():
         with _layers.located(path, norm):
             memory = _memory.entry(norm, state)

@@ -1,5 +1,7 @@
 """Tests `eqx_norm.moments` and `eqx_norm.normalise`, the halves of a norm for plain arrays."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -144,6 +146,10 @@ def test_denormalise_is_the_inverse_of_normalise(dtype, mask):
     assert {a.dtype for a in residuals if a.size == x.size and a.dtype != bool} == {x.dtype}
 
 
+LIST: Any = [1.0, 2.0]
+MEAN: Any = X.mean(0)
+
+
 def arrays_of(moments):
     return moments.mean, moments.variance
 
@@ -159,12 +165,12 @@ def arrays_of(moments):
             r"mean of shape \(6, 5, 3\), but",
         ),
         (
-            lambda: eqx_norm.normalise(X, X.mean(0), X.var(0)),
+            lambda: eqx_norm.normalise(X, MEAN, MEAN),
             r"f32\[6,5,3\]: .*Moments\.of\(mean",
         ),
-        (lambda: eqx_norm.moments([1.0, 2.0]), r"x is \[1.0, 2.0\], .* jnp.asarray\(x\)"),
+        (lambda: eqx_norm.moments(LIST), r"x is \[1.0, 2.0\], .* jnp.asarray\(x\)"),
         (lambda: eqx_norm.moments(X, mask=np.ones(3)), "mask has dtype float64"),
-        (lambda: eqx_norm.denormalise([1.0], Moments.of(0.0, 1.0)), "y is .* jnp.asarray.y"),
+        (lambda: eqx_norm.denormalise(LIST, Moments.of(0.0, 1.0)), "y is .* jnp.asarray.y"),
         (lambda: eqx_norm.denormalise(X, Moments.of(0.0, 1j)), "variance has dtype complex"),
         (lambda: eqx_norm.normalise(X, Moments.of(0.0, 1.0), jnp.ones(6)), r"6,\).*t\[:, None"),
     ],

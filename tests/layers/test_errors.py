@@ -106,6 +106,14 @@ def test_warnings_come_once_and_point_to_the_user_s_line():
         assert all(part in message for part in expected)
 
 
+@pytest.mark.parametrize(
+    "setting", [lambda m: batch_norm(momentum=m), lambda eps: layer_norm(eps=eps)]
+)
+def test_a_setting_that_is_an_array_says_what_settings_are(setting, unchecked):
+    with pytest.raises(ValueError, match="is an array.*a Python number, and make one model"):
+        eqx.filter_vmap(setting)(jnp.array([0.9, 0.99]))
+
+
 # --- Errors of calls. The state stays valid: a right call after the error succeeds.
 
 

@@ -54,6 +54,13 @@ def test_export_with_symbolic_sizes(name, masked):
     chex.assert_trees_all_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_export_of_training_with_a_symbolic_batch_is_an_error_with_the_fix():
+    layer, call = made("BatchNorm", (C, 5))
+    like = jax.ShapeDtypeStruct(export.symbolic_shape(f"b, {C}, 5"), jnp.float32)
+    with pytest.raises(ValueError, match=r"'batch' has no size.*inference_mode\(model\)"):
+        export.export(jax.jit(lambda x: call(layer, x)[0]))(like)
+
+
 # --- Inference consists of primitives that exporters and `jet` know.
 
 X = normal(0, (6, 4, 3, 5))

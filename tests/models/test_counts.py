@@ -1,6 +1,7 @@
 """Tests that statistics keep their number of values, and that every reader gets the unbiased
 variance."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,17 @@ import pytest
 from eqx_norm import models
 from eqx_norm.models import from_torch, reconfigure, swap
 from eqx_norm.strategies import Accumulated, Average, Cumulative, VarianceClip
-from tests.helpers import Loading, copy, floats, make, normal, over_batch, remembered
+from tests.helpers import (
+    Loading,
+    copy,
+    floats,
+    make,
+    member,
+    normal,
+    over_batch,
+    remembered,
+    same,
+)
 from tests.helpers import quick_call as call
 from tests.models.nested import KEY, THEIRS, C, made, norm
 
@@ -102,3 +113,24 @@ def test_every_reader_gets_the_unbiased_variance(approach):
         (remembered(layer, state)[1], variance),
     ):
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("approach", [Cumulative(), Loading()], ids=["own", "user"])
+def test_each_member_of_an_ensemble_has_its_own_number_of_values(approach):
+    """Has as many members as channels, and compares with the members one by one."""
+    members = [loaded("batch") for _ in range(C)]
+    stack = partial(jax.tree.map, lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0])
+    values = np.arange(1.0, C + 1)
+    model, state = reconfigure(*stack(*members), approach=approach, values=values)
+    for i, member_of in enumerate(members):
+        alone, alone_state = reconfigure(*member_of, approach=approach, values=values[i])
+        found, found_state = member((model, state), i)
+        assert found.running(found_state).count == alone.running(alone_state).count
+        assert same(found_state, alone_state)
+    with pytest.raises(ValueError, match=r"values has shape \(2,\), but .*\(3, 3\)"):
+        reconfigure(*stack(*members), approach=approach, values=values[:2])
+    for wrong in (0, -values):
+        with pytest.raises(ValueError, match="values=.*: give the number of values"):
+            reconfigure(*stack(*members), approach=approach, values=wrong)
+    with pytest.raises(ValueError, match=r"counts of shape \(3,\).* one count for all"):
+        reconfigure(*members[0], approach=Cumulative(), values=values)

@@ -1,4 +1,4 @@
-"""Tests `Moments` of several sets, whose count has the leading axes of the mean or is a scalar."""
+"""Tests `Moments` of several sets: a count has the leading axes of the mean or is a scalar."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from eqx_norm import moments, normalise
 from eqx_norm.strategies import Moments
-from tests.helpers import normal
+from tests.helpers import f32, normal
 
 pytestmark = pytest.mark.x32  # has its own dtypes
 # Few sizes, which coincide, because each one compiles anew.
@@ -85,7 +85,7 @@ ONE_SET: dict[str, Any] = {
 def test_methods_treat_each_set_as_if_it_were_alone(seed, sets, channels, kinds, of, ddof):
     a, b = (drawn(seed + i, sets, channels, kind, ddof) for i, kind in enumerate(kinds))
     axes = {"scalar": (), "each": sets, "each channel": (*sets, channels)}[of]
-    share = np.float32(np.random.RandomState(seed).rand(*axes))
+    share = np.asarray(np.random.RandomState(seed).rand(*axes), np.float32)
     for name, method in ONE_SET.items():
         needed = {"merge": [a.count, b.count], "zero": [a.count]}.get(name, [])
         if any(count is None for count in needed):
@@ -132,7 +132,8 @@ def test_sets_of_an_array_can_be_indexed_scanned_pooled_and_used(mask):
     assert moments(x[:, :, 0], 1, mask=mask).pooled().mean.shape == (1,)
 
 
-NUMBERS = Moments.of(np.zeros((2, 3)), np.ones((2, 3)), np.float32([4, 5]))
+NUMBERS = Moments.of(np.zeros((2, 3)), np.ones((2, 3)), f32([4, 5]))
+ZERO = Moments.zero(3, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ NUMBERS = Moments.of(np.zeros((2, 3)), np.ones((2, 3)), np.float32([4, 5]))
         ),
         (lambda: Moments.of(np.zeros(3), np.ones(4)), r"variance has shape \(4,\).*\(3,\)"),
         (lambda: Moments.of(np.zeros((3, 3)), np.ones(3)), r"variance has shape \(3,\)"),
-        (lambda: NUMBERS.merge(Moments.zero(3, np.float32)), r"\(2, 3\).*\(3,\)"),
+        (lambda: NUMBERS.merge(ZERO), r"\(2, 3\).*\(3,\)"),
         (
             lambda: Moments.zero(3, np.float32).merge(Moments.zero(4, np.float32)),
             r"\(3,\).*\(4,",
