@@ -24,8 +24,8 @@ def of_traced(value: Any) -> str:
     if not isinstance(value, jax.Array):
         return ""
     return (
-        " It is an array, perhaps of jax.jit or jax.vmap, but settings are parts of the program: "
-        "give a Python number, and make one model for each."
+        " It is an array, perhaps one of jax.jit or jax.vmap, but settings are parts of the "
+        "program: give a Python number, and make one model for each."
     )
 
 

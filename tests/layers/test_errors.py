@@ -106,6 +106,7 @@ def test_warnings_come_once_and_point_to_the_user_s_line():
         assert all(part in message for part in expected)
 
 
+@pytest.mark.filterwarnings("ignore:A JAX array is being set as static")
 @pytest.mark.parametrize(
     "setting", [lambda m: batch_norm(momentum=m), lambda eps: layer_norm(eps=eps)]
 )
