@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from eqx_norm._contract import described
 from eqx_norm._memory import ENSEMBLE
-from eqx_norm._normalise import Activation, Affine, AxisName, Shape, names_of, widened
+from eqx_norm._normalise import Activation, Affine, AxisName, Shape, names_of, upcast
 from eqx_norm.strategies._numbers import is_count, number, of_traced
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5, or 30 of the 38 decades of
@@ -108,7 +108,7 @@ def affine(layer: PyTree, weight: Any, bias: Any, shape: Shape, x: Array) -> Aff
         for name, given in (("weight", weight), ("bias", bias))
     )
     if weight is not None and layer.weight_offset != 0:
-        weight = layer.weight_offset + widened(weight)
+        weight = layer.weight_offset + upcast(weight)
     return Affine(weight, bias, comparable(layer.activation))
 
 

@@ -58,7 +58,7 @@ def moments(
     _normalise.size(names, of_examples=True)
     kept = values.layout.kept
     if values.x.size == 0:
-        return Moments.zero(kept, values.wide.dtype)
+        return Moments.zero(kept, values.x_upcast.dtype)
     found = _normalise.moments(values, names)
     mean, rest, m2 = (v.reshape(kept) for v in (found.mean, found.mean_pair.rest, found.m2))
     count = found.count
@@ -151,7 +151,7 @@ def denormalise(
     """
     values = _checked(y, axis, mask, name="y")
     _check_moments(moments, values, axis)
-    eps, dtype = _arguments.checked_number("eps", eps), values.wide.dtype
+    eps, dtype = _arguments.checked_number("eps", eps), values.x_upcast.dtype
     shape = values.layout.moments_shape
     vectors = jnp.sqrt(moments.variance + eps), *moments.mean_pair.words(dtype)
     columns = [vector.astype(dtype).reshape(shape) for vector in vectors]

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 
 from ._base import AbstractStrategy
 from ._moments import Moments
-from ._pair import Pair, rounded
+from ._pair import Pair, uncontracted
 from ._training_batch import TrainingBatch
 
 
@@ -47,7 +47,7 @@ class Cumulative(AbstractStrategy[Seen]):
     def update(self, batch: TrainingBatch, memory: Seen) -> tuple[Moments, Seen]:
         before = memory.count_pair
         count = before + batch.count
-        share = rounded(batch.count / jnp.where(count.value > 0, count.value, 1))
+        share = uncontracted(batch.count / jnp.where(count.value > 0, count.value, 1))
         delta = (batch.mean_pair - memory.mean_pair).value
         between = (delta * delta.conj()).real * before.value * share
         mean = memory.mean_pair.towards(batch.mean_pair, share)

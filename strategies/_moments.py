@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from ._numbers import cast, number
-from ._pair import Pair, capped
+from ._pair import Pair, clip_infinity
 
 
 class Moments(eqx.Module):
@@ -200,7 +200,7 @@ class Moments(eqx.Module):
         `self` or `other` to the bit. The count is not known.
         """
         of_each = along_sets("share", cast("share", share, self.m2.dtype), self.m2.shape)
-        a, b = capped(self.variance), self._checked(other).variance
+        a, b = clip_infinity(self.variance), self._checked(other).variance
         variance = jnp.where(of_each > 0.5, b + (1 - of_each) * (a - b), a + of_each * (b - a))
         return Moments.of(self.mean_pair.towards(other.mean_pair, of_each), variance)
 

@@ -35,7 +35,7 @@ class Pair(NamedTuple):
             return value
         value = jnp.atleast_1d(value)
         if rest is None:
-            return Pair(with_zeros(rounded(value)))
+            return Pair(with_zeros(uncontracted(value)))
         return Pair(_stacked(value, jnp.asarray(rest, value.dtype)))
 
     @property
@@ -69,14 +69,14 @@ class Pair(NamedTuple):
         of_parts = jnp.expand_dims(near, -2) if near.ndim > 1 else near
         start = Pair(jnp.where(of_parts, other.parts, self.parts))
         end = Pair(jnp.where(of_parts, self.parts, other.parts))
-        return start.moved(end, jnp.where(near, 1 - share, share))
+        return start.lerp(end, jnp.where(near, 1 - share, share))
 
-    def moved(self, other: "Pair", share: Array | float) -> "Pair":
+    def lerp(self, other: "Pair", share: Array | float) -> "Pair":
         """Returns `self + share * (other - self)`, accurate for a share of up to 0.5, and for
         any share if `self` is 0 or the difference is exact. (`towards` has no such limit.)"""
         share = jnp.asarray(share).astype(self.parts.dtype)
         share = jnp.expand_dims(share, -2) if share.ndim else share
-        return Pair(_moved(self.parts, other.parts, share))
+        return Pair(_lerp(self.parts, other.parts, share))
 
     def astype(self, dtype: DTypeLike) -> "Pair":
         """Returns the numbers in another precision; digits that `value` loses go to `rest`."""
@@ -92,8 +92,8 @@ class Pair(NamedTuple):
         return value, rest.astype(dtype)
 
 
-def rounded(value: Array) -> Array:
-    """Returns `value`, rounded: LLVM cannot use it as the product in a fused multiply-add.
+def uncontracted(value: Array) -> Array:
+    """Returns `value`, which LLVM cannot contract: fuse, as a product, with a sum.
 
     XLA recomputes a vector in each loop that uses the vector. In some of these loops LLVM fuses
     a product and a sum into one operation, which rounds once. The result would then differ from
@@ -112,11 +112,11 @@ def _sum(a: Array, b: Array) -> Array:
 
 
 @jax.custom_jvp
-def _moved(start: Array, end: Array, share: Array) -> Array:
+def _lerp(start: Array, end: Array, share: Array) -> Array:
     # Value and rest are subtracted one by one: XLA:CPU would materialise a pair's parts.
     (value, rest), (to, rest_to) = _both(start), _both(end)
     share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False) if share.ndim else share
-    return _added(value, rest, rounded(share * (to - value)), share * (rest_to - rest))
+    return _added(value, rest, uncontracted(share * (to - value)), share * (rest_to - rest))
 
 
 def _both(parts: Array) -> tuple[Array, Array]:
@@ -136,8 +136,8 @@ def _sum_jvp(primals: Any, tangents: Any) -> Any:
     return y, a + b
 
 
-def _moved_jvp(primals: Any, tangents: Any) -> Any:
-    (start, end, share), y = primals, _moved(*primals)
+def _lerp_jvp(primals: Any, tangents: Any) -> Any:
+    (start, end, share), y = primals, _lerp(*primals)
     d_start, d_end = map(_instantiated, primals[:2], tangents)
     tangent = d_start + share * (d_end - d_start)  # equal tangents stay equal to the bit
     if not isinstance(tangents[2], SymbolicZero):
@@ -150,7 +150,7 @@ def _instantiated(primal: Array, tangent: Any) -> Array:
 
 
 _sum.defjvp(_sum_jvp, symbolic_zeros=True)
-_moved.defjvp(_moved_jvp, symbolic_zeros=True)
+_lerp.defjvp(_lerp_jvp, symbolic_zeros=True)
 
 
 def _stacked(value: Array, rest: Array) -> Array:
@@ -166,8 +166,8 @@ def with_zeros(value: Array) -> Array:
     return lax.pad(value, jnp.zeros((), value.dtype), after)
 
 
-def capped(value: Array) -> Array:
-    """Returns the value, `rounded`, or 3e38 for infinity, whose averages would be NaN."""
+def clip_infinity(value: Array) -> Array:
+    """Returns the value, `uncontracted`, or 3e38 for infinity, whose averages would be NaN."""
     return lax.select(value == jnp.inf, lax.full_like(value, 3e38), value)
 
 

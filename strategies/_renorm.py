@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from ._moments import Moments
 from ._numbers import number
-from ._pair import capped
+from ._pair import clip_infinity
 from ._running import AbstractRunningStrategy, Running
 from ._training_batch import TrainingBatch
 
@@ -118,7 +118,7 @@ class Renorm(AbstractRunningStrategy):
         r_max = self._bound(self.r_max, 1, batch)
         d_max = self._bound(self.d_max, 0, batch)
         running, is_first = memory.moments, memory.batches == 0
-        sigma_b = jnp.sqrt(capped(batch.variance) + batch.eps)
+        sigma_b = jnp.sqrt(clip_infinity(batch.variance) + batch.eps)
         sigma = jnp.sqrt(running.variance + batch.eps)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
         distance = (batch.mean_pair - running.mean_pair).value

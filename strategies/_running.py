@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Inexact
 from ._base import AbstractStrategy
 from ._moments import Moments, select
 from ._numbers import cast, number, of_traced
-from ._pair import Pair, capped, with_zeros
+from ._pair import Pair, clip_infinity, with_zeros
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -94,7 +94,7 @@ class Running(NamedTuple):
         momentum may be an array, as of a schedule."""
         # The variance is computed outside of the compiled call, so that a program run op by op
         # divides: inside of a larger program XLA may multiply by a reciprocal instead.
-        variance = Pair(with_zeros(capped(batch.memory_variance)))
+        variance = Pair(with_zeros(clip_infinity(batch.memory_variance)))
         pushed = _pushed_at_once if isinstance(momentum, float) else _pushed
         return pushed(self, batch.mean_pair, variance, momentum)
 
@@ -112,7 +112,7 @@ def _pushed(running: Running, mean: Pair, variance: Pair, momentum: Any) -> Runn
     ways = (new, old, momentum * running.weight(momentum)), (known, new, 1 - momentum)
     is_float = isinstance(momentum, float)
     start, end, share = ways[not from_new] if is_float else select(from_new, *ways)
-    return batch._replace(averages=start.moved(end, share / batch.weight(momentum)))
+    return batch._replace(averages=start.lerp(end, share / batch.weight(momentum)))
 
 
 # Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.

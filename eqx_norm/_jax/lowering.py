@@ -32,7 +32,7 @@ class Target(NamedTuple):
     devices: int  # over which XLA may split arrays
     is_known: bool  # sums are over axes of known sizes, not over symbols of `jax.export`
     # For each shape of vectors, the mesh axes over which to merge what a device sums over its
-    # share of x.
+    # shard of x.
     over: Over = ((), ())
 
     @property

@@ -66,7 +66,7 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
     """Returns constant moments of x as differentiable functions of x. The derivative of moments
     that are not finite is 0."""
     dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(values.x)
-    moments = moments.astype(values.wide.dtype)
+    moments = moments.astype(values.x_upcast.dtype)
     vectors = moments.mean, moments.m2, moments.mean_pair.rest
     count = moments.count if values.mask is None else jnp.expand_dims(moments.count, 0)
     if is_complex:
@@ -92,7 +92,7 @@ def differentiable(
     """Returns moments, of shape `(groups,)`, as differentiable functions of x. Without a mask,
     `full_count` replaces `count`. If `safe`, the derivative of moments that are not finite is
     0."""
-    (x, wide, mask, layout), along_first = values, values.layout.groups is None
+    (x, x_upcast, mask, layout), along_first = values, values.layout.groups is None
     # A mask of positions leaves all of a position's values or none, unless axes have names.
     is_of_positions = along_first and axis_name == ()
     is_of_positions &= mask is None or all(mask.shape[axis] == 1 for axis in layout.axes)
@@ -107,7 +107,7 @@ def differentiable(
         )
     names, mesh = collectives.split_names(axis_name)
     columns = (v.reshape(layout.moments_shape) for v in (mean, rest, m2))
-    arrays = (wide, x, *columns, n, *([] if mask is None else [mask]))
+    arrays = (x_upcast, x, *columns, n, *([] if mask is None else [mask]))
     where: Any = {"layout": layout, "shape": layout.moments_shape, "safe": safe}
     columns = MOMENTS.bind(*arrays, names=names, mesh=mesh, centred=centred, **where)
     mean, m2 = (column.reshape(-1) for column in columns)

@@ -49,11 +49,11 @@ def normalise(
     **Arguments:** `used`: moments with one number per group; by default those of the example
     itself, over all its parts along `axis_name`, and not `centred` if its mean counts as 0.
     """
-    (x, wide, mask, layout), (weight, bias, activation) = values, affine
+    (x, x_upcast, mask, layout), (weight, bias, activation) = values, affine
     is_complex = jnp.iscomplexobj(x)
     function = None
     if activation is not None and not is_complex:
-        function = elementwise(activation, x.shape, wide.dtype)
+        function = elementwise(activation, x.shape, x_upcast.dtype)
     is_kernel = implementation == "pallas"
     if is_kernel:
         rows.check(x, mask, layout, axis_name, activation, function)
@@ -66,7 +66,7 @@ def normalise(
         columns = _columns(used, eps, values, reference.rsqrt)
         return y(columns, *like_x((weight, bias), values))
 
-    given = [] if used is None else [wide, *_moments(used, values)]
+    given = [] if used is None else [x_upcast, *_moments(used, values)]
     vectors = _weights(values, weight, bias, is_kernel)
     norm = RowNorm(eps, centred or used is not None, function)
     options = Options(norm, x.dtype, used is not None, is_kernel)
@@ -77,7 +77,7 @@ def normalise(
     # A function that may not be elementwise is computed after the pass, and again for its
     # derivative, so that x is still the only residual of its size.
     def applied_after(vectors: list[Array], given: list[Array]) -> Array:
-        (v,) = in_pass(*vectors, *given, mask, options=options._replace(dtype=wide.dtype))
+        (v,) = in_pass(*vectors, *given, mask, options=options._replace(dtype=x_upcast.dtype))
         return masked(applied(activation, v), mask).astype(x.dtype)
 
     return jax.checkpoint(applied_after)(vectors, given)
@@ -85,7 +85,7 @@ def normalise(
 
 def _moments(used: Moments, values: Values) -> list[Array]:
     """Returns variance, mean and mean_rest of each group, with as many axes as x."""
-    dtype, shape = values.wide.dtype, values.layout.moments_shape
+    dtype, shape = values.x_upcast.dtype, values.layout.moments_shape
     vectors = used.variance.astype(dtype), *used.mean_pair.words(dtype)
     return [v.reshape(shape) for v in vectors]
 
@@ -103,7 +103,7 @@ def _weights(
     vectors = []
     for vector, default in zip(given, (1, 0), strict=True):
         if vector is None:
-            vectors.append(jnp.full((1,) * x.ndim, default, values.wide.dtype))
+            vectors.append(jnp.full((1,) * x.ndim, default, values.x_upcast.dtype))
         elif in_full:
             vectors.append(jnp.broadcast_to(vector, x.shape))
         else:
@@ -118,7 +118,7 @@ def like_x(vectors: Sequence[Array | None], values: Values) -> list[Array | None
     def reshaped(name: str, vector: Array) -> Array:
         shape = vector.shape if vector.ndim == values.x.ndim else values.layout.weights_shape
         shape = values.x.shape if vector.size == values.x.size else shape
-        return cast(name, vector.reshape(shape), values.wide.dtype)
+        return cast(name, vector.reshape(shape), values.x_upcast.dtype)
 
     named = zip(("weight", "bias"), vectors, strict=True)
     return [None if vector is None else reshaped(name, vector) for name, vector in named]
@@ -151,9 +151,9 @@ def _in_jax_numpy(
     activation: Activation | None,
 ) -> Array:
     """Returns y by one formula; `columns` are rstd, mean and mean_rest."""
-    (x, wide, mask, _), (rstd, mean, mean_rest) = values, columns
+    (x, x_upcast, mask, _), (rstd, mean, mean_rest) = values, columns
     # JAX's derivative of a selection is NaN where the unselected value is NaN.
-    u = reference.centred(masked(wide, mask), mean, mean_rest)
+    u = reference.centred(masked(x_upcast, mask), mean, mean_rest)
     u = u * (rstd if weight is None else rstd * weight)
     u = u if bias is None else u + bias
     y = applied(activation, u)

@@ -8,12 +8,13 @@
 takes the moments of x itself, and its derivatives take `STATISTICS`. All may have a mask, which
 is last. rstd is computed from the variance in each pass, by the platform's function.
 
-Given moments are `wide, variance, mean, mean_rest`. `wide` is x in the compute dtype. No pass
-reads `wide`: it is there to be differentiated with respect to, in place of x. A batch norm's dx
-has two parts, through y and through the moments of the batch. JAX adds them where the two uses
-of x meet; if that were x itself, in bfloat16, each part would be rounded before the sum, and
-the two nearly cancel. So both `norm` and `MOMENTS` have the derivative with respect to `wide`,
-and only the cast from x to `wide` rounds. XLA removes the cast, which nothing reads.
+Given moments are `x_upcast, variance, mean, mean_rest`. `x_upcast` is x in the compute dtype.
+No pass reads `x_upcast`: it is there to be differentiated with respect to, in place of x. A
+batch norm's dx has two parts, through y and through the moments of the batch. JAX adds them
+where the two uses of x meet; if that were x itself, in bfloat16, each part would be rounded
+before the sum, and the two nearly cancel. So both `norm` and `MOMENTS` have the derivative with
+respect to `x_upcast`, and only the cast from x to `x_upcast` rounds. XLA removes the cast,
+which nothing reads.
 
 `variants.choose` has a variant of y and of the gradients for each platform: the same for y with
 a gradient and without. Forward mode and higher orders are those of `moments` and `AFFINE`, by
@@ -36,11 +37,11 @@ from eqx_norm._jax.lowering import Args, Aval, Target
 
 from .formulas import reference
 from .formulas.layout import Layout, Values
-from .formulas.reference import Shape, masked, widened
+from .formulas.reference import Shape, masked, upcast
 from .formulas.row_norm import Options, Sums
 from .moments import moments
 from .moments_primitives import AFFINE, STATISTICS
-from .primitive import bind, fitted, new_primitive, typed
+from .primitive import abstract_result, bind, new_primitive, sum_to_shape
 from .variants import choose
 
 # --- y by the passes of `moments_primitives`, for derivatives without a variant of their own.
@@ -49,31 +50,31 @@ from .variants import choose
 def _in_passes(
     x: Array, others: Sequence[Array], *, layout: Layout, options: Options
 ) -> Callable[..., Array]:
-    """Returns y as a function of `wide`, weight and bias, and of variance and mean if they are
-    given. `others` are variance, mean and mean_rest, if given, and the mask, if there is
+    """Returns y as a function of `x_upcast`, weight and bias, and of variance and mean if they
+    are given. `others` are variance, mean and mean_rest, if given, and the mask, if there is
     one."""
     norm, given = options.norm, options.given
     rest = list(others[2:3]) if given else []
     mask = [v for v in others if v.dtype == bool]
 
-    def example(x: Array, wide: Array, weight: Array, bias: Array, *arrays: Array) -> Array:
+    def example(x: Array, x_upcast: Array, weight: Array, bias: Array, *arrays: Array) -> Array:
         vectors = arrays[: len(arrays) - len(mask)]
-        values = Values(x, widened(wide), arrays[-1] if mask else None, layout)
+        values = Values(x, upcast(x_upcast), arrays[-1] if mask else None, layout)
         if not given:
             used, shape = moments(values, centred=norm.centred), layout.moments_shape
             vectors = used.variance, *used.mean_pair.words(used.variance.dtype)
             vectors = [v.reshape(shape) for v in vectors]
         variance, *mean = vectors
-        rstd, wide = reference.rsqrt(variance + norm.eps), values.wide
+        rstd, x_upcast = reference.rsqrt(variance + norm.eps), values.x_upcast
         (u,) = bind(
-            AFFINE, jnp.zeros_like(rstd), rstd, wide, x, *mean, values.mask, layout=layout
+            AFFINE, jnp.zeros_like(rstd), rstd, x_upcast, x, *mean, values.mask, layout=layout
         )
         v = u * weight + bias
         y = v if norm.activation is None else norm.activation(v)
         return masked(y, values.mask).astype(options.dtype)
 
-    def forward(wide: Array, weight: Array, bias: Array, *of_moments: Array) -> Array:
-        arrays = x, wide, weight, bias, *of_moments, *rest, *mask
+    def forward(x_upcast: Array, weight: Array, bias: Array, *of_moments: Array) -> Array:
+        arrays = x, x_upcast, weight, bias, *of_moments, *rest, *mask
         sizes = [",".join(f"n{i}_{j}" for j in range(layout.ndim)) for i in range(len(arrays))]
         operands = ",".join(f"({names})" for names in sizes)
         return jnp.vectorize(example, signature=f"{operands}->({sizes[0]})")(*arrays)
@@ -126,16 +127,16 @@ def _gradients(
 
 
 def _type(x: Aval, *arrays: Aval, options: Options, **_: object) -> list[Aval]:
-    return [typed([x, *arrays], x, x.shape, options.dtype, x.ndim)]
+    return [abstract_result([x, *arrays], x, x.shape, options.dtype, x.ndim)]
 
 
 def _gradient_types(
     dy: Aval, x: Aval, weight: Aval, *_: Aval, layout: Layout, options: Options, sums: Sums
 ) -> list[Aval]:
     def vector(shape: Any) -> Aval:
-        return typed([x], x, shape, weight.dtype, len(shape) - layout.ndim)
+        return abstract_result([x], x, shape, weight.dtype, len(shape) - layout.ndim)
 
-    types = [typed([x, dy], x, x.shape, sums.x_dtype, x.ndim)]
+    types = [abstract_result([x, dy], x, x.shape, sums.x_dtype, x.ndim)]
     if sums.shape is not None:
         types += [vector(sums.shape)] * (sums.of_weight + sums.of_bias)
     if sums.moments_shape is not None:
@@ -180,16 +181,17 @@ def _norm_jvp(primals: Args, tangents: Args, *, layout: Layout, options: Options
     static: Any = {"layout": layout, "options": options}
     if options.given:
         _, variance, mean, rest, *mask = others
-        d_wide, d_variance, d_mean, d_rest = tangents[3:7]
-        along = [d_wide, *tangents[1:3], d_variance, _sum(d_mean, d_rest)]
-        # With x in place of `wide`, no backward pass that computes y again keeps `wide`.
+        d_x_upcast, d_variance, d_mean, d_rest = tangents[3:7]
+        along = [d_x_upcast, *tangents[1:3], d_variance, _sum(d_mean, d_rest)]
+        # With x in place of `x_upcast`, a backward pass that computes y again does not keep
+        # `x_upcast`.
         others, vectors = [x, variance, mean, rest, *mask], [variance, mean, rest]
     else:
         mask = others
         vectors = [] if options.kernel else _own_moments(x, mask, layout, options)
     dx, *along = map(registry.instantiate_zeros, along)
-    # `wide` may have size 1 along a mapped axis where x has the full size: `vmap` of an x that
-    # all members of an ensemble share.
+    # `x_upcast` may have size 1 along a mapped axis where x has the full size: `vmap` of an x
+    # that all members of an ensemble share.
     dx = jnp.broadcast_to(dx, x.shape)
     (y,) = NORM.bind(x, weight, bias, *others, **static)
     return [y], bind(D_NORM, dx, x, *along, weight, bias, *vectors, *mask, **static)
@@ -241,11 +243,11 @@ def _d_norm_transpose(
     static: Any = {"layout": layout, "options": options, "sums": sums}
     dx, *found = bind(D_NORM_T, *cotangents, *primals, **static)
     remaining = iter(found)
-    d_weights = [None if v is None else fitted(next(remaining), v) for v in of_weights]
+    d_weights = [None if v is None else sum_to_shape(next(remaining), v) for v in of_weights]
     d_moments: Args = [None] * len(of_moments)
     if sums.moments_shape is not None:
         pairs = zip(remaining, of_moments, strict=True)
-        d_moments = [None if v is None else fitted(ct, v) for ct, v in pairs]
+        d_moments = [None if v is None else sum_to_shape(ct, v) for ct, v in pairs]
     of_others = [None] * (len(primals) - 1)
     return [None if of_x is None else dx, None, *d_weights, *d_moments, *of_others]
 

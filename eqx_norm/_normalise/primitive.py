@@ -134,7 +134,9 @@ def bind(
     return primitive.bind(*lowering.varying(present), **parameters)
 
 
-def typed(arrays: Sequence[Aval], like: Aval, shape: Shape, dtype: Any, mapped: int) -> Aval:
+def abstract_result(
+    arrays: Sequence[Aval], like: Aval, shape: Shape, dtype: Any, mapped: int
+) -> Aval:
     """Returns an abstract result, which varies over the mesh as the operands do. On a mesh with
     explicit axes it is split like `like` along the first `mapped` axes that have the same size.
     Along other axes it is whole on each device, as weights and memory are."""
@@ -144,7 +146,7 @@ def typed(arrays: Sequence[Aval], like: Aval, shape: Shape, dtype: Any, mapped: 
     return changed(arrays[0], shape=shape, dtype=dtype, split=(like, spec))
 
 
-def fitted(cotangent: Array, like: Aval) -> Array:
+def sum_to_shape(cotangent: Array, like: Aval) -> Array:
     """Returns a cotangent summed over the axes along which its operand was broadcast, and split
     over a mesh as the operand."""
     axes = tuple(summed_axes(cotangent.shape, like.shape))

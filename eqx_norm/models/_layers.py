@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 
 from eqx_norm._contract import described
 from eqx_norm._memory import STACKED, checked_state
-from eqx_norm._normalise import widened
+from eqx_norm._normalise import upcast
 
 Model = TypeVar("Model")
 # A call without a state has the type's default. (pyright wants one value for every type, so
@@ -104,11 +104,11 @@ def at_offset(layer: PyTree, weight_offset: float) -> PyTree:
     """Returns a norm with another `weight_offset`, and a weight that leaves outputs equal."""
     weight, change = layer.weight, layer.weight_offset - weight_offset
     if weight is not None and change:
-        exact, dtype = widened(weight) + change, weight.dtype
+        exact, dtype = upcast(weight) + change, weight.dtype
         weight = exact.astype(dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
             untraced(weight)
-            if (widened(weight) != exact).any():
+            if (upcast(weight) != exact).any():
                 raise TypeError(
                     f"the weight for weight_offset={weight_offset} is not in {dtype}: weight + "
                     f"{change}. Convert the weight to floats by eqx.tree_at first."

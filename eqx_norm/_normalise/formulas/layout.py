@@ -11,7 +11,7 @@ from jaxtyping import Array
 from eqx_norm._jax import collectives
 from eqx_norm._jax.collectives import AxisName
 
-from .reference import Shape, widened
+from .reference import Shape, upcast
 
 
 class Layout(NamedTuple):
@@ -181,14 +181,14 @@ class Values(NamedTuple):
     **Fields:**
 
     - `x`: the example, float or complex, and the only residual of this size.
-    - `wide`: x in float32 or better. The derivatives of the moments and of y both go through
-        `wide`, so that their sum is rounded once: see `moments_primitives`.
+    - `x_upcast`: x in float32 or better. The derivatives of the moments and of y both go
+        through it, so that their sum is rounded once: see `moments_primitives`.
     - `mask`: `None`, or bools with as many axes as x; values where it is false do not count.
     - `layout`: which values share moments, and which share a weight.
     """
 
     x: Array
-    wide: Array
+    x_upcast: Array
     mask: Array | None
     layout: Layout
 
@@ -199,12 +199,12 @@ class Values(NamedTuple):
         """Returns the values of x; `mask` broadcasts to `x.shape[1:]` or has the shape of x."""
         if mask is not None and mask.shape != x.shape:
             mask = jnp.broadcast_to(mask, x.shape[1:])[None]
-        return Values(x, widened(x), mask, Layout(x.shape, groups, channels))
+        return Values(x, upcast(x), mask, Layout(x.shape, groups, channels))
 
     @staticmethod
     def along(x: Array, axes: tuple[int, ...], mask: Array | None = None) -> "Values":
         """Returns the values of x with moments along these axes; `mask` has as many axes."""
-        return Values(x, widened(x), mask, Layout(x.shape, None, 1, axes))
+        return Values(x, upcast(x), mask, Layout(x.shape, None, 1, axes))
 
 
 def full_count(values: Values, axis_name: AxisName) -> Any:

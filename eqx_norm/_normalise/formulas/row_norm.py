@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from eqx_norm._jax.jaxprs import elementwise_results
-from eqx_norm.strategies._pair import rounded
+from eqx_norm.strategies._pair import uncontracted
 
 from .activation import Elementwise
 from .reference import Shape
@@ -39,8 +39,8 @@ class RowNorm(NamedTuple):
     def centre(self, x: Array, k: Any, mean: Mean) -> Array:
         """Returns x - mean. As in `reference.statistics`, one of a row's values, `k`, is
         subtracted first, so that a constant row becomes 0, and the mean is computed twice."""
-        d = x - (k + rounded(mean(x - k)))
-        return d - rounded(mean(d))
+        d = x - (k + uncontracted(mean(x - k)))
+        return d - uncontracted(mean(d))
 
     def scaled(
         self, x: Array, mean: Mean, rsqrt: Callable[[Array], Array] = lax.rsqrt

@@ -42,7 +42,7 @@ def check(
         raise refused(f"no kernel merges the moments of parts along axis_name={axis_name!r}")
     if layout.groups is None:
         raise refused(
-            "a kernel normalises adjacent values, not those along the channels (axis=0)"
+            "a kernel normalises contiguous values, not those along the channels (axis=0)"
         )
     if activation is not None:
         if elementwise is None:

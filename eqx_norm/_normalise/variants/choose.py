@@ -38,7 +38,7 @@ from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
 from eqx_norm._normalise.kernels import columns, rows
-from eqx_norm.strategies._pair import rounded
+from eqx_norm.strategies._pair import uncontracted
 
 from . import on_cpu, on_gpu, statistics_and_sums
 from .gpu_chain import Chain
@@ -53,8 +53,8 @@ _PLATFORMS = {
         statistics=on_cpu.statistics,
         squares=on_cpu.squares,
         small=on_cpu.converted,
-        written=on_cpu.written,
-        uncontracted=rounded,
+        materialised=on_cpu.materialised,
+        uncontracted=uncontracted,
         rsqrt=reference.rsqrt,
     ),
     # Two sums in one reduction: else XLA writes an activation's derivative first (`on_gpu`).
@@ -74,7 +74,7 @@ def variant_of(target: Target) -> Variant:
     of_platform = _PLATFORMS[target.platform]
     if target.is_known and not target.is_partitioned:
         return of_platform
-    cut = ("sums", "statistics", "squares", "statistic_sums", "written")
+    cut = ("sums", "statistics", "squares", "statistic_sums", "materialised")
     return of_platform._replace(**{name: Variant._field_defaults[name] for name in cut})
 
 
@@ -105,7 +105,7 @@ def statistics(
         # Materialised for the passes over a batch, each of which reads them. Passes over rows
         # materialise rstd instead.
         count, *vectors = found
-        found = [count, *chosen.written(*vectors)]
+        found = [count, *chosen.materialised(*vectors)]
     return statistics_and_sums.pooled(target, found)
 
 
@@ -128,8 +128,8 @@ def norm(
     layout: Layout,
     options: Options,
 ) -> list[Array]:
-    """Returns the normalised x. `others` are the given moments, if any, after `wide`, which is
-    not read, and the mask, if any."""
+    """Returns the normalised x. `others` are the given moments, if any, after `x_upcast`, which
+    is not read, and the mask, if any."""
     at = Operands.of(x, weight, bias, others[1:] if options.given else others)
     return [_of_norm(target, at, Sums(), layout, options).y(at).astype(options.dtype)]
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape, hardware_rsqrt
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
-from eqx_norm.strategies._pair import rounded
+from eqx_norm.strategies._pair import uncontracted
 
 LONGEST, FEW = 2**14, 32
 
@@ -98,7 +98,7 @@ class Chain(NamedTuple):
             # it by the rounded 1/n, and the result, rounded to 22 bits, is the number. With a
             # maximum in its place XLA:GPU makes several kernels, in rows of 1280 for example.
             x = x - lax.reduce_precision(_mean(x), exponent_bits=8, mantissa_bits=21)
-            x = x - rounded(_mean(x))
+            x = x - uncontracted(_mean(x))
         else:
             x = self.norm.centre(x, x.max(-1, keepdims=True), _mean)
         return self.norm.scaled(x, _mean, hardware_rsqrt)

@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     - `is_first_in_rows`: whether the first unmasked value is found in rows, by one gather.
     - `small`: converts a small array of half precision once: XLA:CPU wakes threads for each
         loop that converts, which takes longer than the loop (without: 1.39 times the time).
-    - `written`: materialises vectors that several loops read.
+    - `materialised`: materialises vectors that several loops read.
     - `uncontracted`: keeps LLVM from fusing a product with a sum: it does so in some loops
         only, and a row would not have one result.
     - `has_barriers`: whether barriers keep XLA from storing x - mean and an activation's
@@ -52,7 +52,7 @@ class Variant(NamedTuple):
     squares: Callable[[Array], Array] | None = None
     is_first_in_rows: bool = False
     small: Callable[..., Array] = _unchanged
-    written: Callable[..., Sequence[Array]] = lambda *arrays: arrays
+    materialised: Callable[..., Sequence[Array]] = lambda *arrays: arrays
     uncontracted: Callable[[Array], Array] = lambda product: product
     has_barriers: bool = False
     rsqrt: Callable[[Array], Array] = reference.hardware_rsqrt
@@ -104,7 +104,7 @@ def _squares(
         (m2,) = summed_over([squares(layout.in_rows(x))], target.over[0])
     else:
         zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
-        arrays = reference.widened(variant.small(x)), x, zero, zero, *mask
+        arrays = reference.upcast(variant.small(x)), x, zero, zero, *mask
         (m2,) = sums(variant, target, *arrays, layout=layout, shape=shape, both=False)
     return [jnp.broadcast_to(count(target, x, mask, shape), shape), m2]
 
@@ -113,7 +113,7 @@ def count(target: Target, x: Array, mask: Sequence[Array], shape: Shape) -> Arra
     """Returns the number of values in each group, for x and mask in a shape with an axis for
     the groups, if there are several; without a mask, a constant."""
     axes, over = reference.summed_axes(x.shape, shape), target.over[0]
-    found = reference.counts(reference.widened(x), mask[0] if mask else None, axes)
+    found = reference.counts(reference.upcast(x), mask[0] if mask else None, axes)
     if mask:
         return summed_over([found], over)[0]
     return found * lax.axis_size(over) if over else found
@@ -185,10 +185,10 @@ def summed_over(sums: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]
 
 
 def affine(
-    variant: Variant, bias: Array, scale: Array, wide: Array, *arrays: Array, layout: Layout
+    variant: Variant, bias: Array, scale: Array, x_upcast: Array, *arrays: Array, layout: Layout
 ) -> list[Array]:
     """Computes `reference.affine`."""
-    del wide
+    del x_upcast
     x, *centre = arrays
     x, bias, scale, *centre = variant.arranged(layout, x, bias, scale, *centre)
     return [reference.affine(bias, scale, x, *centre)]

@@ -147,7 +147,7 @@ class Passes(NamedTuple):
         rstd = self._rstd(variance)
         if self.options.given or not self.options.norm.centred:
             return [rstd, *mean]
-        return [*self.variant.written(rstd, *mean)]
+        return [*self.variant.materialised(rstd, *mean)]
 
     def _own_moments(self, at: Operands) -> list[Array]:
         """Returns the variance of x itself and, if `centred`, the mean as a pair."""
