@@ -106,12 +106,15 @@ class Running(NamedTuple):
 
 def _pushed(running: Running, mean: Pair, variance: Pair, momentum: Any) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
-    old, new, from_new = running.averages, batch.averages, momentum < 0.5
+    old, new = running.averages, batch.averages
     known = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
+    from_new = new, old, momentum * running.weight(momentum)
+    from_old = known, new, 1 - momentum
     # The sum starts from the average with the larger share.
-    ways = (new, old, momentum * running.weight(momentum)), (known, new, 1 - momentum)
-    is_float = isinstance(momentum, float)
-    start, end, share = ways[not from_new] if is_float else select(from_new, *ways)
+    if isinstance(momentum, float):
+        start, end, share = from_new if momentum < 0.5 else from_old
+    else:
+        start, end, share = select(momentum < 0.5, from_new, from_old)
     return batch._replace(averages=start.lerp(end, share / batch.weight(momentum)))
 
 

@@ -39,9 +39,14 @@ def moments(
     - `implementation`: as for the layers; see `kernels.availability`.
     """
     if jnp.iscomplexobj(values.x):
-        parts = complex_numbers.parts(values)
-        how: Any = {"centred": centred, "safe": safe, "implementation": implementation}
-        return complex_numbers.joined(moments(parts, axis_name, **how))
+        of_parts = moments(
+            complex_numbers.parts(values),
+            axis_name,
+            centred=centred,
+            safe=safe,
+            implementation=implementation,
+        )
+        return complex_numbers.joined(of_parts)
     vectors = _statistics(values, axis_name, centred, implementation)
     return differentiable(values, axis_name, *vectors, centred=centred, safe=safe)
 
@@ -52,9 +57,17 @@ def _statistics(
     """Returns count, mean, m2 and mean_rest."""
     names, mesh = collectives.split_names(axis_name)
     x, layout = lax.stop_gradient(values.x), values.layout
-    how: Any = {"centred": centred, "implementation": implementation}
-    how |= {"layout": layout, "shape": layout.moments_shape, "names": names}
-    vectors = [v.reshape(-1) for v in bind(STATISTICS, x, values.mask, **how)]
+    found = bind(
+        STATISTICS,
+        x,
+        values.mask,
+        layout=layout,
+        shape=layout.moments_shape,
+        names=names,
+        centred=centred,
+        implementation=implementation,
+    )
+    vectors = [v.reshape(-1) for v in found]
     if centred:
         return collectives.pooled(vectors, mesh)
     count, m2 = collectives.summed(vectors, (), mesh)
@@ -73,8 +86,7 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
         # Only the sum of the parts' m2 counts.
         pairs = ((v.real, v.imag if jnp.iscomplexobj(v) else 0 * v) for v in vectors)
         values, vectors = complex_numbers.parts(values), [*map(jnp.concatenate, pairs)]
-    how: Any = {"centred": True, "safe": True}
-    found = differentiable(values, axis_name, count, *vectors, **how)
+    found = differentiable(values, axis_name, count, *vectors, centred=True, safe=True)
     return (complex_numbers.joined(found) if is_complex else found).astype(dtype)
 
 
@@ -108,7 +120,14 @@ def differentiable(
     names, mesh = collectives.split_names(axis_name)
     columns = (v.reshape(layout.moments_shape) for v in (mean, rest, m2))
     arrays = (x_upcast, x, *columns, n, *([] if mask is None else [mask]))
-    where: Any = {"layout": layout, "shape": layout.moments_shape, "safe": safe}
-    columns = MOMENTS.bind(*arrays, names=names, mesh=mesh, centred=centred, **where)
+    columns = MOMENTS.bind(
+        *arrays,
+        layout=layout,
+        shape=layout.moments_shape,
+        names=names,
+        mesh=mesh,
+        centred=centred,
+        safe=safe,
+    )
     mean, m2 = (column.reshape(-1) for column in columns)
     return Moments(count, Pair.of(mean, rest) if centred else mean, m2)

@@ -138,7 +138,8 @@ def _gradient_types(
 
     types = [abstract_result([x, dy], x, x.shape, sums.x_dtype, x.ndim)]
     if sums.shape is not None:
-        types += [vector(sums.shape)] * (sums.of_weight + sums.of_bias)
+        gradient = vector(sums.shape)
+        types += sums.chosen(gradient, gradient)
     if sums.moments_shape is not None:
         types += [vector(sums.moments_shape)] * 2
     return types
@@ -178,7 +179,6 @@ D_NORM_T = new_primitive(
 def _norm_jvp(primals: Args, tangents: Args, *, layout: Layout, options: Options) -> Args:
     x, weight, bias, *others = primals
     along: list[Any] = list(tangents[:3])
-    static: Any = {"layout": layout, "options": options}
     if options.given:
         _, variance, mean, rest, *mask = others
         d_x_upcast, d_variance, d_mean, d_rest = tangents[3:7]
@@ -193,8 +193,9 @@ def _norm_jvp(primals: Args, tangents: Args, *, layout: Layout, options: Options
     # `x_upcast` may have size 1 along a mapped axis where x has the full size: `vmap` of an x
     # that all members of an ensemble share.
     dx = jnp.broadcast_to(dx, x.shape)
-    (y,) = NORM.bind(x, weight, bias, *others, **static)
-    return [y], bind(D_NORM, dx, x, *along, weight, bias, *vectors, *mask, **static)
+    (y,) = NORM.bind(x, weight, bias, *others, layout=layout, options=options)
+    at = weight, bias, *vectors, *mask
+    return [y], bind(D_NORM, dx, x, *along, *at, layout=layout, options=options)
 
 
 def _own_moments(
@@ -240,8 +241,8 @@ def _d_norm_transpose(
         moments_shape=_common_shape(of_moments, vectors[:2]),
         x_dtype=x.dtype if of_x is None else of_x.dtype,
     )
-    static: Any = {"layout": layout, "options": options, "sums": sums}
-    dx, *found = bind(D_NORM_T, *cotangents, *primals, **static)
+    gradients = bind(D_NORM_T, *cotangents, *primals, layout=layout, options=options, sums=sums)
+    dx, *found = gradients
     remaining = iter(found)
     d_weights = [None if v is None else sum_to_shape(next(remaining), v) for v in of_weights]
     d_moments: Args = [None] * len(of_moments)

@@ -120,8 +120,9 @@ def new_primitive(
 
     platforms = {None: "other", "cpu": "cpu", "gpu": "gpu"}
     rules = {key: functools.partial(lower, name) for key, name in platforms.items()}
-    how: Any = {"types": types, "batch": batch, "evaluate": evaluate, "lower": rules}
-    primitive = registry.primitive(name, **how)
+    primitive = registry.primitive(
+        name, types=types, batch=batch, evaluate=evaluate, lower=rules
+    )
     return primitive
 
 

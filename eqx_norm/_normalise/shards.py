@@ -153,7 +153,10 @@ class _Sharded(NamedTuple):
         gathered, because the parts would be uneven or cut a block."""
 
         def split(axis: int, names: Any) -> tuple[str, ...]:
-            names = names if isinstance(names, tuple) else (names,) if names else ()
+            if names is None:
+                names = ()
+            elif not isinstance(names, tuple):
+                names = (names,)
             parts = math.prod(mesh.shape[name] for name in names)
             blocks = self.vectors[0][axis]
             return names if (x[axis] if blocks == 1 else blocks) % parts == 0 else ()

@@ -1,7 +1,7 @@
 """Defines the formulas of y and of its gradients, for XLA's programs and for kernels."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax import lax
 from jaxtyping import Array
@@ -14,6 +14,7 @@ from .reference import Shape
 
 # A function that returns the mean of each row, in a shape that broadcasts to the rows.
 Mean = Callable[[Array], Array]
+Gradient = TypeVar("Gradient")  # an array, or its type
 # A function that returns the product of two arrays.
 Product = Callable[[Any, Any], Array]
 
@@ -131,9 +132,14 @@ class Sums(NamedTuple):
     moments_shape: Shape | None = None
     x_dtype: Any = None
 
-    def chosen(self, weight: Array, bias: Array) -> list[Array]:
-        """Returns those of the two gradients that are wanted."""
-        return [weight] * self.of_weight + [bias] * self.of_bias
+    def chosen(self, weight: Gradient, bias: Gradient) -> list[Gradient]:
+        """Returns those of the two gradients, or of their types, that are wanted."""
+        wanted = list[Gradient]()
+        if self.of_weight:
+            wanted.append(weight)
+        if self.of_bias:
+            wanted.append(bias)
+        return wanted
 
     def with_shapes(self, change: Callable[[Shape], Shape]) -> "Sums":
         """Returns the sums with changed shapes, as `vmap` and a split over devices need."""

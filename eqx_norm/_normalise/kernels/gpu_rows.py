@@ -158,11 +158,15 @@ def backward(
             else:  # Mosaic has no layout for the sum of one row
                 tile.store(ref.at[tile.span(i, 1)], total)
 
-    partial = (m,) if of_rows else (programs, n) if groups == 1 else (programs, period, n)
-    outputs = [
-        (padded[1].shape, x.dtype),
-        *[(partial, jnp.float32)] * (2 * (shape is not None)),
-    ]
+    if of_rows:
+        partial = (m,)
+    elif groups == 1:
+        partial = programs, n
+    else:
+        partial = programs, period, n
+    outputs = [(padded[1].shape, x.dtype)]
+    if shape is not None:
+        outputs += [(partial, jnp.float32)] * 2
     vectors = map(grid.weights, (weight, bias))
     dx, *sums = tile.call(body, [*padded, *vectors], outputs, programs * places)
     if sums:

@@ -152,9 +152,14 @@ class Passes(NamedTuple):
     def _own_moments(self, at: Operands) -> list[Array]:
         """Returns the variance of x itself and, if `centred`, the mean as a pair."""
         centred, shape = self.options.norm.centred, self.layout.own_shape(at.x.shape)
-        static: Any = {"layout": self.layout, "shape": shape, "centred": centred}
         found = statistics_and_sums.statistics(
-            self.variant, self.target, at.x, *at.mask, **static
+            self.variant,
+            self.target,
+            at.x,
+            *at.mask,
+            layout=self.layout,
+            shape=shape,
+            centred=centred,
         )
         if centred:
             found = statistics_and_sums.pooled(self.target, found)
