@@ -1,7 +1,7 @@
 """Converts, freezes, folds and recalibrates existing models.
 
 Each function takes a model, and its `eqx.nn.State` where needed, and returns new ones; nothing
-is changed in place. docs/models.md has an example of each function.
+is changed in place. docs/api/models.md has an example of each function.
 """
 
 from ._decay import decay_mask as decay_mask
