@@ -59,7 +59,7 @@ ARROWS = {
     ),
     "models import the layers, not the operation": (
         "eqx_norm/models",
-        r"eqx_norm\.(determinism\b|_normalise\.(?!(Activation|widened)$))",
+        r"eqx_norm\.(determinism\b|_normalise\.(?!(Activation|upcast)$))",
     ),
     "private interfaces of jax are avoided": (
         "eqx_norm",
