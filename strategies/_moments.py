@@ -73,7 +73,8 @@ class Moments(eqx.Module):
         error of the outputs. A `Pair` avoids this error.
         """
         mean = Pair.of(mean)
-        shape, of_variance = mean.value.shape, jnp.shape(variance)
+        # NumPy's function: jax2onnx 0.13 replaces `jnp.shape` while it traces.
+        shape, of_variance = mean.value.shape, np.shape(variance)
         if of_variance not in ((), shape):
             raise ValueError(
                 f"variance has shape {of_variance}, and the mean {shape}: give a variance for "
