@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from eqx_norm._contract import described
 from eqx_norm._memory import ENSEMBLE
 from eqx_norm._normalise import Activation, Affine, AxisName, Shape, names_of, upcast
-from eqx_norm.strategies._numbers import is_count, number, of_traced
+from eqx_norm.strategies._numbers import array_hint, is_count, number
 
 # The derivative of 1 / sqrt(variance + eps) can reach eps**-1.5, or 30 of the 38 decades of
 # float32. The other 8 are for the factors that the derivative is multiplied by.
@@ -28,7 +28,7 @@ def checked_number(argument: str, value: Any) -> float:
     if not (isinstance(result, float) and math.isfinite(result) and result >= least):
         bound = f", at least {least}, as 1e-5" if argument in _LEAST else ""
         wrong = f"{argument}={value!r}: it must be a finite number{bound}."
-        raise ValueError(wrong + of_traced(value))
+        raise ValueError(wrong + array_hint(value))
     return result
 
 

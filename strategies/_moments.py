@@ -129,14 +129,13 @@ class Moments(eqx.Module):
         """Returns the count with the axes that it lacks to broadcast to m2."""
         return along_sets("count", self.known_count, self.m2.shape)
 
-    def _checked(self, other: "Moments") -> "Moments":
-        """Returns the other moments; raises `ValueError` unless both means have one shape."""
+    def _check_shape(self, other: "Moments") -> None:
+        """Raises `ValueError` unless the means of both have one shape."""
         if self.m2.shape != other.m2.shape:
             raise ValueError(
                 f"These moments have a mean of shape {self.m2.shape}, the others one of "
                 f"{other.m2.shape}: give moments of the same channels, and of as many sets."
             )
-        return other
 
     def merge(self, other: "Moments") -> "Moments":
         r"""Returns the moments of the union of two sets, with the `ddof` of this one.
@@ -149,7 +148,8 @@ class Moments(eqx.Module):
         (Chan, Golub and LeVeque, 1979). Sets of equal means are merged exactly, and merging
         with `Moments.zero` changes nothing. A count that is not known is a `ValueError`.
         """
-        mine, theirs = self._count_of_each, self._checked(other)._count_of_each
+        self._check_shape(other)
+        mine, theirs = self._count_of_each, other._count_of_each
         count = mine + theirs
         share = theirs / jnp.where(count > 0, count, 1)
         delta = (other.mean_pair - self.mean_pair).value
@@ -200,8 +200,9 @@ class Moments(eqx.Module):
         The share is a scalar, or has the leading axes of the mean. A share of 0 or 1 gives
         `self` or `other` to the bit. The count is not known.
         """
+        self._check_shape(other)
         of_each = along_sets("share", cast("share", share, self.m2.dtype), self.m2.shape)
-        a, b = clip_infinity(self.variance), self._checked(other).variance
+        a, b = clip_infinity(self.variance), other.variance
         variance = jnp.where(of_each > 0.5, b + (1 - of_each) * (a - b), a + of_each * (b - a))
         return Moments.of(self.mean_pair.towards(other.mean_pair, of_each), variance)
 

@@ -19,7 +19,7 @@ def number(value: Any) -> Any:
         return value
 
 
-def of_traced(value: Any) -> str:
+def array_hint(value: Any) -> str:
     """Returns a sentence for the error of a setting that is an array, "" for another value."""
     if not isinstance(value, jax.Array):
         return ""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments, select
-from ._numbers import cast, number, of_traced
+from ._numbers import array_hint, cast, number
 from ._pair import Pair, clip_infinity, with_zeros
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
@@ -150,5 +150,5 @@ class AbstractRunningStrategy(AbstractAveragingStrategy):
                 "statistics, a number strictly between 0 and 1. (PyTorch's momentum is the "
                 "weight of the new batch: its 0.1 is 0.9 here. For a schedule, change it "
                 "between steps: eqx_norm.models.reconfigure(model, state, momentum=...).)"
-                + of_traced(self.momentum)
+                + array_hint(self.momentum)
             )

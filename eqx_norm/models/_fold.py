@@ -144,7 +144,8 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
         del key, inference
         y = x
         if self.activation is not None:
-            y = cast("the result of activation=", self.activation(x), x.dtype)
+            name = f"the result of activation={self.activation}"
+            y = cast(name, self.activation(x), x.dtype)
         return y if state is None else (y, state)
 
 

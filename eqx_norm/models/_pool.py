@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._compiled import compiled
+from eqx_norm._contract import described
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 from eqx_norm.strategies._numbers import number
@@ -61,7 +62,9 @@ def pool_statistics(
     the state of another model, for an approach that cannot `load`, and if an entry that is not
     a `BatchNorm`'s differs between states.
     """
-    states, weights = _checked(states, values)
+    _layers.check_model(model)
+    states = _checked_states(states)
+    weights = _checked_values(values, len(states))
     _layers.untraced(model, states, weights)
     norms = _layers.chosen(model, BatchNorm, None, "pool", "eqx_norm.BatchNorm")
     ours = {norm.memory_index.marker: path for path, norm in norms.items()}
@@ -88,32 +91,42 @@ def pool_statistics(
     return _layers.state_of(model, _layers.entries(states[0]) | pooled)
 
 
-def _checked(states: Any, values: Any) -> tuple[list[Any], list[float]]:
-    """Returns the states and the values as lists."""
-    if isinstance(states, eqx.nn.State):
-        states = ()
-    states = list(states)
-    if not states:
+def _checked_states(states: Any) -> list[eqx.nn.State]:
+    """Returns the states as a list; raises `ValueError` for anything else."""
+    listed = list(states) if isinstance(states, Iterable) else []
+    if not listed:
         raise ValueError(
-            "states holds no states: give a list, such as states=[state, other]. (A generator "
-            "is empty after its first use.)"
+            f"states={described(states)} holds no states: give a list, one for each client, "
+            "such as states=[state, other]. (A generator is empty after its first use.)"
         )
+    for i, state in enumerate(listed):
+        if not isinstance(state, eqx.nn.State):
+            raise ValueError(
+                f"states[{i}] is {described(state)}, no eqx.nn.State: give a list with the "
+                "state of each client, such as states=[state, other]."
+            )
+    return listed
+
+
+def _checked_values(values: Any, states: int) -> list[float]:
+    """Returns the number of values of each state; raises `ValueError` for anything else."""
     try:
-        weights = [number(value) for value in values]
-    except TypeError:
-        weights = [values]
-    if len(weights) != len(states):
+        listed = list(values)
+    except TypeError:  # no iterable, or an array without axes
+        listed = []
+    if len(listed) != states:
         raise ValueError(
-            f"values={values!r} has the length {len(weights)}, and states {len(states)}: give "
-            "the number of values per channel of each state."
+            f"values={described(values)}, but the number of states is {states}: give a list "
+            "with the number of values per channel of each."
         )
+    weights = [number(value) for value in listed]
     for i, weight in enumerate(weights):
         if not (isinstance(weight, float) and 0 < weight < math.inf):
             raise ValueError(
-                f"values[{i}] is {weight!r}, but must be a number above 0, of values per "
-                "channel. Leave out a state without data."
+                f"values[{i}] is {described(weight)}, but must be a number above 0, of values "
+                "per channel. Leave out a state without data."
             )
-    return states, weights
+    return weights
 
 
 def _held(model: PyTree, norms: Nodes, state: Any) -> Entries:

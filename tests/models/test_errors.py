@@ -13,6 +13,7 @@ from eqx_norm.models import (
     fold_pairs,
     freeze,
     from_torch,
+    pool_statistics,
     propose_pairs,
     recalibrate,
     reconfigure,
@@ -283,6 +284,10 @@ NO_BATCHES = (
     r"^batches=(?s:.*) is no iterable of batches. Write recalibrate\(model, state, batches\)|"
     "^batches is empty|^batches yields a (BatchNorm|tuple), not arrays. Pass forward="
 )
+NO_STATES = r"(?s)^states(=.* holds no states|\[0\] is .*, no eqx.nn.State): give a list"
+NO_VALUES = (
+    r"(?s)^values(=.*, but the number of states is 1|\[0\] is .* must be a number above 0)"
+)
 PAIR = {"[0]": "[1]"}
 # A call with one argument of a wrong kind, the kinds that are right, and the error.
 KINDS: list[tuple[Any, str, str]] = [
@@ -313,6 +318,9 @@ KINDS: list[tuple[Any, str, str]] = [
     (lambda v: reconfigure(MODEL, STATE, v, eps=0.1), "nothing", NO_FUNCTION),
     (lambda v: freeze(MODEL, v), "nothing", NO_FUNCTION),
     (lambda v: unfreeze(MODEL, v), "nothing", NO_FUNCTION),
+    (lambda v: pool_statistics(v, [STATE], [1]), "model", EMPTY),
+    (lambda v: pool_statistics(MODEL, v, [1]), "", NO_STATES),
+    (lambda v: pool_statistics(MODEL, [STATE], v), "", NO_VALUES),
     (recalibrated, "", NO_BATCHES),
     (
         lambda v: recalibrated([X], forward=v),

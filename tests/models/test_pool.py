@@ -182,14 +182,14 @@ def pooled(states: Any, values: Any, model: Any = NEW) -> Any:
 
 
 ERRORS: list[tuple[Any, str]] = [
-    (lambda: pooled([], []), "^states holds no states: "),
-    (lambda: pooled((state for state in []), []), "^states holds no .* generator is empty"),
-    (lambda: pooled(STATE, [1]), "^states holds no states: give a list, such as states="),
-    (lambda: pooled([STATE, 9], [1, 2]), r"^states\[1\]: state=9 is no eqx.nn.State"),
-    (lambda: pooled([STATE, None], [1, 2]), r"^states\[1\]: The state is missing"),
+    (lambda: pooled([], []), r"^states=\[\] holds no states: "),
+    (lambda: pooled((state for state in []), []), "^states=.* holds no .* generator is empty"),
+    (lambda: pooled(STATE, [1]), r"(?s)^states=State\(.* holds no states: give a list"),
+    (lambda: pooled([STATE, 9], [1, 2]), r"^states\[1\] is 9, no eqx.nn.State"),
+    (lambda: pooled([STATE, None], [1, 2]), r"^states\[1\] is nothing \(None\), no"),
     (lambda: pooled([NEW], [1], STATE), "^The model given is an eqx.nn.State"),
-    (lambda: pooled(PAIR, [1]), r"^values=\[1\] has the length 1, and states 2: give"),
-    (lambda: pooled(PAIR, 9), "^values=9 has the length 1, and states 2"),
+    (lambda: pooled(PAIR, [1]), r"^values=\[1\], but the number of states is 2: give"),
+    (lambda: pooled(PAIR, 9), "^values=9, but the number of states is 2"),
     (
         lambda: pooled([STATE, OTHER[1]], [1, 2]),
         r"^states\[1\]: BatchNorm: .*has no entry",

@@ -66,7 +66,7 @@ ONE_SET: dict[str, Any] = {
     "variance": lambda a, b, share: a.variance,
     "merge": lambda a, b, share: a.merge(b),
     "towards": lambda a, b, share: a.towards(b, share),
-    "astype": lambda a, b, share: a.astype(jnp.complex64).astype(jnp.complex64),
+    "astype": lambda a, b, share: a.astype(jnp.complex64),
     "finite": lambda a, b, share: a.finite,
     "of": lambda a, b, share: Moments.of(a.mean_pair, b.m2, a.count, 1),
     "zero": lambda a, b, share: Moments.zero(a.m2.shape, a.m2.dtype).merge(a),

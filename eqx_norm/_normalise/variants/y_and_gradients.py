@@ -137,8 +137,9 @@ class Passes(NamedTuple):
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
             weight = self.variant.uncontracted(weight)
         # The sum of one unmasked value is the rounded product: dx of this value is exactly 0.
-        product = self._uncontracted if mask else self._product
-        h = product(weight, g) - (totals[1] / n if self.options.norm.centred else 0)
+        centred = self.options.norm.centred
+        product = self._uncontracted if centred and mask else self._product
+        h = product(weight, g) - (totals[1] / n if centred else 0)
         return rstd * (h - self._product(d, rstd * rstd * (totals[0] / n)))
 
     def _rstd_and_mean(self, at: Operands) -> list[Array]:
