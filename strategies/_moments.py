@@ -172,7 +172,7 @@ class Moments(eqx.Module):
         As in `merge`, sets of equal means are merged exactly, and empty ones change nothing.
         """
         counts = self._count_of_each
-        if counts.ndim == 0:  # all sets have the same count
+        if counts.ndim == 0 or len(counts) != len(self.m2):  # all sets share a count
             of_each = np.ones((len(self.m2), *[1] * (self.m2.ndim - 1)), counts.dtype)
             counts = counts * of_each
         seen = counts > 0
@@ -221,7 +221,8 @@ class Moments(eqx.Module):
 
 def along_sets(name: str, value: Any, shape: tuple[int, ...]) -> Any:
     """Returns numbers of sets, such as a count, with the axes that they lack to broadcast to a
-    mean of this shape; raises `ValueError` unless they are a scalar or have leading axes."""
+    mean of this shape; raises `ValueError` unless they are a scalar or have leading axes, each
+    of the size of the mean's or 1."""
     if value.ndim == 0:
         return value
     sizes = zip(value.shape, shape, strict=False)

@@ -132,6 +132,16 @@ def test_sets_of_an_array_can_be_indexed_scanned_pooled_and_used(mask):
     assert moments(x[:, :, 0], 1, mask=mask).pooled().mean.shape == (1,)
 
 
+@pytest.mark.parametrize("axes", [(), (1,), (4,), (1, 3), (4, 1)])
+def test_pooled_counts_a_number_that_sets_share_for_each_of_them(axes):
+    mean, m2 = normal(2, (4, 3)), 1 + normal(3, (4, 3)) ** 2
+    shared = Moments(jnp.full(axes, 5.0), mean, m2).pooled()
+    full = Moments(jnp.full((4, 3), 5.0), mean, m2).pooled()
+    np.testing.assert_array_equal(jnp.broadcast_to(shared.count, (3,)), full.count)
+    np.testing.assert_allclose(shared.mean, full.mean, rtol=1e-6)
+    np.testing.assert_allclose(shared.m2, full.m2, rtol=1e-6)
+
+
 NUMBERS = Moments.of(np.zeros((2, 3)), np.ones((2, 3)), f32([4, 5]))
 ZERO = Moments.zero(3, np.float32)
 
