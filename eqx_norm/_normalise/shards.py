@@ -134,8 +134,8 @@ class _Sharded(NamedTuple):
         local["layout"] = local["layout"].of_shard(x, shard_shape(x))
         if "shape" in local:
             local["shape"] = shard_shape(local["shape"])
-        if "sums" in local:
-            local["sums"] = local["sums"].with_shapes(shard_shape)
+        if "wanted" in local:
+            local["wanted"] = local["wanted"].with_shapes(shard_shape)
         places = [split(result.shape) for result in self.results]
         shapes = [p.shard_shape(r.shape) for p, r in zip(places, self.results, strict=True)]
 
