@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_norm._jax import jaxprs
-from eqx_norm._normalise.moments_primitives import AFFINE, MOMENTS, STATISTICS, DOT_PRODUCTS
+from eqx_norm._normalise.moments_primitives import AFFINE, DOT_PRODUCTS, MOMENTS, STATISTICS
 from eqx_norm._normalise.norm_primitives import NORM
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, normal
