@@ -161,7 +161,7 @@ def test_kernels_are_not_used_unless_requested(implementation):
 
 
 def test_kernels_in_programs_that_jit_splits(platform):
-    """Tests that each GPU runs the kernel on its share of x, which XLA:TPU cannot."""
+    """Tests that each GPU runs the kernel on its shard of x, which XLA:TPU cannot."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     sharded = of(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P("x")))
     layer, how = LayerNorm(256, implementation="pallas"), {"platform": platform, "on": mesh}
