@@ -36,6 +36,6 @@ def concatenated_parts(vector: Inexact[Array, " groups"]) -> Float[Array, " 2*gr
     return jnp.concatenate([vector.real, imaginary])
 
 
-def _complex(both: Float[Array, "*sets 2*groups"]) -> Complex[Array, "*sets groups"]:
+def _complex(both: Float[Array, "*sets parts"]) -> Complex[Array, "*sets groups"]:
     real, imaginary = jnp.split(both, 2, axis=-1)
     return lax.complex(real, imaginary)

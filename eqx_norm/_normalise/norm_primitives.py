@@ -49,7 +49,7 @@ from .variants import choose
 
 def _in_passes(
     x: Float[Array, "*x"],
-    others: Sequence[Shaped[Array, "*#x"]],
+    others: Sequence[Shaped[Array, "..."]],
     *,
     layout: Layout,
     options: Options,
@@ -66,7 +66,7 @@ def _in_passes(
         x_upcast: Float[Array, "*#example"],
         weight: Float[Array, "*#example"],
         bias: Float[Array, "*#example"],
-        *arrays: Shaped[Array, "*#example"],
+        *arrays: Shaped[Array, "..."],
     ) -> Float[Array, "*example"]:
         vectors = arrays[: len(arrays) - len(mask)]
         values = Values(x, upcast(x_upcast), arrays[-1] if mask else None, layout)
@@ -88,7 +88,7 @@ def _in_passes(
         x_upcast: Float[Array, "*#x"],
         weight: Float[Array, "*#x"],
         bias: Float[Array, "*#x"],
-        *variance_and_mean: Float[Array, "*#x"],
+        *variance_and_mean: Float[Array, "..."],
     ) -> Float[Array, "*x"]:
         arrays = x, x_upcast, weight, bias, *variance_and_mean, *mean_lo, *mask
         sizes = [",".join(f"n{i}_{j}" for j in range(layout.ndim)) for i in range(len(arrays))]
@@ -108,7 +108,7 @@ def _split_operands(
 
 
 def _tangent(
-    target: Target | None, *arrays: Shaped[Array, "*#x"], layout: Layout, options: Options
+    target: Target | None, *arrays: Shaped[Array, "..."], layout: Layout, options: Options
 ) -> list[Float[Array, "*x"]]:
     """Computes `d_norm`."""
     del target
@@ -128,7 +128,7 @@ def _gradients(
     x: Float[Array, "*x"],
     weight: Float[Array, "*#x"],
     bias: Float[Array, "*#x"],
-    *others: Shaped[Array, "*#x"],
+    *others: Shaped[Array, "..."],
     layout: Layout,
     options: Options,
     wanted: Wanted,

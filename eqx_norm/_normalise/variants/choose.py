@@ -117,7 +117,7 @@ def statistics(
 def dot_products(
     target: Target,
     g: Float[Array, "*x"],
-    *arrays: Shaped[Array, "*#x"],
+    *arrays: Shaped[Array, "..."],
     layout: Layout,
     shape: Shape,
     both: bool,
@@ -130,10 +130,10 @@ def dot_products(
 
 def affine(
     target: Target,
-    bias: Float[Array, "*#x"],
-    scale: Float[Array, "*#x"],
+    bias: Float[Array, "*#vectors"],
+    scale: Float[Array, "*#vectors"],
     x_upcast: Float[Array, "*#x"],
-    *arrays: Shaped[Array, "*#x"],
+    *arrays: Shaped[Array, "..."],
     layout: Layout,
 ) -> list[Float[Array, "..."]]:
     """Computes `reference.affine`; `arrays` are x, mean, mean_lo and any mask."""
@@ -146,7 +146,7 @@ def norm(
     x: Float[Array, "*x"],
     weight: Float[Array, "*#x"],
     bias: Float[Array, "*#x"],
-    *others: Shaped[Array, "*#x"],
+    *others: Shaped[Array, "..."],
     layout: Layout,
     options: Options,
 ) -> list[Float[Array, "..."]]:
@@ -165,7 +165,7 @@ def gradients(
     x: Float[Array, "*x"],
     weight: Float[Array, "*#x"],
     bias: Float[Array, "*#x"],
-    *others: Shaped[Array, "*#x"],
+    *others: Shaped[Array, "..."],
     layout: Layout,
     options: Options,
     wanted: Wanted,

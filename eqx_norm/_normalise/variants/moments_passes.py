@@ -150,7 +150,7 @@ def dot_products(
     variant: Variant,
     target: Target,
     g: Float[Array, "*x"],
-    *arrays: Shaped[Array, "*#x"],
+    *arrays: Shaped[Array, "..."],
     layout: Layout,
     shape: Shape,
     both: bool,
@@ -174,10 +174,10 @@ def summed_over(
 
 def affine(
     variant: Variant,
-    bias: Float[Array, "*#x"],
-    scale: Float[Array, "*#x"],
+    bias: Float[Array, "*#vectors"],
+    scale: Float[Array, "*#vectors"],
     x: Float[Array, "*x"],
-    *arrays: Shaped[Array, "*#x"],
+    *arrays: Shaped[Array, "..."],
     layout: Layout,
 ) -> list[Float[Array, "..."]]:
     """Computes `reference.affine`; `arrays` are mean, mean_lo and any mask."""
