@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from eqx_norm._jax import collectives
 from eqx_norm._jax.lowering import Target
-from eqx_norm._normalise.formulas import reference
+from eqx_norm._normalise.formulas import merge, reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Reduction, Shape
 
@@ -122,7 +121,7 @@ def count(target: Target, x: Array, mask: Sequence[Array], shape: Shape) -> Arra
 def pooled(target: Target, found: Sequence[Array]) -> Sequence[Array]:
     """Returns count, mean, m2 and mean_rest, merged over devices."""
     over = target.over[0]
-    return collectives.pooled_over(found, over) if over else found
+    return merge.merged_over_devices(found, over) if over else found
 
 
 def _first(
