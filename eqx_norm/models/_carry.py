@@ -55,9 +55,8 @@ def carry(
             "known here. Give it: batches=n in reconfigure or swap."
         )
     can_reuse = type(before) is type(after) or (_is_average(before) and _is_average(after))
-    old_momentum: PyTree = getattr(before, "momentum", None)
-    new_momentum: PyTree = getattr(after, "momentum", None)
-    has_momenta = old_momentum is not None and new_momentum is not None
+    old_momentum = getattr(before, "momentum", None)
+    new_momentum = getattr(after, "momentum", None)
     are_untrained = _is_known_true(untrained.all())
 
     def convert(statistics: PyTree, untrained: Bool[Array, ""], values: Array | None) -> PyTree:
@@ -65,7 +64,7 @@ def carry(
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
         if can_reuse and _memory.form(core) == _memory.form(empty):
-            if isinstance(core, Running) and has_momenta:
+            if isinstance(core, Running) and not (old_momentum is None or new_momentum is None):
                 core = core.at_momentum(old_momentum, new_momentum)
             return eqx.tree_at(
                 lambda start: new.approach.without_pending(start)[0], start, core
