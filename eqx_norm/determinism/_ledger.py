@@ -8,6 +8,7 @@ import contextlib
 import json
 import operator
 import os
+import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,12 +173,20 @@ class Contents(NamedTuple):
 
     def values(self, row: Row) -> np.ndarray | None:
         """Returns the kept values of a row (for keys, their data), or `None` if the row has
-        none or the folder is not beside the ledger."""
+        none or the folder is not beside the ledger. Raises `LedgerError` for a file without
+        them."""
         path = _folder(self.path) / f"{row.step}.npz"
         if row.fingerprint is None or not path.exists():
             return None
-        with np.load(path) as file:
-            values = file[row.place]
+        try:
+            # NumPy leaves a file open that it cannot read.
+            with open(path, "rb") as opened, np.load(opened) as file:
+                values = file[row.place]
+        except (OSError, EOFError, LookupError, ValueError, zipfile.BadZipFile):
+            raise LedgerError(
+                f"{path} is damaged, or of another ledger: the values of `{row.probe}` cannot "
+                "be read. Delete the folder to compare fingerprints alone."
+            ) from None
         # NumPy loads bfloat16 and other small floats as bytes without their dtype.
         return values.view(jnp.dtype(row.dtype)) if values.dtype.kind == "V" else values
 
