@@ -186,7 +186,7 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
     """Converts PyTorch's array for the model; raises `ValueError` if the array does not fit."""
     if array.shape != slot.shape:
         raise ValueError(f"{key} has the shape {array.shape}, not {slot.shape} as here")
-    if key.endswith(COUNT) and not _is_count(array):
+    if slot.statistic == COUNT and not _is_count(array):
         raise ValueError(
             f"{key} is {array}, not a whole number from 0 to 2**31 - 1. Leave it out of the "
             "state_dict, and the count is 0"
@@ -197,10 +197,10 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
     with np.errstate(over="ignore"):
         # The array is copied, because PyTorch updates its arrays in place.
         new = jnp.asarray(slot.from_torch(array).astype(dtype, order="C"))
-    must_be_finite = key.endswith((MEAN, VARIANCE)) or np.isfinite(array).all()
+    must_be_finite = slot.statistic is not None or np.isfinite(array).all()
     if must_be_finite and not jnp.isfinite(new).all():
         raise ValueError(f"{key} is not finite in {dtype}")
-    if key.endswith(VARIANCE) and (new < 0).any():
+    if slot.statistic == VARIANCE and (new < 0).any():
         raise ValueError(f"{key} is negative")
     return new
 
