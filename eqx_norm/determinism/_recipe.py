@@ -36,7 +36,9 @@ class Recipe(NamedTuple):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
+def deterministic(
+    seed: int | np.integer, *, cpu_threads: int | np.integer | None = None
+) -> Recipe:
     """Sets up this process to give the same bits as other processes with the same program.
 
     ```python
@@ -76,6 +78,7 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     ]
     if cpu_threads is not None:
         early += [(THREADS, str(cpu_threads), "the same pieces of work on any number of cores")]
+    seed = int(seed)  # `random.seed` refuses NumPy's integers
     # All settings are checked before the first one is set.
     settings = [Setting(n, v, _status(call, n, v), purpose) for n, v, purpose in early]
     for name, value, status, _ in settings:
