@@ -12,7 +12,7 @@ from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Average, Moments, Running
-from eqx_norm.strategies._moments import along_sets
+from eqx_norm.strategies._moments import expand_trailing_axes
 from eqx_norm.strategies._numbers import is_count
 from eqx_norm.strategies._running import AbstractAveragingStrategy
 
@@ -90,7 +90,7 @@ def _of_members(values: ArrayLike, members: tuple[int, ...], channels: int) -> A
             "each member of an ensemble."
         )
     numbers = jnp.asarray(values, float)
-    of_each = along_sets("values", numbers, (*members, channels))
+    of_each = expand_trailing_axes("values", numbers, (*members, channels))
     if numbers.ndim > len(members):  # for each channel
         return of_each
     return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 from jax import lax
 from jaxtyping import Array
 
+from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._jax.jaxprs import elementwise_results
-from eqx_norm.strategies._pair import uncontracted
 
 from .activation import Elementwise
 from .reference import Shape

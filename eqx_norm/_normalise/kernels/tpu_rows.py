@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from eqx_norm._jax.arithmetic import two_sum
 from eqx_norm._jax.lowering import like
 from eqx_norm._normalise.formulas.row_norm import RowNorm
-from eqx_norm.strategies._pair import two_sum
 
 from .availability import Ref, refusal
 

@@ -32,13 +32,13 @@ from typing import Any
 
 from jaxtyping import Array
 
+from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
 from eqx_norm._normalise.kernels import columns, rows
-from eqx_norm.strategies._pair import uncontracted
 
 from . import on_cpu, on_gpu, statistics_and_sums
 from .gpu_chain import Chain
