@@ -10,7 +10,7 @@ of x: for a batch norm at least 3 forward and 5 backward. Nothing runs. If y and
 are known together ("forward + backward"), XLA saves a read of x, which is impossible in
 training ("forward, then backward"). With frozen weights only x has a gradient. "eqx-norm" is
 compiled by XLA, "eqx-norm, pallas" uses this package's kernels. In a program that `jax.jit`
-splits over 8 devices, shape and unit are those of a device's share of x. docs/gpu.md has
+splits over 8 devices, shape and unit are those of a device's shard of x. docs/gpu.md has
 conclusions.
 """
 
@@ -94,7 +94,7 @@ GRIDS[GPU] += tuple(
 LENGTHS = (192, 320, 384, 768, 1152, 1280, 1536, 3072, 5120)
 GRIDS[GPU] += ((OF_ROWS, tuple((16384, n) for n in LENGTHS), (FORWARD, OF_X), TWO),)
 GRIDS[TPU] += ((OF_ROWS, SHAPES[TPU][2], DIRECTIONS[:5], (OURS_PALLAS,)),)
-# Programs that `jit` splits over a mesh, with shapes of a device's share of x. Along the second
+# Programs that `jit` splits over a mesh, with shapes of a device's shard of x. Along the second
 # axis of a mesh, rows or channels are split.
 MANY, MESH, CHIPS = (8,), (2, 4), (4,)
 SPLIT: dict[str, tuple[Any, ...]] = {
@@ -173,7 +173,7 @@ def norm_of(program: str, layer: str, shape: Any) -> peers.Layer:
 
 def count(devices: Sequence[Any], case: tuple[Any, ...], parts: int = 1) -> Row:
     """Compiles a norm and its activation; returns a device's traffic, in units of the bytes of
-    its share of x, which has the case's shape. `parts` devices share an example."""
+    its shard of x, which has the case's shape. `parts` devices share an example."""
     row: Row = dict(zip(CASE, case, strict=True))
     program, (rows, channels, *rest), direction, layer, dtype = case
     shape = (len(devices) // parts * rows, parts * channels, *rest)

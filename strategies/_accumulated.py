@@ -103,5 +103,5 @@ class Accumulated(AbstractWrapper):
         channels, dtype = learnt.mean.shape[0], learnt.mean.dtype
         return Accumulation.begun(self.strategy.load(learnt), channels, dtype)
 
-    def without_pending(self, memory: Accumulation) -> tuple[PyTree, Int[Array, "*members"]]:
+    def without_pending(self, memory: Accumulation) -> tuple[PyTree, PyTree]:
         return memory.remembered, memory.skipped

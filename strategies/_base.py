@@ -90,6 +90,7 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
         later batches by others. A layer warns if a first batch has one value per channel."""
         return False
 
+    # The number is a `PyTree`, because `eqx.tree_at` calls this with leaves that are no arrays.
     def without_pending(self, memory: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the memory without pending micro-batches, and the number of accepted
         micro-batches that did not update the memory; `Accumulated` overrides this method."""

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Complex, Float, Inexact
 
 from eqx_norm.strategies import Moments, Pair
 
@@ -29,5 +29,13 @@ def joined(of_parts: Moments) -> Moments:
     return Moments(count[: m2.size] if count.ndim else count, mean, m2)
 
 
-def _complex(both: Array) -> Array:
-    return lax.complex(*jnp.split(both, 2, axis=-1))
+def concatenated_parts(vector: Inexact[Array, " groups"]) -> Float[Array, " 2*groups"]:
+    """Returns the real and the imaginary parts, which are 0 if the vector is real. (Of m2 only
+    the sum of both counts.)"""
+    imaginary = vector.imag if jnp.iscomplexobj(vector) else 0 * vector
+    return jnp.concatenate([vector.real, imaginary])
+
+
+def _complex(both: Float[Array, "*sets parts"]) -> Complex[Array, "*sets groups"]:
+    real, imaginary = jnp.split(both, 2, axis=-1)
+    return lax.complex(real, imaginary)

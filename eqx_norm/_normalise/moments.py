@@ -1,19 +1,18 @@
 """Computes the moments of an example's values, as differentiable functions of x."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Inexact, Num
 
 from eqx_norm._jax import collectives
 from eqx_norm._jax.collectives import AxisName
 from eqx_norm.strategies import Moments, Pair
 
 from . import complex_numbers
-from .formulas.layout import Values, full_count
+from .formulas.layout import Layout, Values, full_count
 from .moments_primitives import MOMENTS, STATISTICS
 from .primitive import bind
 
@@ -53,8 +52,8 @@ def moments(
 
 def _statistics(
     values: Values, axis_name: AxisName, centred: bool, implementation: str
-) -> Sequence[Array]:
-    """Returns count, mean, m2 and mean_rest."""
+) -> Sequence[Inexact[Array, " groups"]]:
+    """Returns count, mean, m2 and mean_lo."""
     names, mesh = collectives.split_names(axis_name)
     x, layout = lax.stop_gradient(values.x), values.layout
     found = bind(
@@ -80,54 +79,64 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
     that are not finite is 0."""
     dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(values.x)
     moments = moments.astype(values.x_upcast.dtype)
-    vectors = moments.mean, moments.m2, moments.mean_pair.rest
-    count = moments.count if values.mask is None else jnp.expand_dims(moments.count, 0)
+    count, vectors = moments.count, [moments.mean, moments.m2, moments.mean_pair.rest]
+    if values.mask is not None:
+        count = jnp.expand_dims(count, 0)
     if is_complex:
-        # Only the sum of the parts' m2 counts.
-        pairs = ((v.real, v.imag if jnp.iscomplexobj(v) else 0 * v) for v in vectors)
-        values, vectors = complex_numbers.parts(values), [*map(jnp.concatenate, pairs)]
+        vectors = [*map(complex_numbers.concatenated_parts, vectors)]
+        values = complex_numbers.parts(values)
     found = differentiable(values, axis_name, count, *vectors, centred=True, safe=True)
-    return (complex_numbers.joined(found) if is_complex else found).astype(dtype)
+    if is_complex:
+        found = complex_numbers.joined(found)
+    return found.astype(dtype)
 
 
 def differentiable(
     values: Values,
     axis_name: AxisName,
-    count: Any,
-    mean: Array,
-    m2: Array,
-    rest: Array,
+    count: Num[Array | np.ndarray, "..."],
+    mean: Inexact[Array, " groups"],
+    m2: Inexact[Array, " groups"],
+    mean_lo: Inexact[Array, " groups"],
     *,
     centred: bool,
     safe: bool = False,
 ) -> Moments:
-    """Returns moments, of shape `(groups,)`, as differentiable functions of x. Without a mask,
-    `full_count` replaces `count`. If `safe`, the derivative of moments that are not finite is
-    0."""
-    (x, x_upcast, mask, layout), along_first = values, values.layout.groups is None
-    # A mask of positions leaves all of a position's values or none, unless axes have names.
-    is_of_positions = along_first and axis_name == ()
-    is_of_positions &= mask is None or all(mask.shape[axis] == 1 for axis in layout.axes)
-    if mask is None or is_of_positions:
+    """Returns moments as differentiable functions of x. Without a mask, `full_count` replaces
+    `count`. If `safe`, the derivative of moments that are not finite is 0."""
+    x, x_upcast, mask, layout = values
+    shape, ones = layout.moments_shape, (1,) * x.ndim
+    if mask is None or _has_all_values_or_none(mask, layout, axis_name):
         size = full_count(values, axis_name)
         full = np.full if isinstance(size, int) else jnp.full
-        count, n = [full(s, size, m2.dtype) for s in ((), (1,) * x.ndim)]
+        count, n = full((), size, m2.dtype), full(ones, size, m2.dtype)
+    elif layout.groups is None:
+        n = jnp.maximum(count, 1).reshape(shape)
     else:  # all channels have the same count
-        count = count if along_first else count[0]
-        n = jnp.maximum(count, 1).reshape(
-            layout.moments_shape if along_first else (1,) * x.ndim
-        )
+        count = count[0]
+        n = jnp.maximum(count, 1).reshape(ones)
     names, mesh = collectives.split_names(axis_name)
-    columns = (v.reshape(layout.moments_shape) for v in (mean, rest, m2))
-    arrays = (x_upcast, x, *columns, n, *([] if mask is None else [mask]))
-    columns = MOMENTS.bind(
-        *arrays,
+    columns = [v.reshape(shape) for v in (mean, mean_lo, m2)]
+    operands = [x_upcast, x, *columns, n]
+    if mask is not None:
+        operands.append(mask)
+    found = MOMENTS.bind(
+        *operands,
         layout=layout,
-        shape=layout.moments_shape,
+        shape=shape,
         names=names,
         mesh=mesh,
         centred=centred,
         safe=safe,
     )
-    mean, m2 = (column.reshape(-1) for column in columns)
-    return Moments(count, Pair.of(mean, rest) if centred else mean, m2)
+    mean, m2 = (column.reshape(-1) for column in found)
+    return Moments(count, Pair.of(mean, mean_lo) if centred else mean, m2)
+
+
+def _has_all_values_or_none(
+    mask: Bool[Array, "..."], layout: Layout, axis_name: AxisName
+) -> bool:
+    """Returns whether a mask leaves all of a position's values or none: moments along given
+    axes, if no axis has a name and the mask is one of positions."""
+    is_of_positions = all(mask.shape[axis] == 1 for axis in layout.axes)
+    return layout.groups is None and axis_name == () and is_of_positions

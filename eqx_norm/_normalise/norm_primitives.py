@@ -8,7 +8,7 @@
 takes the moments of x itself, and its derivatives take `STATISTICS`. All may have a mask, which
 is last. rstd is computed from the variance in each pass, by the platform's function.
 
-Given moments are `x_upcast, variance, mean, mean_rest`. `x_upcast` is x in the compute dtype.
+Given moments are `x_upcast, variance, mean, mean_lo`. `x_upcast` is x in the compute dtype.
 No pass reads `x_upcast`: it is there to be differentiated with respect to, in place of x. A
 batch norm's dx has two parts, through y and through the moments of the batch. JAX adds them
 where the two uses of x meet; if that were x itself, in bfloat16, each part would be rounded
@@ -24,13 +24,13 @@ Arrays have as many axes as x, `(*mapped, *example)`, with size 1 where they are
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Shaped
 
 from eqx_norm._jax import registry
 from eqx_norm._jax.lowering import Args, Aval, Target
@@ -38,7 +38,7 @@ from eqx_norm._jax.lowering import Args, Aval, Target
 from .formulas import reference
 from .formulas.layout import Layout, Values
 from .formulas.reference import Shape, masked, upcast
-from .formulas.row_norm import Options, Sums
+from .formulas.row_norm import Options, Wanted
 from .moments import moments
 from .moments_primitives import AFFINE, STATISTICS
 from .primitive import abstract_result, bind, new_primitive, sum_to_shape
@@ -48,16 +48,26 @@ from .variants import choose
 
 
 def _in_passes(
-    x: Array, others: Sequence[Array], *, layout: Layout, options: Options
-) -> Callable[..., Array]:
+    x: Float[Array, "*x"],
+    others: Sequence[Shaped[Array, "..."]],
+    *,
+    layout: Layout,
+    options: Options,
+) -> Callable[..., Float[Array, "*x"]]:
     """Returns y as a function of `x_upcast`, weight and bias, and of variance and mean if they
-    are given. `others` are variance, mean and mean_rest, if given, and the mask, if there is
+    are given. `others` are variance, mean and mean_lo, if given, and the mask, if there is
     one."""
     norm, given = options.norm, options.given
-    rest = list(others[2:3]) if given else []
+    mean_lo = list(others[2:3]) if given else []
     mask = [v for v in others if v.dtype == bool]
 
-    def example(x: Array, x_upcast: Array, weight: Array, bias: Array, *arrays: Array) -> Array:
+    def example(
+        x: Float[Array, "*example"],
+        x_upcast: Float[Array, "*#example"],
+        weight: Float[Array, "*#example"],
+        bias: Float[Array, "*#example"],
+        *arrays: Shaped[Array, "..."],
+    ) -> Float[Array, "*example"]:
         vectors = arrays[: len(arrays) - len(mask)]
         values = Values(x, upcast(x_upcast), arrays[-1] if mask else None, layout)
         if not given:
@@ -69,12 +79,18 @@ def _in_passes(
         (u,) = bind(
             AFFINE, jnp.zeros_like(rstd), rstd, x_upcast, x, *mean, values.mask, layout=layout
         )
-        v = u * weight + bias
-        y = v if norm.activation is None else norm.activation(v)
+        y = u * weight + bias
+        if norm.activation is not None:
+            y = norm.activation(y)
         return masked(y, values.mask).astype(options.dtype)
 
-    def forward(x_upcast: Array, weight: Array, bias: Array, *of_moments: Array) -> Array:
-        arrays = x, x_upcast, weight, bias, *of_moments, *rest, *mask
+    def forward(
+        x_upcast: Float[Array, "*#x"],
+        weight: Float[Array, "*#x"],
+        bias: Float[Array, "*#x"],
+        *variance_and_mean: Float[Array, "..."],
+    ) -> Float[Array, "*x"]:
+        arrays = x, x_upcast, weight, bias, *variance_and_mean, *mean_lo, *mask
         sizes = [",".join(f"n{i}_{j}" for j in range(layout.ndim)) for i in range(len(arrays))]
         operands = ",".join(f"({names})" for names in sizes)
         return jnp.vectorize(example, signature=f"{operands}->({sizes[0]})")(*arrays)
@@ -82,17 +98,24 @@ def _in_passes(
     return forward
 
 
-def _parted(operands: Sequence[Any], given: bool) -> tuple[list[Any], list[Any]]:
-    """Returns the tangents among the operands of `d_norm`, and the others."""
+def _split_operands(
+    operands: Sequence[Any], given: bool
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the tangents among the operands of `d_norm`, with dx, and the primals, with x."""
     dx, x, *vectors = operands
     n = 4 if given else 2
     return [dx, *vectors[:n]], [x, *vectors[n:]]
 
 
-def _tangent(*arrays: Array, layout: Layout, options: Options) -> list[Array]:
-    given = options.given
-    tangents, (x, weight, bias, *others) = _parted(arrays, given)
-    primals = [x.astype(tangents[0].dtype), weight, bias, *(others[:2] if given else ())]
+def _tangent(
+    target: Target | None, *arrays: Shaped[Array, "..."], layout: Layout, options: Options
+) -> list[Float[Array, "*x"]]:
+    """Computes `d_norm`."""
+    del target
+    tangents, (x, weight, bias, *others) = _split_operands(arrays, options.given)
+    primals = [x.astype(tangents[0].dtype), weight, bias]
+    if options.given:
+        primals += others[:2]
     # An operand and its tangent may be broadcast along different axes.
     pairs = map(jnp.broadcast_arrays, tangents, primals)
     tangents, primals = zip(*pairs, strict=True)
@@ -101,26 +124,29 @@ def _tangent(*arrays: Array, layout: Layout, options: Options) -> list[Array]:
 
 
 def _gradients(
-    dy: Array,
-    x: Array,
-    weight: Array,
-    bias: Array,
-    *others: Array,
+    dy: Float[Array, "*x"],
+    x: Float[Array, "*x"],
+    weight: Float[Array, "*#x"],
+    bias: Float[Array, "*#x"],
+    *others: Shaped[Array, "..."],
     layout: Layout,
     options: Options,
-    sums: Sums,
-) -> list[Array]:
+    wanted: Wanted,
+) -> list[Float[Array, "..."]]:
+    """Computes `d_norm_t`, as a function that JAX can differentiate."""
     weights = [weight, bias]
-    if sums.shape is not None:
-        weights = [jnp.broadcast_to(w, sums.shape) for w in weights]
-    given = list(others[:2]) if options.given else []
-    if sums.moments_shape is not None:
-        given = [jnp.broadcast_to(v, sums.moments_shape) for v in given]
+    if wanted.shape is not None:
+        weights = [jnp.broadcast_to(w, wanted.shape) for w in weights]
+    variance_and_mean = list(others[:2]) if options.given else []
+    if wanted.moments_shape is not None:
+        shape = wanted.moments_shape
+        variance_and_mean = [jnp.broadcast_to(v, shape) for v in variance_and_mean]
     forward = _in_passes(x, others, layout=layout, options=options)
-    pull_back = jax.vjp(forward, x.astype(sums.x_dtype), *weights, *given)[1]
-    dx, *of_weights = pull_back(dy)
-    of_moments = [] if sums.moments_shape is None else of_weights[2:]
-    return [dx, *sums.chosen(*of_weights[:2]), *of_moments]
+    pull_back = jax.vjp(forward, x.astype(wanted.x_dtype), *weights, *variance_and_mean)[1]
+    dx, d_weight, d_bias, *d_moments = pull_back(dy)
+    if wanted.moments_shape is None:
+        d_moments = []
+    return [dx, *wanted.chosen(d_weight, d_bias), *d_moments]
 
 
 # --- The primitives.
@@ -131,77 +157,85 @@ def _type(x: Aval, *arrays: Aval, options: Options, **_: object) -> list[Aval]:
 
 
 def _gradient_types(
-    dy: Aval, x: Aval, weight: Aval, *_: Aval, layout: Layout, options: Options, sums: Sums
+    dy: Aval,
+    x: Aval,
+    weight: Aval,
+    *_: Aval,
+    layout: Layout,
+    options: Options,
+    wanted: Wanted,
 ) -> list[Aval]:
-    def vector(shape: Any) -> Aval:
+    def vector(shape: Shape) -> Aval:
         return abstract_result([x], x, shape, weight.dtype, len(shape) - layout.ndim)
 
-    types = [abstract_result([x, dy], x, x.shape, sums.x_dtype, x.ndim)]
-    if sums.shape is not None:
-        gradient = vector(sums.shape)
-        types += sums.chosen(gradient, gradient)
-    if sums.moments_shape is not None:
-        types += [vector(sums.moments_shape)] * 2
+    types = [abstract_result([x, dy], x, x.shape, wanted.x_dtype, x.ndim)]
+    if wanted.shape is not None:
+        gradient = vector(wanted.shape)
+        types += wanted.chosen(gradient, gradient)
+    if wanted.moments_shape is not None:
+        gradient = vector(wanted.moments_shape)
+        types += [gradient, gradient]
     return types
 
 
-def _sums_of_y(x: Shape, *, layout: Layout, options: Options) -> list[Shape]:
+def _shapes_of_moments(x: Shape, *, layout: Layout, options: Options) -> list[Shape]:
     """Returns the shapes of the sums in y: of the moments, unless these are given."""
     return [] if options.given else [layout.own_shape(x)]
 
 
-def _sums_of_gradients(
-    x: Shape, *, layout: Layout, options: Options, sums: Sums
+def _shapes_of_gradients(
+    x: Shape, *, layout: Layout, options: Options, wanted: Wanted
 ) -> list[Shape]:
     """Returns the shapes of the sums over moments' values, and over weights' values."""
-    shape, moments_shape = sums.shape, sums.moments_shape
-    if options.given and shape is None and moments_shape is None:
-        return []
-    of_moments = layout.own_shape(x) if moments_shape is None else moments_shape
-    return [of_moments] if shape is None else [of_moments, shape]
+    shape, moments_shape = wanted.shape, wanted.moments_shape
+    if moments_shape is None:
+        if options.given and shape is None:
+            return []
+        moments_shape = layout.own_shape(x)
+    return [moments_shape] if shape is None else [moments_shape, shape]
 
 
-def _lowered_tangent(target: Target, *arrays: Array, **static: Any) -> list[Array]:
-    del target
-    return _tangent(*arrays, **static)
-
-
-NORM = new_primitive("norm", choose.norm, _type, full=[0], vectors=_sums_of_y)
-D_NORM = new_primitive("d_norm", _lowered_tangent, _type, full=[0, 1])
+NORM = new_primitive("norm", choose.norm, _type, full=[0], vectors=_shapes_of_moments)
+D_NORM = new_primitive("d_norm", _tangent, _type, full=[0, 1])
 D_NORM_T = new_primitive(
-    "d_norm_t", choose.gradients, _gradient_types, full=[0, 1], vectors=_sums_of_gradients
+    "d_norm_t", choose.gradients, _gradient_types, full=[0, 1], vectors=_shapes_of_gradients
 )
 
 
 # --- The derivatives.
 
 
-def _norm_jvp(primals: Args, tangents: Args, *, layout: Layout, options: Options) -> Args:
+def _norm_jvp(
+    primals: Args, tangents: Args, *, layout: Layout, options: Options
+) -> tuple[Args, Args]:
     x, weight, bias, *others = primals
-    along: list[Any] = list(tangents[:3])
+    dx, d_weight, d_bias, *d_others = tangents
+    vector_tangents = [d_weight, d_bias]
     if options.given:
-        _, variance, mean, rest, *mask = others
-        d_x_upcast, d_variance, d_mean, d_rest = tangents[3:7]
-        along = [d_x_upcast, *tangents[1:3], d_variance, _sum(d_mean, d_rest)]
+        _, variance, mean, mean_lo, *mask = others
+        dx, d_variance, d_mean, d_mean_lo, *_ = d_others
+        vector_tangents += [d_variance, _sum(d_mean, d_mean_lo)]
+        moments = [variance, mean, mean_lo]
         # With x in place of `x_upcast`, a backward pass that computes y again does not keep
         # `x_upcast`.
-        others, vectors = [x, variance, mean, rest, *mask], [variance, mean, rest]
+        others = [x, *moments, *mask]
     else:
         mask = others
-        vectors = [] if options.kernel else _own_moments(x, mask, layout, options)
-    dx, *along = map(registry.instantiate_zeros, along)
+        moments = [] if options.kernel else _own_moments(x, mask, layout, options)
     # `x_upcast` may have size 1 along a mapped axis where x has the full size: `vmap` of an x
     # that all members of an ensemble share.
-    dx = jnp.broadcast_to(dx, x.shape)
+    dx = jnp.broadcast_to(registry.instantiate_zeros(dx), x.shape)
+    vector_tangents = map(registry.instantiate_zeros, vector_tangents)
     (y,) = NORM.bind(x, weight, bias, *others, layout=layout, options=options)
-    at = weight, bias, *vectors, *mask
-    return [y], bind(D_NORM, dx, x, *along, *at, layout=layout, options=options)
+    operands = dx, x, *vector_tangents, weight, bias, *moments, *mask
+    return [y], bind(D_NORM, *operands, layout=layout, options=options)
 
 
 def _own_moments(
-    x: Array, mask: Sequence[Array], layout: Layout, options: Options
-) -> list[Array]:
-    """Returns the variance of each example's groups and, if `centred`, the mean as a pair."""
+    x: Float[Array, "*x"], mask: Sequence[Bool[Array, "*#x"]], layout: Layout, options: Options
+) -> list[Float[Array, "..."]]:
+    """Returns the variance of each example's groups and, if `centred`, the mean as two
+    words."""
     count, *found = bind(
         STATISTICS,
         lax.stop_gradient(x),
@@ -214,59 +248,90 @@ def _own_moments(
     )
     n = jnp.maximum(count, 1) if mask else layout.length
     if not options.norm.centred:
-        return [found[0] / n]
-    mean, m2, rest = found
-    return [m2 / n, mean, rest]
+        (m2,) = found
+        return [m2 / n]
+    mean, m2, mean_lo = found
+    return [m2 / n, mean, mean_lo]
 
 
 def _sum(a: Any, b: Any) -> Any:
+    """Returns the sum of two tangents, a `Zero` if both are."""
     if isinstance(b, registry.Zero):
         return a
-    return b if isinstance(a, registry.Zero) else a + b
+    if isinstance(a, registry.Zero):
+        return b
+    return a + b
 
 
 def _d_norm_transpose(
     cotangents: Args, *operands: Any, layout: Layout, options: Options
 ) -> Args:
-    if isinstance(cotangents[0], registry.Zero):
-        return [None] * len(operands)
-    linear, primals = _parted(operands, options.given)
+    (dy,) = cotangents
+    if isinstance(dy, registry.Zero):
+        return [None for _ in operands]
+    tangents, primals = _split_operands(operands, options.given)
     x, weight, bias, *vectors = primals
-    wanted = [o.aval if registry.is_undefined_primal(o) else None for o in linear]
-    of_x, of_weights, of_moments = wanted[0], wanted[1:3], wanted[3:]
-    sums = Sums(
-        shape=_common_shape(of_weights, (weight, bias)),
-        of_weight=of_weights[0] is not None,
-        of_bias=of_weights[1] is not None,
+    avals = [t.aval if registry.is_undefined_primal(t) else None for t in tangents]
+    of_x, of_weight, of_bias, *of_moments = avals
+    wanted = Wanted(
+        shape=_common_shape([of_weight, of_bias], [weight, bias]),
+        weight=of_weight is not None,
+        bias=of_bias is not None,
         moments_shape=_common_shape(of_moments, vectors[:2]),
         x_dtype=x.dtype if of_x is None else of_x.dtype,
     )
-    gradients = bind(D_NORM_T, *cotangents, *primals, layout=layout, options=options, sums=sums)
-    dx, *found = gradients
-    remaining = iter(found)
-    d_weights = [None if v is None else sum_to_shape(next(remaining), v) for v in of_weights]
-    d_moments: Args = [None] * len(of_moments)
-    if sums.moments_shape is not None:
-        pairs = zip(remaining, of_moments, strict=True)
+    dx, *found = bind(D_NORM_T, dy, *primals, layout=layout, options=options, wanted=wanted)
+    gradients = iter(found)
+    d_weight = _next_gradient(gradients, of_weight)
+    d_bias = _next_gradient(gradients, of_bias)
+    d_moments = [None for _ in of_moments]
+    if wanted.moments_shape is not None:
+        pairs = zip(gradients, of_moments, strict=True)
         d_moments = [None if v is None else sum_to_shape(ct, v) for ct, v in pairs]
-    of_others = [None] * (len(primals) - 1)
-    return [None if of_x is None else dx, None, *d_weights, *d_moments, *of_others]
+    d_x = None if of_x is None else dx
+    d_vectors = [None for _ in (weight, bias, *vectors)]
+    return [d_x, None, d_weight, d_bias, *d_moments, *d_vectors]
 
 
-def _common_shape(wanted: Sequence[Aval | None], primals: Sequence[Array]) -> Shape | None:
+def _next_gradient(
+    gradients: Iterator[Float[Array, "..."]], aval: Aval | None
+) -> Float[Array, "..."] | None:
+    """Returns the next gradient in the shape of its operand, `None` if it is not wanted."""
+    return None if aval is None else sum_to_shape(next(gradients), aval)
+
+
+def _common_shape(avals: Sequence[Aval | None], primals: Sequence[Array]) -> Shape | None:
     """Returns the shape of gradients that one pass sums, `None` if none is wanted."""
-    shapes = [v.shape for v in wanted if v is not None]
-    return jnp.broadcast_shapes(*shapes, *(p.shape for p in primals)) if shapes else None
+    shapes = [v.shape for v in avals if v is not None]
+    if not shapes:
+        return None
+    return jnp.broadcast_shapes(*shapes, *(p.shape for p in primals))
 
 
-def _jvp(passes: Callable[..., Any], primals: Args, tangents: Args, **static: Any) -> Args:
+def _jvp_of(
+    passes: Callable[..., list[Array]], primals: Args, tangents: Args
+) -> tuple[list[Array], list[Array]]:
     # A mask, which is last, has no tangent.
     n = sum(jnp.issubdtype(p.dtype, jnp.inexact) for p in primals)
-    along = tuple(map(registry.instantiate_zeros, tangents[:n]))
-    return jax.jvp(lambda *at: passes(*at, *primals[n:], **static), tuple(primals[:n]), along)
+    mask = primals[n:]
+    tangents = tuple(map(registry.instantiate_zeros, tangents[:n]))
+    return jax.jvp(lambda *arrays: passes(*arrays, *mask), tuple(primals[:n]), tangents)
 
 
-_of_tangent, _of_gradients = (functools.partial(_jvp, f) for f in (_tangent, _gradients))
+def _d_norm_jvp(
+    primals: Args, tangents: Args, *, layout: Layout, options: Options
+) -> tuple[Args, Args]:
+    passes = functools.partial(_tangent, None, layout=layout, options=options)
+    return _jvp_of(passes, primals, tangents)
+
+
+def _d_norm_t_jvp(
+    primals: Args, tangents: Args, *, layout: Layout, options: Options, wanted: Wanted
+) -> tuple[Args, Args]:
+    passes = functools.partial(_gradients, layout=layout, options=options, wanted=wanted)
+    return _jvp_of(passes, primals, tangents)
+
+
 registry.derive(NORM, jvp=_norm_jvp)
-registry.derive(D_NORM, jvp=_of_tangent, transpose=_d_norm_transpose)
-registry.derive(D_NORM_T, jvp=_of_gradients)
+registry.derive(D_NORM, jvp=_d_norm_jvp, transpose=_d_norm_transpose)
+registry.derive(D_NORM_T, jvp=_d_norm_t_jvp)

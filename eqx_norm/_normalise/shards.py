@@ -6,8 +6,9 @@ XLA has decided how the operands are split: each device then runs the variant th
 would run, and vectors alone are sent.
 
 The compiled program names the Python function by its address, so JAX's persistent cache of
-compiled programs misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Two
-passes on the same shapes are then told apart by a number, `_Sharded.fingerprint`.
+compiled programs misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set
+(jax-ml/jax#21159, jax-ml/jax#22702). Two passes on the same shapes are then told apart by a
+number, `_Sharded.fingerprint`.
 """
 
 import math
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from eqx_norm._jax.lowering import Aval, Over, without_mesh
 
@@ -34,7 +35,7 @@ def computed(
     vectors: Sequence[Shape],
     results: Sequence[Aval],
     full: int,
-    **static: Any,
+    **params: Any,
 ) -> Callable[..., list[Array]]:
     """Returns a function of the operands of a pass that computes `results` on each device.
 
@@ -43,14 +44,14 @@ def computed(
     - `compute`: merges its sums over the given mesh axes.
     - `vectors`: the shapes of sums. The first says how x is cut into blocks.
     - `full`: the operand that has the shape of x.
-    - `static`: the pass's parameters, of all of x.
+    - `params`: the pass's parameters, of all of x.
     """
     # Imported here: programs for one device do not need it.
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    this = _Sharded(compute, vectors, results, full, static)
+    this = _Sharded(compute, vectors, results, full, params)
 
-    def on_shards(*arrays: Array) -> list[Array]:
+    def on_shards(*arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
         # XLA never runs this function; only its types matter. It must have no constants.
         function = custom_partitioning(
             lambda *_: [lax.full(r.shape, 0, r.dtype) for r in results]
@@ -68,18 +69,19 @@ class _Sharded(NamedTuple):
     vectors: Sequence[Shape]
     results: Sequence[Aval]
     full: int
-    static: dict[str, Any]
+    params: dict[str, Any]
 
     def fingerprint(self, arrays: Sequence[Array]) -> np.int32:
         """Returns a number that stands for the computation and its merges. Errors of the
         computation are raised here, where JAX shows the user's code, and not by XLA."""
         over: list[tuple[str, ...]] = [("devices",) for _ in self.vectors]
-        if "options" in self.static and self.static["options"].kernel:
+        options = self.params.get("options")
+        if options is not None and options.kernel:
             over[0] = ()  # a kernel needs whole rows
 
         def computed(*arrays: Array) -> Sequence[Array]:
             with without_mesh():
-                return list(self.compute(over)(*arrays, **self.static))
+                return list(self.compute(over)(*arrays, **self.params))
 
         jaxpr = jax.make_jaxpr(computed, axis_env=[("devices", 2)])(*arrays)
         text = re.sub("0x[0-9a-f]+", "", str(jaxpr))  # without the addresses of functions
@@ -100,7 +102,9 @@ class _Sharded(NamedTuple):
                 return f"(blocks{axis} values{axis})"
             if is_cut and size == vectors[axis]:
                 return f"blocks{axis}"
-            return f"axis{axis}" if size == x[axis] else f"array{array}_{axis}"
+            if size == x[axis]:
+                return f"axis{axis}"
+            return f"array{array}_{axis}"
 
         texts = [
             " ".join(factor(array, axis, size) for axis, size in enumerate(shape))
@@ -116,10 +120,10 @@ class _Sharded(NamedTuple):
         spec, vectors = self._spec(mesh, x, given), self.vectors[0]
 
         def split(shape: Shape) -> jax.NamedSharding:
-            places = [
-                names if size > 1 and size in (x[axis], vectors[axis]) else None
-                for axis, (names, size) in enumerate(zip(spec, shape, strict=True))
-            ]
+            places: list[tuple[str, ...] | None] = [None for _ in shape]
+            for axis, size in enumerate(shape):
+                if size > 1 and size in (x[axis], vectors[axis]):
+                    places[axis] = spec[axis]
             return jax.NamedSharding(mesh, jax.P(*places))
 
         def shard_shape(shape: Shape) -> Shape:
@@ -130,23 +134,25 @@ class _Sharded(NamedTuple):
             return tuple(name for axis in summed for name in spec[axis])
 
         compute = self.compute([*map(over, self.vectors)])
-        local = dict(self.static)
-        local["layout"] = local["layout"].of_shard(x, shard_shape(x))
-        if "shape" in local:
-            local["shape"] = shard_shape(local["shape"])
-        if "sums" in local:
-            local["sums"] = local["sums"].with_shapes(shard_shape)
-        places = [split(result.shape) for result in self.results]
-        shapes = [p.shard_shape(r.shape) for p, r in zip(places, self.results, strict=True)]
+        params = dict(self.params)
+        params["layout"] = params["layout"].of_shard(x, shard_shape(x))
+        if "shape" in params:
+            params["shape"] = shard_shape(params["shape"])
+        if "wanted" in params:
+            params["wanted"] = params["wanted"].with_shapes(shard_shape)
+        shapes = [shard_shape(result.shape) for result in self.results]
 
-        def of_shard(*arrays: Array) -> list[Array]:
+        def of_shard(*arrays: Shaped[Array, "..."]) -> list[Shaped[Array, "..."]]:
             *operands, _ = arrays  # without the fingerprint
             with without_mesh():
-                values = zip(compute(*operands, **local), shapes, strict=True)
+                values = zip(compute(*operands, **params), shapes, strict=True)
                 return [value.reshape(shape) for value, shape in values]
 
+        *arrays, _fingerprint = operands
+        of_results = [split(result.shape) for result in self.results]
+        of_operands = [split(array.shape) for array in arrays]
         replicated = jax.NamedSharding(mesh, jax.P())
-        return mesh, of_shard, places, (*(split(a.shape) for a in operands[:-1]), replicated)
+        return mesh, of_shard, of_results, (*of_operands, replicated)
 
     def _spec(self, mesh: Any, x: Shape, given: jax.P) -> list[tuple[str, ...]]:
         """Returns the names of the mesh axes that split each axis of x, none for one that is
@@ -159,6 +165,7 @@ class _Sharded(NamedTuple):
                 names = (names,)
             parts = math.prod(mesh.shape[name] for name in names)
             blocks = self.vectors[0][axis]
-            return names if (x[axis] if blocks == 1 else blocks) % parts == 0 else ()
+            size = x[axis] if blocks == 1 else blocks
+            return names if size % parts == 0 else ()
 
         return [split(axis, names) for axis, names in enumerate(given)]

@@ -3,7 +3,7 @@
 from typing import Any
 
 # These passes of a norm write vectors, which are saved; the norm's outputs are recomputed.
-_VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_sums"
+_VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_dot_products"
 _KEPT = frozenset(f"conv_general_dilated dot_general ragged_dot_general {_VECTORS}".split())
 
 

@@ -42,7 +42,7 @@ def test_fingerprint_equals_the_formula_and_changes_with_every_bit(dtype, monkey
         assert digits(jnp.asarray(array)) == expected
         prints = np.asarray(jit(jax.vmap(fingerprint))(jnp.asarray(copies)))
     assert expected not in map(hexadecimal, prints)
-    # The form of the sum for devices other than a CPU.
+    # The variant of the sum for devices other than a CPU.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
     assert digits(array) == expected
 

@@ -139,7 +139,7 @@ ALONE = cases("LayerNorm", (8, 7), (8, 768), (400, 391))
 @hypothesis.given(seeds)
 @few_examples
 def test_y_without_differentiation(case, dtype, seed):
-    """Tests the form of y that a CPU uses without differentiation."""
+    """Tests the variant of y that a CPU uses without differentiation."""
     random = np.random.default_rng(seed)
     constant = case.batch(random, normal, random.uniform(1e-3, 65504), 0, dtype, affine=False)
     for batch in (*hard(case, random, dtype), constant):

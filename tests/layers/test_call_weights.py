@@ -83,7 +83,7 @@ def test_residuals_and_passes_with_call_weights(name):
     def passes(f, *arrays):
         traced = jax.make_jaxpr(lambda *arrays: jax.vjp(f, *arrays)[1](dy))(*arrays)
         names = [equation.primitive.name for equation in jaxprs.equations(traced.jaxpr)]
-        return names.count("eqx_norm_sums"), names.count("eqx_norm_affine")
+        return names.count("eqx_norm_dot_products"), names.count("eqx_norm_affine")
 
     _, pull_back = jax.vjp(of_each, x, weight, bias)
     kept = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.size >= x.size]

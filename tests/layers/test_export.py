@@ -26,6 +26,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")  # jaxtyping broadcasts no symbols
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
     "masked",

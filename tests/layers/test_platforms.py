@@ -75,7 +75,7 @@ def test_layers_are_lowered_for_every_platform(name, dtype, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @each_norm
 def test_layers_are_lowered_for_gpus_and_tpus_over_which_jit_splits_x(name, masked):
-    """Tests that each GPU computes passes on its share of x, and that XLA splits them for TPUs,
+    """Tests that each GPU computes passes on its shard of x, and that XLA splits them for TPUs,
     and where the GPUs' shares would be uneven."""
     layer, call = made(name, SHAPE)
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
@@ -145,7 +145,7 @@ def y_and_dx(layer):
 
 
 def is_one_kernel(traced):
-    """Returns whether a GPU program has the form of one kernel, with a maximum of each row."""
+    """Returns whether a GPU program is the one kernel, with a maximum of each row."""
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return "applies stablehlo.maximum" in text
 

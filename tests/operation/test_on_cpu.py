@@ -1,4 +1,4 @@
-"""Tests the form of sums and statistics for a CPU: sums in trees, statistics in float64."""
+"""Tests the variant of sums and statistics for a CPU: sums in trees, statistics in float64."""
 
 import math
 import re

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_norm._jax import jaxprs
-from eqx_norm._normalise.moments_primitives import AFFINE, MOMENTS, STATISTICS, SUMS
+from eqx_norm._normalise.moments_primitives import AFFINE, DOT_PRODUCTS, MOMENTS, STATISTICS
 from eqx_norm._normalise.norm_primitives import NORM
 from eqx_norm.models import recompute_outputs
 from tests.helpers import APPROACHES, normal
@@ -144,5 +144,5 @@ def test_residuals_of_scanned_networks(name, network):
 
 def test_policy_saves_vectors_and_no_outputs():
     """Fails if a primitive gets a name that the policy does not know."""
-    assert all(map(recompute_outputs, (STATISTICS, MOMENTS, SUMS)))
+    assert all(map(recompute_outputs, (STATISTICS, MOMENTS, DOT_PRODUCTS)))
     assert not any(map(recompute_outputs, (AFFINE, NORM)))

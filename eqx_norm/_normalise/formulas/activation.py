@@ -2,10 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Inexact
 
 from eqx_norm._jax.jaxprs import (
     COSTLY,
@@ -22,24 +22,26 @@ from .reference import Shape
 Activation = Callable[[Array], Array]
 
 
-def applied(activation: Activation | None, u: Array) -> Array:
+def applied(activation: Activation | None, u: Inexact[Array, "*x"]) -> Inexact[Array, "*x"]:
     """Returns `activation(u)`, cast to the dtype of `u`; raises `ValueError` if the result has
     another shape, and `TypeError` if it is complex and `u` is not."""
     if activation is None:
         return u
     try:
-        result: Any = activation(u)
+        result = activation(u)
     except Exception as error:  # whatever the user's function raises
-        result, cause = error, error
-    else:
-        cause = None
+        raise _not_elementwise(activation, u, error) from error
     if getattr(result, "shape", None) != u.shape:
-        raise ValueError(
-            f"activation={activation} must be elementwise: given an array of shape {u.shape}, "
-            f"it must return one of the same shape, but the result is {result!r}. Apply it "
-            "after the layer instead."
-        ) from cause
+        raise _not_elementwise(activation, u, result)
     return cast(f"the result of activation={activation}", result, u.dtype)
+
+
+def _not_elementwise(activation: Activation, u: Array, result: object) -> ValueError:
+    return ValueError(
+        f"activation={activation} must be elementwise: given an array of shape {u.shape}, it "
+        f"must return one of the same shape, but the result is {result!r}. Apply it after the "
+        "layer instead."
+    )
 
 
 class Elementwise:
@@ -55,7 +57,7 @@ class Elementwise:
         self.key = f"{jaxpr}\n{derivative}"
         self.is_costly = bool(COSTLY & {e.primitive.name for e in equations(jaxpr)})
 
-    def __call__(self, u: Array) -> Array:
+    def __call__(self, u: Float[Array, "*x"]) -> Float[Array, "*x"]:
         return _called(self, u)
 
     def __eq__(self, other: object) -> bool:
@@ -69,16 +71,19 @@ class Elementwise:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _called(function: Elementwise, u: Array) -> Array:
+def _called(function: Elementwise, u: Float[Array, "*x"]) -> Float[Array, "*x"]:
     return elementwise_results(function.jaxpr, u)[0]
 
 
 @_called.defjvp
-def _called_jvp(function: Elementwise, primals: Args, tangents: Args) -> Any:
-    return function(*primals), elementwise_results(function.derivative, *primals, *tangents)[0]
+def _called_jvp(
+    function: Elementwise, primals: Args, tangents: Args
+) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
+    (tangent,) = elementwise_results(function.derivative, *primals, *tangents)
+    return function(*primals), tangent
 
 
-def elementwise(activation: Activation, shape: Shape, dtype: Any) -> Elementwise | None:
+def elementwise(activation: Activation, shape: Shape, dtype: DTypeLike) -> Elementwise | None:
     """Returns the activation as an `Elementwise`; `None` if its jaxprs for an array of this
     shape do not show that it is one."""
     u, function = jax.ShapeDtypeStruct(shape, dtype), functools.partial(applied, activation)

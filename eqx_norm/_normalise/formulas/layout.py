@@ -3,15 +3,15 @@
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Inexact, Shaped
 
 from eqx_norm._jax import collectives
 from eqx_norm._jax.collectives import AxisName
 
-from .reference import Shape, upcast
+from .reference import Shape, Size, upcast
 
 
 class Layout(NamedTuple):
@@ -73,16 +73,19 @@ class Layout(NamedTuple):
         return math.prod(self.moments_shape)
 
     @property
-    def length(self) -> Any:
+    def length(self) -> Size:
         """Returns the number of values in a group."""
         return math.prod(self.shape) // self.size
 
     def of_shard(self, x: Shape, shard: Shape) -> "Layout":
         """Returns the layout of a device's shard of x, which cuts no group."""
-        n, (groups, channels) = len(x) - self.ndim, (self.groups, self.channels)
-        groups = groups * shard[n] // x[n] if groups and groups > 1 else groups
-        channels = channels * shard[n] // x[n] if channels > 1 else channels
-        return Layout(shard[n:], groups, channels, self.axes)
+        first = len(x) - self.ndim
+        groups, channels = self.groups, self.channels
+        if groups is not None and groups > 1:
+            groups = groups * shard[first] // x[first]
+        if channels > 1:
+            channels = channels * shard[first] // x[first]
+        return Layout(shard[first:], groups, channels, self.axes)
 
     # --- The shapes in which passes compute.
 
@@ -93,9 +96,13 @@ class Layout(NamedTuple):
         which they all are if x has groups."""
         if self.groups is not None:
             return self.ndim
+        if self.ndim == 0:
+            return 0
         is_summed = [axis in self.axes for axis in range(self.ndim)]
-        tail = len([*itertools.takewhile(lambda s: s == is_summed[-1], reversed(is_summed))])
-        return tail if is_summed[-1:] == [True] else min(tail + 1, self.ndim)
+        last_run = [*itertools.takewhile(lambda s: s == is_summed[-1], reversed(is_summed))]
+        if is_summed[-1]:
+            return len(last_run)
+        return min(len(last_run) + 1, self.ndim)
 
     def cut(self, shape: Shape) -> Shape:
         """Returns the shape of an array with the first axis of an example cut into groups, if
@@ -115,7 +122,9 @@ class Layout(NamedTuple):
         mapped, sizes = self._sizes(shape)
         return (*mapped, *self._merged(sizes, by_channel))
 
-    def in_rows(self, array: Array, *, by_channel: bool = False) -> Array:
+    def in_rows(
+        self, array: Shaped[Array, "..."], *, by_channel: bool = False
+    ) -> Shaped[Array, "..."]:
         """Returns an array that broadcasts to x in the shape `rows`, repeated where it has size
         1 along some of the merged axes, as a mask of positions has along a group's channels."""
         mapped, sizes = self._sizes(array.shape)
@@ -124,22 +133,24 @@ class Layout(NamedTuple):
             array = jnp.broadcast_to(array.reshape(*mapped, *sizes), (*mapped, *repeated))
         return array.reshape(*mapped, *self._merged(repeated, by_channel))
 
-    def weights(self, array: Array) -> Array:
+    def weights(self, array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """Returns a weight that broadcasts to x, repeated where `in_rows` would repeat it: its
         gradient is then one of the sums of a pass."""
         mapped, sizes = self._sizes(array.shape)
         repeated = self._repeated(sizes, by_channel=True)
-        # Without groups, as the weights of groups are of channels or of values.
-        return array if repeated == sizes else jnp.broadcast_to(array, (*mapped, *repeated))
+        if repeated == sizes:
+            return array
+        # Without groups: the weights of groups are of channels or of values.
+        return jnp.broadcast_to(array, (*mapped, *repeated))
 
-    def spread(self, vector: Array) -> Array:
+    def spread(self, vector: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
         """Returns a vector of the shape of moments, repeated for each channel of a group."""
         axis = vector.ndim - self.ndim
         if self.groups is None or self.ndim == 0 or vector.shape[axis] in (1, self.shape[0]):
             return vector
         return jnp.repeat(vector, self.shape[0] // vector.shape[axis], axis)
 
-    def _sizes(self, shape: Shape) -> tuple[Shape, list[Any]]:
+    def _sizes(self, shape: Shape) -> tuple[Shape, list[Size]]:
         """Returns the sizes of an array's mapped axes, and of those of an example, of which the
         first is cut into groups."""
         axis = len(shape) - self.ndim
@@ -151,17 +162,18 @@ class Layout(NamedTuple):
 
     def _runs(self, by_channel: bool) -> list[list[int]]:
         """Returns the axes of `_sizes` that are merged into one, for each one."""
-        if self.groups is None or self.ndim == 0:
+        if self.ndim == 0:
+            kinds = ["values"]
+        elif self.groups is None:
             kinds = ["values" if axis in self.axes else "groups" for axis in range(self.ndim)]
         else:
             has_channels = by_channel and self.channels > self.groups
-            kinds = ["groups", "channels" if has_channels else "values"]
-            kinds += ["values"] * (self.ndim - 1)
-        kinds = kinds or ["values"]
+            spatial = ["values" for _ in self.shape[1:]]
+            kinds = ["groups", "channels" if has_channels else "values", *spatial]
         runs = itertools.groupby(range(len(kinds)), kinds.__getitem__)
         return [[*run] for _, run in runs]
 
-    def _repeated(self, sizes: list[Any], by_channel: bool) -> list[Any]:
+    def _repeated(self, sizes: list[Size], by_channel: bool) -> list[Size]:
         _, full = self._sizes(self.shape)
         repeated = list(sizes)
         for run in self._runs(by_channel):
@@ -170,7 +182,7 @@ class Layout(NamedTuple):
                     repeated[axis] = full[axis]
         return repeated
 
-    def _merged(self, sizes: Sequence[Any], by_channel: bool) -> Shape:
+    def _merged(self, sizes: Sequence[Size], by_channel: bool) -> Shape:
         merged = [math.prod(sizes[axis] for axis in run) for run in self._runs(by_channel)]
         return tuple(merged) if len(merged) > 1 else (1, *merged)
 
@@ -187,14 +199,18 @@ class Values(NamedTuple):
     - `layout`: which values share moments, and which share a weight.
     """
 
-    x: Array
-    x_upcast: Array
-    mask: Array | None
+    x: Inexact[Array, "*example"]
+    x_upcast: Inexact[Array, "*example"]
+    mask: Bool[Array, "*#example"] | None
     layout: Layout
 
     @staticmethod
     def of(
-        x: Array, mask: Array | None = None, *, groups: int | None, channels: int
+        x: Inexact[Array, "*example"],
+        mask: Bool[Array, "..."] | None = None,
+        *,
+        groups: int | None,
+        channels: int,
     ) -> "Values":
         """Returns the values of x; `mask` broadcasts to `x.shape[1:]` or has the shape of x."""
         if mask is not None and mask.shape != x.shape:
@@ -202,12 +218,16 @@ class Values(NamedTuple):
         return Values(x, upcast(x), mask, Layout(x.shape, groups, channels))
 
     @staticmethod
-    def along(x: Array, axes: tuple[int, ...], mask: Array | None = None) -> "Values":
+    def along(
+        x: Inexact[Array, "*example"],
+        axes: tuple[int, ...],
+        mask: Bool[Array, "*#example"] | None = None,
+    ) -> "Values":
         """Returns the values of x with moments along these axes; `mask` has as many axes."""
         return Values(x, upcast(x), mask, Layout(x.shape, None, 1, axes))
 
 
-def full_count(values: Values, axis_name: AxisName) -> Any:
+def full_count(values: Values, axis_name: AxisName) -> Size:
     """Returns the number of values in each group, over all examples along the named axes: an
     int, or a symbol of `jax.export`. Raises `NameError` if `axis_name` is not bound."""
     return values.x.size // values.layout.size * collectives.size(axis_name)

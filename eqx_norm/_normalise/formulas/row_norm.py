@@ -1,10 +1,11 @@
 """Defines the formulas of y and of its gradients, for XLA's programs and for kernels."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._jax.jaxprs import elementwise_results
@@ -16,7 +17,7 @@ from .reference import Shape
 Mean = Callable[[Array], Array]
 Gradient = TypeVar("Gradient")  # an array, or its type
 # A function that returns the product of two arrays.
-Product = Callable[[Any, Any], Array]
+Product = Callable[[Array, Array], Array]
 
 
 class RowNorm(NamedTuple):
@@ -33,24 +34,39 @@ class RowNorm(NamedTuple):
     centred: bool
     activation: Elementwise | None = None
 
-    def standardised(self, x: Array, k: Any, mean: Mean) -> tuple[Array, Array]:
-        """Returns u and r."""
-        return self.scaled(self.centre(x, k, mean) if self.centred else x, mean)
+    def standardised(
+        self, x: Float[Array, "*x"], k: Float[Array, "*#x"] | None, mean: Mean
+    ) -> tuple[Float[Array, "*x"], Float[Array, "*#x"]]:
+        """Returns u and r. `k` is one of a row's values, `None` unless `centred`."""
+        if k is not None:
+            x = self.centre(x, k, mean)
+        return self.scaled(x, mean)
 
-    def centre(self, x: Array, k: Any, mean: Mean) -> Array:
+    def centre(
+        self, x: Float[Array, "*x"], k: Float[Array, "*#x"], mean: Mean
+    ) -> Float[Array, "*x"]:
         """Returns x - mean. As in `reference.statistics`, one of a row's values, `k`, is
         subtracted first, so that a constant row becomes 0, and the mean is computed twice."""
         d = x - (k + uncontracted(mean(x - k)))
         return d - uncontracted(mean(d))
 
     def scaled(
-        self, x: Array, mean: Mean, rsqrt: Callable[[Array], Array] = lax.rsqrt
-    ) -> tuple[Array, Array]:
+        self,
+        x: Float[Array, "*x"],
+        mean: Mean,
+        rsqrt: Callable[[Array], Array] = lax.rsqrt,
+    ) -> tuple[Float[Array, "*x"], Float[Array, "*#x"]]:
         """Returns u and r, for an x that is centred."""
         rstd = rsqrt(mean(x * x) + self.eps)
         return x * rstd, rstd
 
-    def y(self, u: Array, weight: Array, bias: Array, product: Product = lax.mul) -> Array:
+    def y(
+        self,
+        u: Float[Array, "*x"],
+        weight: Float[Array, "*#x"],
+        bias: Float[Array, "*#x"],
+        product: Product = lax.mul,
+    ) -> Float[Array, "*x"]:
         """Returns y, with each product that is added computed by this function."""
         v = product(u, weight) + bias
         if self.activation is None:
@@ -59,23 +75,32 @@ class RowNorm(NamedTuple):
 
     def g(
         self,
-        dy: Array,
-        u: Array,
-        weight: Array,
-        bias: Array,
+        dy: Float[Array, "*x"],
+        u: Float[Array, "*x"],
+        weight: Float[Array, "*#x"],
+        bias: Float[Array, "*#x"],
         product: Product = lax.mul,
-        of_derivative: Product = lax.mul,
-    ) -> Array:
-        """Returns g, with the derivative of the activation computed from u, and each product in
-        the two by these functions."""
+        derivative_product: Product = lax.mul,
+    ) -> Float[Array, "*x"]:
+        """Returns g, with the derivative of the activation computed from u. `product` computes
+        the product in $w u + b$, `derivative_product` those of the derivative."""
         if self.activation is None:
             return dy
-        derivative, v = self.activation.derivative, product(u, weight) + bias
-        return elementwise_results(derivative, v, dy, product=of_derivative)[0]
+        v = product(u, weight) + bias
+        derivative = self.activation.derivative
+        return elementwise_results(derivative, v, dy, product=derivative_product)[0]
 
-    def along_x(self, h: Array, u: Array, rstd: Array, mean: Mean) -> Array:
-        """Returns dx for h; as the map is symmetric, also the tangent of u for that of x."""
-        h = h - mean(h) if self.centred else h
+    def jacobian_product(
+        self,
+        h: Float[Array, "*x"],
+        u: Float[Array, "*x"],
+        rstd: Float[Array, "*#x"],
+        mean: Mean,
+    ) -> Float[Array, "*x"]:
+        """Returns dx, the product of du/dx and h. As the Jacobian is symmetric, this is also
+        the tangent of u for a tangent h of x."""
+        if self.centred:
+            h = h - mean(h)
         return rstd * (h - u * mean(h * u))
 
 
@@ -84,14 +109,14 @@ class Options(NamedTuple):
 
     **Fields:**
 
-    - `dtype`: that of y.
+    - `dtype`: the dtype of y.
     - `given`: whether the moments are operands that a strategy has chosen, and not those of x.
     - `kernel`: whether a Pallas kernel computes y and gradients.
     - `contiguous`: whether the values of an example are contiguous in memory.
     """
 
     norm: RowNorm
-    dtype: Any
+    dtype: jnp.dtype
     given: bool
     kernel: bool
     contiguous: bool = True
@@ -101,48 +126,51 @@ class Operands(NamedTuple):
     """Holds the operands of a norm, with as many axes as x, `(*mapped, *example)`, and size 1
     where they are broadcast.
 
-    **Fields:** `mask`: one mask or none. `moments`: variance, and the mean as a pair if there
-    is one; empty if the moments of x are still to be computed.
+    **Fields:** `mask`: one mask or none. `moments`: variance, and the mean as two words if
+    there is one; empty if the moments of x are still to be computed.
     """
 
-    x: Array
-    weight: Array
-    bias: Array
-    mask: Sequence[Array] = ()
-    moments: Sequence[Array] = ()
+    x: Float[Array, "*x"]
+    weight: Float[Array, "*#x"]
+    bias: Float[Array, "*#x"]
+    mask: Sequence[Bool[Array, "*#x"]] = ()
+    moments: Sequence[Float[Array, "*#x"]] = ()
 
     @staticmethod
     def of(x: Array, weight: Array, bias: Array, others: Sequence[Array]) -> "Operands":
         """Returns the operands; `others` are moments, if any, and the mask, if any."""
         mask = [v for v in others if v.dtype == bool]
-        return Operands(x, weight, bias, mask, others[: len(others) - len(mask)])
+        moments = others[: len(others) - len(mask)]
+        return Operands(x, weight, bias, mask, moments)
 
 
-class Sums(NamedTuple):
-    """Says which gradients a backward pass sums besides that of x.
+class Wanted(NamedTuple):
+    """Says which gradients a backward pass returns besides that of x.
 
-    **Fields:** `shape`: of the gradients of weight and bias, `None` if neither is wanted.
-    `moments_shape`: of the gradients of given moments, `None` if they are not wanted.
-    `x_dtype`: of the gradient of x.
+    **Fields:** `shape`: the shape of the gradients of weight and bias, `None` if neither is
+    wanted. `moments_shape`: the shape of the gradients of given moments, `None` if they are not
+    wanted. `x_dtype`: the dtype of the gradient of x.
     """
 
     shape: Shape | None = None
-    of_weight: bool = False
-    of_bias: bool = False
+    weight: bool = False
+    bias: bool = False
     moments_shape: Shape | None = None
-    x_dtype: Any = None
+    x_dtype: jnp.dtype = jnp.dtype(jnp.float32)
 
     def chosen(self, weight: Gradient, bias: Gradient) -> list[Gradient]:
         """Returns those of the two gradients, or of their types, that are wanted."""
-        wanted = list[Gradient]()
-        if self.of_weight:
-            wanted.append(weight)
-        if self.of_bias:
-            wanted.append(bias)
-        return wanted
+        chosen = list[Gradient]()
+        if self.weight:
+            chosen.append(weight)
+        if self.bias:
+            chosen.append(bias)
+        return chosen
 
-    def with_shapes(self, change: Callable[[Shape], Shape]) -> "Sums":
-        """Returns the sums with changed shapes, as `vmap` and a split over devices need."""
-        shape = None if self.shape is None else change(self.shape)
-        moments_shape = None if self.moments_shape is None else change(self.moments_shape)
-        return self._replace(shape=shape, moments_shape=moments_shape)
+    def with_shapes(self, change: Callable[[Shape], Shape]) -> "Wanted":
+        """Returns the same gradients with changed shapes, for a new mapped axis or a shard."""
+        shape, moments_shape = self.shape, self.moments_shape
+        return self._replace(
+            shape=None if shape is None else change(shape),
+            moments_shape=None if moments_shape is None else change(moments_shape),
+        )

@@ -137,7 +137,7 @@ def backward(
             at = tile.span(start, block), tile.span(0, n)
             u, rstd = _standardised(norm, grid, x, at)
             g = norm.g(tile.load(dy.at[at], grid.tile), u, w, b)
-            tile.store(dx.at[at], norm.along_x(g * w, u, rstd, _mean))
+            tile.store(dx.at[at], norm.jacobian_product(g * w, u, rstd, _mean))
             if of_rows:
                 for ref, values in zip(sums, (g * u, g), strict=False):
                     tile.store(ref.at[at[0]], tile.sum_along(values, 1))

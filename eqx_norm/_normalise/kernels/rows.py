@@ -11,7 +11,7 @@ from eqx_norm._jax.jaxprs import equations
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas.activation import Activation, Elementwise
 from eqx_norm._normalise.formulas.layout import Layout
-from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Wanted
 
 from .availability import kernels, platform, refusal
 
@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 
     @classmethod
     def of(
-        cls, target: Target, layout: Layout, norm: RowNorm, at: Operands, sums: Sums
+        cls, target: Target, layout: Layout, norm: RowNorm, at: Operands, wanted: Wanted
     ) -> "Kernel | None":
         """Returns the kernels for a platform, or `None` if passes serve: if x is empty, or
         weights differ between examples. Raises `ValueError` if no kernel serves."""
@@ -74,7 +74,7 @@ class Kernel(NamedTuple):
                 "row. Split the batch instead",
             )
         # A kernel takes one weight and one bias for all examples.
-        shapes = at.weight.shape, at.bias.shape, sums.shape
+        shapes = at.weight.shape, at.bias.shape, wanted.shape
         mapped = [shape[: len(shape) - layout.ndim] for shape in shapes if shape is not None]
         if at.x.size == 0 or any(math.prod(sizes) > 1 for sizes in mapped):
             return None
@@ -85,13 +85,13 @@ class Kernel(NamedTuple):
         (y,) = self.module.forward(*self._rows(*at[:3]), norm=self.norm)
         return y
 
-    def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
+    def gradients(self, dy: Array, at: Operands, wanted: Wanted) -> list[Array]:
         """Returns the gradients of x and weights, as `choose.gradients` does. The
         moments are computed again."""
-        shape = None if sums.shape is None else self.layout.rows(sums.shape)
+        shape = None if wanted.shape is None else self.layout.rows(wanted.shape)
         arrays = self._rows(dy, *at[:3])
         dx, *found = self.module.backward(*arrays, norm=self.norm, shape=shape)
-        return [dx, *(sums.chosen(*found) if found else [])]
+        return [dx, *(wanted.chosen(*found) if found else [])]
 
     def _rows(self, *arrays: Array) -> list[Array]:
         return [array.reshape(self.layout.rows(array.shape)) for array in arrays]

@@ -52,7 +52,7 @@ def backward(
         if sums:
             _add(blocks, g * u, *sums[:2])
             _add(blocks, g, *sums[2:])
-        dx[...] = norm.along_x(g * weight[...], u, rstd, _mean).astype(dx.dtype)
+        dx[...] = norm.jacobian_product(g * weight[...], u, rstd, _mean).astype(dx.dtype)
 
     dx, *sums = _call(body, [dy, x], [weight, bias], sums=0 if shape is None else 4)
     return [dx, *((a + b).reshape(shape) for a, b in zip(sums[::2], sums[1::2], strict=True))]

@@ -23,59 +23,64 @@ nor on whether y is differentiated. Units are bytes moved by those of x (docs/gp
   a GPU and on a TPU. In another shape XLA:TPU copies x (2 passes more).
 - `Kernel`: 5.3 units in training where XLA takes 9.1; not timed, so never chosen by itself.
 
-How passes differ by platform is in `_PLATFORMS`, and each field in
-`statistics_and_sums.Variant`.
+How passes differ by platform is in `_PLATFORMS`; `Variant` describes the fields.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Shaped
 
 from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
-from eqx_norm._normalise.formulas.row_norm import Operands, Options, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, Options, Wanted
 from eqx_norm._normalise.kernels import columns, rows
 
-from . import on_cpu, on_gpu, statistics_and_sums
+from . import moments_passes, on_cpu, on_gpu
 from .gpu_chain import Chain
-from .statistics_and_sums import Variant
+from .variant import Variant
 from .y_and_gradients import Passes
 
+_DEFAULT = Variant()
 _PLATFORMS = {
     # Trees of sums: XLA's own loop along rows takes 4 times as long (`cpu_tree`).
     "cpu": Variant(
         is_flat=True,
-        sums=on_cpu.tree_sums,
+        gradients_reduction=on_cpu.tree_sums,
         statistics=on_cpu.statistics,
         squares=on_cpu.squares,
-        small=on_cpu.converted,
+        convert_small=on_cpu.convert_small,
         materialised=on_cpu.materialised,
         uncontracted=uncontracted,
         rsqrt=reference.rsqrt,
     ),
     # Two sums in one reduction: else XLA writes an activation's derivative first (`on_gpu`).
     "gpu": Variant(
-        sums=on_gpu.packed_sums,
-        statistic_sums=on_gpu.cut_sums,
+        gradients_reduction=on_gpu.packed_sums,
+        statistics_reduction=on_gpu.cut_sums,
         has_barriers=True,
         is_first_in_rows=True,
     ),
-    "other": Variant(),
+    "other": _DEFAULT,
 }
 
 
 def variant_of(target: Target) -> Variant:
-    """Returns what passes do on the platform. Sums that cut arrays into parts need sizes that
-    are known, and arrays that XLA does not split."""
-    of_platform = _PLATFORMS[target.platform]
+    """Returns what passes do on the platform."""
+    variant = _PLATFORMS[target.platform]
     if target.is_known and not target.is_partitioned:
-        return of_platform
-    cut = ("sums", "statistics", "squares", "statistic_sums", "materialised")
-    return of_platform._replace(**{name: Variant._field_defaults[name] for name in cut})
+        return variant
+    # Sums that cut arrays into parts need sizes that are known, and arrays that XLA does not
+    # split.
+    return variant._replace(
+        gradients_reduction=_DEFAULT.gradients_reduction,
+        statistics_reduction=_DEFAULT.statistics_reduction,
+        statistics=_DEFAULT.statistics,
+        squares=_DEFAULT.squares,
+        materialised=_DEFAULT.materialised,
+    )
 
 
 # --- Each function is the lowering of a primitive.
@@ -83,21 +88,21 @@ def variant_of(target: Target) -> Variant:
 
 def statistics(
     target: Target,
-    x: Array,
-    *mask: Array,
+    x: Float[Array, "*x"],
+    *mask: Bool[Array, "*#x"],
     layout: Layout,
     shape: Shape,
     centred: bool,
     implementation: str,
-) -> Sequence[Array]:
+) -> Sequence[Float[Array, "..."]]:
     """Computes `reference.statistics`; unless `centred`, count and sum of squares alone."""
     if centred and implementation == "pallas":
         arrays = map(layout.in_rows, (x, *mask))
         found = columns.statistics(target, *arrays, shape=layout.rows(shape))
-        return statistics_and_sums.pooled(target, found)
-    chosen = variant_of(target)
-    found = statistics_and_sums.statistics(
-        chosen, target, x, *mask, layout=layout, shape=shape, centred=centred
+        return moments_passes.pooled(target, found)
+    variant = variant_of(target)
+    found = moments_passes.statistics(
+        variant, target, x, *mask, layout=layout, shape=shape, centred=centred
     )
     if not centred:
         return found
@@ -105,65 +110,85 @@ def statistics(
         # Materialised for the passes over a batch, each of which reads them. Passes over rows
         # materialise rstd instead.
         count, *vectors = found
-        found = [count, *chosen.materialised(*vectors)]
-    return statistics_and_sums.pooled(target, found)
+        found = [count, *variant.materialised(*vectors)]
+    return moments_passes.pooled(target, found)
 
 
-def sums(target: Target, *arrays: Array, **static: Any) -> Sequence[Array]:
-    """Computes `reference.sums`."""
-    return statistics_and_sums.sums(variant_of(target), target, *arrays, **static)
+def dot_products(
+    target: Target,
+    g: Float[Array, "*x"],
+    *arrays: Shaped[Array, "..."],
+    layout: Layout,
+    shape: Shape,
+    both: bool,
+) -> Sequence[Float[Array, "..."]]:
+    """Computes `reference.dot_products`; `arrays` are x, mean, mean_lo and any mask."""
+    return moments_passes.dot_products(
+        variant_of(target), target, g, *arrays, layout=layout, shape=shape, both=both
+    )
 
 
-def affine(target: Target, *arrays: Array, **static: Any) -> list[Array]:
-    """Computes `reference.affine`."""
-    return statistics_and_sums.affine(variant_of(target), *arrays, **static)
+def affine(
+    target: Target,
+    bias: Float[Array, "*#vectors"],
+    scale: Float[Array, "*#vectors"],
+    x_upcast: Float[Array, "*#x"],
+    *arrays: Shaped[Array, "..."],
+    layout: Layout,
+) -> list[Float[Array, "..."]]:
+    """Computes `reference.affine`; `arrays` are x, mean, mean_lo and any mask."""
+    del x_upcast
+    return moments_passes.affine(variant_of(target), bias, scale, *arrays, layout=layout)
 
 
 def norm(
     target: Target,
-    x: Array,
-    weight: Array,
-    bias: Array,
-    *others: Array,
+    x: Float[Array, "*x"],
+    weight: Float[Array, "*#x"],
+    bias: Float[Array, "*#x"],
+    *others: Shaped[Array, "..."],
     layout: Layout,
     options: Options,
-) -> list[Array]:
+) -> list[Float[Array, "..."]]:
     """Returns the normalised x. `others` are the given moments, if any, after `x_upcast`, which
     is not read, and the mask, if any."""
-    at = Operands.of(x, weight, bias, others[1:] if options.given else others)
-    return [_of_norm(target, at, Sums(), layout, options).y(at).astype(options.dtype)]
+    if options.given:
+        others = others[1:]
+    operands = Operands.of(x, weight, bias, others)
+    variant = _variant_of_norm(target, operands, Wanted(), layout, options)
+    return [variant.y(operands).astype(options.dtype)]
 
 
 def gradients(
     target: Target,
-    dy: Array,
-    x: Array,
-    weight: Array,
-    bias: Array,
-    *others: Array,
+    dy: Float[Array, "*x"],
+    x: Float[Array, "*x"],
+    weight: Float[Array, "*#x"],
+    bias: Float[Array, "*#x"],
+    *others: Shaped[Array, "..."],
     layout: Layout,
     options: Options,
-    sums: Sums,
-) -> list[Array]:
-    """Returns the gradients of x, of weight and bias if they are wanted, and of variance and
-    mean if they are. `others` are moments and mask."""
-    at = Operands.of(x, weight, bias, others)
-    of_norm = _of_norm(target, at, sums, layout, options)
-    dx, *of_vectors = of_norm.gradients(dy, at, sums)
-    return [dx.astype(sums.x_dtype), *of_vectors]
+    wanted: Wanted,
+) -> list[Float[Array, "..."]]:
+    """Returns the gradient of x and those that are wanted, of weight and bias, and of variance
+    and mean. `others` are moments and mask."""
+    operands = Operands.of(x, weight, bias, others)
+    variant = _variant_of_norm(target, operands, wanted, layout, options)
+    dx, *of_vectors = variant.gradients(dy, operands, wanted)
+    return [dx.astype(wanted.x_dtype), *of_vectors]
 
 
-def _of_norm(
-    target: Target, at: Operands, sums: Sums, layout: Layout, options: Options
+def _variant_of_norm(
+    target: Target, operands: Operands, wanted: Wanted, layout: Layout, options: Options
 ) -> rows.Kernel | Chain | Passes:
     if options.kernel:
-        found = rows.Kernel.of(target, layout, options.norm, at, sums)
-        if found is not None:
-            return found
-    if target.platform == "gpu" and not options.given and not at.mask:
+        kernel = rows.Kernel.of(target, layout, options.norm, operands, wanted)
+        if kernel is not None:
+            return kernel
+    if target.platform == "gpu" and not options.given and not operands.mask:
         chain = Chain(layout, options.norm)
         has_whole_rows = options.contiguous and not target.over[0]
-        if has_whole_rows and chain.serves(at, sums):
+        if has_whole_rows and chain.serves(operands, wanted):
             return chain
     return Passes(variant_of(target), target, layout, options)
 

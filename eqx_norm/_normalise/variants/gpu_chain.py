@@ -15,12 +15,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape, hardware_rsqrt
-from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Wanted
 
 LONGEST, FEW = 2**14, 32
 
@@ -32,63 +32,80 @@ class Chain(NamedTuple):
     layout: Layout
     norm: RowNorm
 
-    def serves(self, at: Operands, sums: Sums) -> bool:
-        """Returns whether the kernel has less memory traffic than the passes. Weights of blocks
-        are repeated and written, once for all examples."""
+    def serves(self, operands: Operands, wanted: Wanted) -> bool:
+        """Returns whether the kernel has less memory traffic than the passes."""
         layout = self.layout
-        if layout.groups is None or not all(isinstance(n, int) for n in layout.shape):
+        if layout.groups is None or layout.ndim == 0:
             return False
-        if layout.ndim == 0:
+        if not all(isinstance(n, int) for n in layout.shape):
             return False
-        longest = LONGEST if sums.shape is None else FEW
-        # XLA:GPU pads rows to a power of two, and then splits off costly functions.
-        if self.norm.activation is not None and self.norm.activation.is_costly:
-            padded = 1 << (layout.length - 1).bit_length()
-            longest *= 4 * padded <= 5 * layout.length
-        shapes = at.weight.shape, at.bias.shape, *([] if sums.shape is None else [sums.shape])
-        of_each = any(
-            self._repeats(w) and math.prod(w[: len(w) - layout.ndim]) > 1 for w in shapes
-        )
-        is_float = at.x.dtype.itemsize <= 4
-        return 0 < layout.length <= longest and is_float and not of_each
-
-    def y(self, at: Operands) -> Array:
-        """Returns the normalised x."""
-        u, _ = self._standardised(at.x)
-        v = u * self._rows(at.weight) + self._rows(at.bias)
+        if operands.x.dtype.itemsize > 4:
+            return False
+        shapes = [operands.weight.shape, operands.bias.shape]
+        if wanted.shape is not None:
+            shapes.append(wanted.shape)
+        for shape in shapes:
+            # Weights of blocks are repeated and written, once for all examples.
+            mapped = shape[: len(shape) - layout.ndim]
+            if self._repeats(shape) and math.prod(mapped) > 1:
+                return False
         activation = self.norm.activation
-        return self._in_shape(v if activation is None else activation(v), at.x)
+        if activation is not None and activation.is_costly:
+            # XLA:GPU pads rows to a power of two, and then splits off costly functions.
+            padded = 1 << (layout.length - 1).bit_length()
+            if 4 * padded > 5 * layout.length:
+                return False
+        longest = LONGEST if wanted.shape is None else FEW
+        return 0 < layout.length <= longest
 
-    def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
-        """Returns the gradients of x and weights, as `choose.gradients` does. The
-        moments are computed again."""
-        dx = self._dx(dy, at)
-        if sums.shape is None:
+    def y(self, operands: Operands) -> Float[Array, "*x"]:
+        """Returns the normalised x."""
+        x, weight, bias, *_ = operands
+        u, _ = self._standardised(x)
+        v = u * self._rows(weight) + self._rows(bias)
+        if self.norm.activation is not None:
+            v = self.norm.activation(v)
+        return self._in_shape(v, x)
+
+    def gradients(
+        self, dy: Float[Array, "*x"], operands: Operands, wanted: Wanted
+    ) -> list[Float[Array, "..."]]:
+        """Returns the gradients of x and weights, as `choose.gradients` does. The moments are
+        computed again."""
+        x, weight, bias, *_ = operands
+        dx = self._dx(dy, operands)
+        if wanted.shape is None:
             return [dx]
-        for _ in range(2):  # an x other than those of y and dx
-            at = at._replace(x=lax.optimization_barrier(at.x))
-        weights = [jnp.broadcast_to(w, sums.shape) for w in (at.weight, at.bias)]
-        pull_back = jax.vjp(lambda *weights: self.y(Operands(at.x, *weights)), *weights)[1]
-        return [dx, *sums.chosen(*pull_back(dy))]
+        # Two barriers: an x other than those of y and dx.
+        x = lax.optimization_barrier(lax.optimization_barrier(x))
+        weights = [jnp.broadcast_to(w, wanted.shape) for w in (weight, bias)]
+        pull_back = jax.vjp(lambda *weights: self.y(Operands(x, *weights)), *weights)[1]
+        return [dx, *wanted.chosen(*pull_back(dy))]
 
-    def _dx(self, dy: Array, at: Operands) -> Array:
+    def _dx(self, dy: Float[Array, "*x"], operands: Operands) -> Float[Array, "*x"]:
         """Returns the gradient of x by the transpose of the tangent, which XLA:GPU fuses for
         more activations than `RowNorm.g`."""
+        x, weight, bias, *_ = operands
         # The barrier separates this kernel's statistics from those of y: XLA would merge both
         # and write them to memory.
-        u, rstd = self._standardised(lax.optimization_barrier(at.x))
-        weight, bias = map(self._rows, (at.weight, at.bias))
+        u, rstd = self._standardised(lax.optimization_barrier(x))
+        weight, bias = self._rows(weight), self._rows(bias)
+        activation = self.norm.activation
 
-        def tangent(dx: Array) -> Array:
-            du = weight * self.norm.along_x(self._rows(dx), u, rstd, _mean)
-            if (activation := self.norm.activation) is not None:
-                du = jax.jvp(activation, (weight * u + bias,), (du,))[1]
-            return self._in_shape(du, at.x)
+        def tangent(dx: Float[Array, "*x"]) -> Float[Array, "*x"]:
+            dv = weight * self.norm.jacobian_product(self._rows(dx), u, rstd, _mean)
+            if activation is not None:
+                dv = jax.jvp(activation, (weight * u + bias,), (dv,))[1]
+            return self._in_shape(dv, x)
 
-        return jax.linear_transpose(tangent, at.x)(dy)[0]
+        return jax.linear_transpose(tangent, x)(dy)[0]
 
-    def _standardised(self, x: Array) -> tuple[Array, Array]:
-        is_coarse, x = x.dtype == jnp.bfloat16, self._rows(x)
+    def _standardised(
+        self, x: Float[Array, "*x"]
+    ) -> tuple[Float[Array, "*rows n"], Float[Array, "*rows 1"]]:
+        """Returns u and rstd, with a row for each group."""
+        is_coarse = x.dtype == jnp.bfloat16
+        x = self._rows(x)
         if not self.norm.centred:
             # x - min(max(x^2), 0) is x to the bit. XLA:GPU starts a chain only where a row's
             # result is subtracted.
@@ -108,7 +125,7 @@ class Chain(NamedTuple):
         values, size = math.prod(self.layout.shape), self.layout.size
         return math.prod(shape[len(shape) - self.layout.ndim :]) not in (1, size, values)
 
-    def _rows(self, array: Array) -> Array:
+    def _rows(self, array: Float[Array, "*#x"]) -> Float[Array, "*rows n"]:
         """Returns an array as float32 with a row for each group. The barrier materialises the
         array, because a reshape inside the kernel would cut the kernel."""
         layout = self.layout
@@ -117,15 +134,18 @@ class Chain(NamedTuple):
                 mapped = array.shape[: array.ndim - layout.ndim]
                 array = jnp.broadcast_to(array, (*mapped, *layout.shape))
             array = array.reshape(layout.rows(array.shape))
-            array = array if array.size == 1 else lax.optimization_barrier(array)
+            if array.size != 1:
+                array = lax.optimization_barrier(array)
         return array.astype(jnp.float32)
 
-    def _in_shape(self, rows: Array, x: Array) -> Array:
+    def _in_shape(
+        self, rows: Float[Array, "*rows n"], x: Float[Array, "*x"]
+    ) -> Float[Array, "*x"]:
         rows = rows.astype(x.dtype)
         if rows.shape != x.shape:
             rows = lax.optimization_barrier(rows)  # as in `_rows`
         return rows.reshape(x.shape)
 
 
-def _mean(rows: Array) -> Array:
+def _mean(rows: Float[Array, "*rows n"]) -> Float[Array, "*rows 1"]:
     return rows.sum(-1, keepdims=True) / rows.shape[-1]

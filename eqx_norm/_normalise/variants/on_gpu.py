@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Float32, UInt64
 
 from eqx_norm._normalise.formulas import reference
 
@@ -23,47 +23,61 @@ _BITS = np.uint64(32)
 _UNCUT, _PARTS = 2**12, 2**5
 
 
-def packed_sums(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
+def packed_sums(
+    arrays: Sequence[Float[Array, "*x"]], axes: Sequence[int]
+) -> tuple[Float[Array, "*#x"], ...]:
     """Returns one sum per array, as a `reference.Reduction`, rounded as by `cut_sums`."""
     is_pair = len(arrays) == 2 and all(array.dtype == jnp.float32 for array in arrays)
-    # XLA's own sums are faster along rows.
-    return cut_sums(arrays, axes, _together if is_pair and 0 in axes else reference.xla_sums)
+    if is_pair and 0 in axes:
+        return cut_sums(arrays, axes, _sums_of_words)
+    return cut_sums(arrays, axes)  # XLA's own sums are faster along rows
 
 
 def cut_sums(
-    arrays: Sequence[Array], axes: Sequence[int], sums: reference.Reduction = reference.xla_sums
-) -> tuple[Array, ...]:
+    arrays: Sequence[Float[Array, "*x"]],
+    axes: Sequence[int],
+    reduction: reference.Reduction = reference.xla_sums,
+) -> tuple[Float[Array, "*#x"], ...]:
     """Returns one sum per array, as a `reference.Reduction`; few rows are summed in two steps:
     XLA cuts only sums of more than `_UNCUT` rows, and else writes the operand to memory."""
     shape, inner = arrays[0].shape, axes[1:]
     rows = math.prod(shape[axis] for axis in axes)
     parts = shape[0] if inner else math.gcd(rows, _PARTS)
     if 0 not in axes or rows > _UNCUT or not 1 < parts <= rows // _PARTS:
-        return sums(arrays, axes)
+        return reduction(arrays, axes)
     if not inner:
-        arrays, inner = [a.reshape(parts, -1, *shape[1:]) for a in arrays], [1]
+        arrays = [a.reshape(parts, -1, *shape[1:]) for a in arrays]
+        inner = [1]
     # Without a barrier XLA would merge the two steps.
-    of_parts = [*map(lax.optimization_barrier, sums(arrays, inner))]
+    of_parts = [*map(lax.optimization_barrier, reduction(arrays, inner))]
     kept = [1 if axis in axes else n for axis, n in enumerate(shape)]
     return tuple(v.reshape(kept) for v in reference.xla_sums(of_parts, [0]))
 
 
-def _together(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, ...]:
+def _sums_of_words(
+    arrays: Sequence[Float32[Array, "*x"]], axes: Sequence[int]
+) -> tuple[Float32[Array, "*#x"], ...]:
+    """Returns the sums of two arrays by one reduction of words of 64 bits."""
     with jax.enable_x64(True):
-        both = lax.reduce(_packed(*arrays), np.uint64(0), _add, tuple(axes))
-        return tuple(lax.expand_dims(v, tuple(axes)) for v in _unpacked(both))
+        words = lax.reduce(_packed(*arrays), np.uint64(0), _add, tuple(axes))
+        return tuple(lax.expand_dims(v, tuple(axes)) for v in _unpacked(words))
 
 
-def _add(a: Array, b: Array) -> Array:
+def _add(a: UInt64[Array, "*x"], b: UInt64[Array, "*x"]) -> UInt64[Array, "*x"]:
+    """Adds the two numbers of each word."""
     return _packed(*map(lax.add, _unpacked(a), _unpacked(b)))
 
 
-def _packed(high: Array, low: Array) -> Array:
-    bits = (lax.bitcast_convert_type(v, jnp.uint32).astype(jnp.uint64) for v in (high, low))
-    return (next(bits) << _BITS) | next(bits)
+def _packed(a: Float32[Array, "*x"], b: Float32[Array, "*x"]) -> UInt64[Array, "*x"]:
+    """Returns the bits of two numbers in one word."""
+    high = lax.bitcast_convert_type(a, jnp.uint32).astype(jnp.uint64) << _BITS
+    low = lax.bitcast_convert_type(b, jnp.uint32).astype(jnp.uint64)
+    return high | low
 
 
-def _unpacked(pair: Array) -> tuple[Array, Array]:
-    halves = (pair >> _BITS, pair)
-    high, low = (lax.bitcast_convert_type(v.astype(jnp.uint32), jnp.float32) for v in halves)
-    return high, low
+def _unpacked(
+    words: UInt64[Array, "*x"],
+) -> tuple[Float32[Array, "*x"], Float32[Array, "*x"]]:
+    a = lax.bitcast_convert_type((words >> _BITS).astype(jnp.uint32), jnp.float32)
+    b = lax.bitcast_convert_type(words.astype(jnp.uint32), jnp.float32)
+    return a, b

@@ -9,20 +9,20 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike, Bool, Float, Shaped
 
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
-from eqx_norm._normalise.formulas.row_norm import Operands, Options, Product, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, Options, Product, Wanted
 
-from . import statistics_and_sums
-from .statistics_and_sums import Variant
+from . import moments_passes
+from .variant import Variant
 
 # In shorter rows LLVM unrolls the loop along a row, and vectorises the loop over rows. With
 # AVX-512 it then contracts products and sums in the remainder alone (jax 0.12.0.1, also
@@ -40,63 +40,76 @@ class Passes(NamedTuple):
     layout: Layout
     options: Options
 
-    def y(self, at: Operands) -> Array:
+    def y(self, operands: Operands) -> Float[Array, "..."]:
         """Returns the normalised x."""
-        x, norm, arranged = at.x, self.options.norm, functools.partial(self._arranged, at)
-        if not at.moments:
+        x, norm = operands.x, self.options.norm
+        if not self.options.given:
             # The squares of RMSNorm are read by XLA's library, which converts x itself.
-            x = self.variant.small(x, once=not norm.centred)
-        rstd, *mean = arranged(*self._rstd_and_mean(at))
-        x, *mask = arranged(x, *at.mask)
-        weight, bias = arranged(at.weight, at.bias)
+            x = self.variant.convert_small(x, once=not norm.centred)
+        arranged = functools.partial(self._arranged, operands)
+        rstd, *mean = arranged(*self._rstd_and_mean(operands))
+        x, *mask = arranged(x, *operands.mask)
+        weight, bias = arranged(operands.weight, operands.bias)
         d = _deviations(x, rstd, mean, mask)
-        return reference.masked(norm.y(d, rstd * weight, bias, self._product), *mask)
+        y = norm.y(d, rstd * weight, bias, self._product)
+        return reference.masked(y, *mask)
 
-    def gradients(self, dy: Array, at: Operands, sums: Sums) -> list[Array]:
+    def gradients(
+        self, dy: Float[Array, "*x"], operands: Operands, wanted: Wanted
+    ) -> list[Float[Array, "..."]]:
         """Returns the gradients of x, weights and given moments, as `choose.gradients` does."""
-        variant, target, norm = self.variant, self.target, self.options.norm
-        given = self.options.given
-        arranged, x = functools.partial(self._arranged, at), at.x
+        variant, norm, given = self.variant, self.options.norm, self.options.given
+        over_moments, over_weights = self.target.over[0], self.target.over[-1]
+        arranged = functools.partial(self._arranged, operands)
+        x = operands.x
         moments_shape = self.layout.own_shape(x.shape)
-        if given:
-            moments_shape = sums.moments_shape or at.moments[0].shape
+        if not given:
+            x, dy = variant.convert_small(x), variant.convert_small(dy)
+        elif wanted.moments_shape is not None:
+            moments_shape = wanted.moments_shape
         else:
-            x, dy = variant.small(x), variant.small(dy)
-        moments_shape = self._shape(at, moments_shape)
-        weights_shape = self._shape(at, at.weight.shape if sums.shape is None else sums.shape)
-        vectors = arranged(*self._rstd_and_mean(at))
-        x, dy, weight, bias, *mask = arranged(x, dy, at.weight, at.bias, *at.mask)
+            moments_shape = operands.moments[0].shape
+        weights_shape = operands.weight.shape if wanted.shape is None else wanted.shape
+        moments_shape = self._shape(operands, moments_shape)
+        weights_shape = self._shape(operands, weights_shape)
+        vectors = arranged(*self._rstd_and_mean(operands))
+        x, dy, weight, bias, *mask = arranged(
+            x, dy, operands.weight, operands.bias, *operands.mask
+        )
         passes, product = itertools.count(1), self._product
-        of_derivative = lax.mul if given else self._uncontracted
-
+        derivative_product = lax.mul if given else self._uncontracted
         # Outside of the passes: a kernel of XLA:GPU less, unless the weight is as large as x.
         scales = [vectors[0] * weight] if given and weight.shape != x.shape else []
 
         def each_pass() -> tuple[Array, Array, Array]:
             """Returns g, x - mean and rstd, for another pass over x."""
             own = [*vectors, *scales]
-            # Without barriers XLA:GPU would store x - mean and the activation's derivative.
-            barriers = next(passes) if norm.activation else 1
-            for _ in range(barriers if variant.has_barriers else 0):
-                own = [*map(lax.optimization_barrier, own)]
+            if variant.has_barriers:
+                # Without barriers XLA:GPU would store x - mean and the activation's derivative.
+                barriers = next(passes) if norm.activation else 1
+                for _ in range(barriers):
+                    own = [*map(lax.optimization_barrier, own)]
             rstd, *mean = own[: len(vectors)]
             d = _deviations(x, rstd, mean, mask)
             if not given:
                 u, scale = d * rstd, weight
+            elif scales:
+                u, scale = d, own[-1]
             else:
-                u, scale = d, own[-1] if scales else rstd * weight
-            g = norm.g(dy.astype(d.dtype), u, scale, bias, product, of_derivative)
+                u, scale = d, rstd * weight
+            g = norm.g(dy.astype(d.dtype), u, scale, bias, product, derivative_product)
             return reference.masked(g, *mask), d, rstd
 
         g, d, rstd = each_pass()
         sizes = [*enumerate(zip(moments_shape, weights_shape, x.shape, strict=True))]
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
-        needs_sum_of_g = norm.centred or sums.of_bias
         gd = product(g, d)
+        needs_sum_of_g = norm.centred or wanted.bias
         parts = self._sums([gd, g] if needs_sum_of_g else [gd], inner)
+        # Of weight * g * d and, unless the mean counts as 0, of weight * g.
         weighted = [product(weight, part) for part in (parts if norm.centred else parts[:1])]
-        totals = statistics_and_sums.summed_over(self._sums(weighted, outer), target.over[0])
+        totals = moments_passes.summed_over(self._sums(weighted, outer), over_moments)
         if inner or outer:
             g, d, rstd = each_pass()
         of_moments = []
@@ -104,77 +117,82 @@ class Passes(NamedTuple):
             dx = self._dx(g, d, rstd, weight, totals, mask, moments_shape)
         else:
             dx = rstd * weight * g
-            if sums.moments_shape is not None:
-                of_moments = [
-                    reference.r_cubed(vectors[0], -0.5 * totals[0]),
-                    -rstd * totals[1],
-                ]
+            if wanted.moments_shape is not None:
+                of_variance = reference.r_cubed(vectors[0], -0.5 * totals[0])
+                of_moments = [of_variance, -rstd * totals[1]]
         dx = reference.masked(dx, *mask)
-        if sums.shape is None:
+        if wanted.shape is None:
             return [dx, *of_moments]
         if not inner:
             g, d, rstd = each_pass()
             parts = [g * d, g]
-        arrays = sums.chosen(parts[0] * rstd, parts[-1])
+        arrays = wanted.chosen(parts[0] * rstd, parts[-1])
         arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, weights_shape))
-        return [dx, *statistics_and_sums.summed_over(arrays, target.over[-1]), *of_moments]
+        return [dx, *moments_passes.summed_over(arrays, over_weights), *of_moments]
 
     def _dx(
         self,
-        g: Array,
-        d: Array,
-        rstd: Array,
-        weight: Array,
-        totals: Sequence[Array],
-        mask: Sequence[Array],
+        g: Float[Array, "*x"],
+        d: Float[Array, "*x"],
+        rstd: Float[Array, "*#x"],
+        weight: Float[Array, "*#x"],
+        totals: Sequence[Float[Array, "*#x"]],
+        mask: Sequence[Bool[Array, "*#x"]],
         moments_shape: Shape,
-    ) -> Array:
+    ) -> Float[Array, "*x"]:
         """Returns dx through y and through x's own moments."""
-        n = jnp.maximum(statistics_and_sums.count(self.target, g, mask, moments_shape), 1)
+        centred = self.options.norm.centred
+        n = jnp.maximum(moments_passes.count(self.target, g, mask, moments_shape), 1)
         is_broadcast = isinstance(g.size, int) and weight.size < g.size
         if not is_broadcast:
             # A weight of its own: XLA writes the product of arrays of one size, here the weight
             # and g, if two loops read it. LLVM could then not contract it with the subtraction.
             weight = self.variant.uncontracted(weight)
-        # The sum of one unmasked value is the rounded product: dx of this value is exactly 0.
-        centred = self.options.norm.centred
-        product = self._uncontracted if centred and mask else self._product
-        h = product(weight, g) - (totals[1] / n if centred else 0)
+        if not centred:
+            h = self._product(weight, g)
+        elif mask:
+            # The sum of one unmasked value is the rounded product: dx of this value is exactly
+            # 0.
+            h = self._uncontracted(weight, g) - totals[1] / n
+        else:
+            h = self._product(weight, g) - totals[1] / n
         return rstd * (h - self._product(d, rstd * rstd * (totals[0] / n)))
 
-    def _rstd_and_mean(self, at: Operands) -> list[Array]:
-        """Returns rstd and, if there is one, the mean as a pair."""
-        variance, *mean = at.moments or self._own_moments(at)
+    def _rstd_and_mean(self, operands: Operands) -> list[Float[Array, "*vectors"]]:
+        """Returns rstd and, if there is one, the mean as two words."""
+        variance, *mean = operands.moments or self._own_moments(operands)
         rstd = self._rstd(variance)
         if self.options.given or not self.options.norm.centred:
             return [rstd, *mean]
         return [*self.variant.materialised(rstd, *mean)]
 
-    def _own_moments(self, at: Operands) -> list[Array]:
-        """Returns the variance of x itself and, if `centred`, the mean as a pair."""
-        centred, shape = self.options.norm.centred, self.layout.own_shape(at.x.shape)
-        found = statistics_and_sums.statistics(
+    def _own_moments(self, operands: Operands) -> list[Float[Array, "*vectors"]]:
+        """Returns the variance of x itself and, if `centred`, the mean as two words."""
+        x, mask, centred = operands.x, operands.mask, self.options.norm.centred
+        shape = self.layout.own_shape(x.shape)
+        found = moments_passes.statistics(
             self.variant,
             self.target,
-            at.x,
-            *at.mask,
+            x,
+            *mask,
             layout=self.layout,
             shape=shape,
             centred=centred,
         )
         if centred:
-            found = statistics_and_sums.pooled(self.target, found)
+            found = moments_passes.pooled(self.target, found)
         count, *found = (v.reshape(shape) for v in found)
-        if at.mask:
+        if mask:
             n = jnp.maximum(count, 1)
         else:  # a constant
             over = self.target.over[0]
             devices = lax.axis_size(over) if over else 1
-            n = jnp.full((1,) * at.x.ndim, self.layout.length * devices, count.dtype)
+            n = jnp.full((1,) * x.ndim, self.layout.length * devices, count.dtype)
         if not centred:
-            return [found[0] / n]
-        mean, m2, rest = found
-        return [m2 / n, mean, rest]
+            (m2,) = found
+            return [m2 / n]
+        mean, m2, mean_lo = found
+        return [m2 / n, mean, mean_lo]
 
     @property
     def _product(self) -> Product:
@@ -183,33 +201,47 @@ class Passes(NamedTuple):
         is_short = isinstance(length, int) and length < SHORT and not self.options.given
         return self._uncontracted if is_short else lax.mul
 
-    def _uncontracted(self, a: Any, b: Any) -> Array:
+    def _uncontracted(
+        self, a: Float[ArrayLike, "*#x"], b: Float[ArrayLike, "*#x"]
+    ) -> Float[Array, "*#x"]:
         """Returns a * b, which LLVM cannot contract with a sum into one operation, which rounds
         once. Of two products it depends on the loop's other operations which one is contracted,
         and a row must have its own bits."""
         return self.variant.uncontracted(lax.mul(a, b))
 
-    def _rstd(self, variance: Array) -> Array:
+    def _rstd(self, variance: Float[Array, "*vectors"]) -> Float[Array, "*vectors"]:
         # XLA multiplies m2 by the rounded 1/n, and LLVM would contract the product with the sum
         # in some loops: a row would have two rstd.
         return self.variant.rsqrt(self.variant.uncontracted(variance) + self.options.norm.eps)
 
-    def _arranged(self, at: Operands, *arrays: Array) -> list[Array]:
-        return self.variant.arranged(self.layout, *arrays, by_channel=self._by_channel(at))
+    def _arranged(
+        self, operands: Operands, *arrays: Shaped[Array, "..."]
+    ) -> list[Shaped[Array, "..."]]:
+        by_channel = self._by_channel(operands)
+        return self.variant.arranged(self.layout, *arrays, by_channel=by_channel)
 
-    def _shape(self, at: Operands, shape: Shape) -> Shape:
-        return self.variant.shape(self.layout, shape, by_channel=self._by_channel(at))
+    def _shape(self, operands: Operands, shape: Shape) -> Shape:
+        by_channel = self._by_channel(operands)
+        return self.variant.shape(self.layout, shape, by_channel=by_channel)
 
-    def _by_channel(self, at: Operands) -> bool:
+    def _by_channel(self, operands: Operands) -> bool:
         """Returns whether weights are of channels, and not of each value."""
-        sizes = [math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in (at.weight, at.bias)]
+        weights = operands.weight, operands.bias
+        sizes = [math.prod(w.shape[w.ndim - self.layout.ndim :]) for w in weights]
         return math.prod(self.layout.shape) not in sizes
 
-    def _sums(self, arrays: Sequence[Array], axes: Sequence[int]) -> Sequence[Array]:
+    def _sums(
+        self, arrays: Sequence[Float[Array, "*x"]], axes: Sequence[int]
+    ) -> Sequence[Float[Array, "*#x"]]:
         return self.variant.reduced(arrays, axes) if axes else arrays
 
 
-def _deviations(x: Array, rstd: Array, mean: Sequence[Array], mask: Sequence[Array]) -> Array:
+def _deviations(
+    x: Float[Array, "*x"],
+    rstd: Float[Array, "*#x"],
+    mean: Sequence[Float[Array, "*#x"]],
+    mask: Sequence[Bool[Array, "*#x"]],
+) -> Float[Array, "*x"]:
     """Returns x - mean in the dtype of rstd, x itself if there is no mean."""
     d = reference.centred(x, *mean) if mean else x.astype(rstd.dtype)
     return reference.masked(d, *mask)

@@ -12,7 +12,7 @@ import pytest
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas.layout import Layout
-from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Sums
+from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Wanted
 from eqx_norm._normalise.kernels.rows import Kernel
 from tests.helpers import make
 
@@ -161,7 +161,7 @@ def test_kernels_are_not_used_unless_requested(implementation):
 
 
 def test_kernels_in_programs_that_jit_splits(platform):
-    """Tests that each GPU runs the kernel on its share of x, which XLA:TPU cannot."""
+    """Tests that each GPU runs the kernel on its shard of x, which XLA:TPU cannot."""
     mesh = jax.sharding.AbstractMesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     sharded = of(X.shape, X.dtype, sharding=jax.NamedSharding(mesh, jax.P("x")))
     layer, how = LayerNorm(256, implementation="pallas"), {"platform": platform, "on": mesh}
@@ -218,4 +218,4 @@ def test_a_row_that_devices_split_is_refused():
     at, layout = Operands(x, x[:1], x[:1]), Layout((8,), 1, 1)
     target = Target("other", ["tpu"], 1, True, over=[("values",), ()])
     with pytest.raises(ValueError, match="the mesh splits the values of a row"):
-        Kernel.of(target, layout, RowNorm(1e-5, True), at, Sums())
+        Kernel.of(target, layout, RowNorm(1e-5, True), at, Wanted())
