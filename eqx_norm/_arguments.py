@@ -96,8 +96,8 @@ def checked_activation(activation: Activation | None) -> Activation | None:
 
 
 def comparable(activation: Activation | None) -> Activation | None:
-    """Returns the activation, a `functools.partial` as a `Partial`: the first equals only
-    itself, while the second is a pytree with the arguments as leaves."""
+    """Returns the activation; a `functools.partial`, which equals only itself, as a `Partial`,
+    a pytree with the arguments as leaves."""
     if isinstance(activation, functools.partial):
         return Partial(activation.func, *activation.args, **activation.keywords)
     return activation
