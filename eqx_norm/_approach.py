@@ -2,15 +2,16 @@
 
 import functools
 import warnings
-from typing import Any
+
+from jaxtyping import PyTree
 
 from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import AbstractStrategy, named
 
 
 def resolve(
-    approach: str | AbstractStrategy[Any] | None, mode: str | None, momentum: float | None
-) -> AbstractStrategy[Any]:
+    approach: str | AbstractStrategy[PyTree] | None, mode: str | None, momentum: float | None
+) -> AbstractStrategy[PyTree]:
     """Returns the strategy object `approach`, or makes the one that `approach` or `mode` names.
 
     **Raises:** `ValueError` for an unknown name, an `approach` that is neither a name nor a

@@ -3,13 +3,12 @@
 import functools
 import math
 from collections.abc import Hashable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
-from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Inexact, PyTree
 
 from eqx_norm._contract import described
 from eqx_norm._memory import ENSEMBLE
@@ -21,18 +20,20 @@ from eqx_norm.strategies._numbers import array_hint, is_count, number
 _LEAST = {"eps": 1e-20}
 
 
-def checked_number(argument: str, value: Any) -> float:
+def checked_number(argument: str, value: object) -> float:
     """Returns a number as a `float`; raises `ValueError` unless it is finite and large enough
     for this argument."""
-    result, least = number(value), _LEAST.get(argument, -math.inf)
+    result = number(value)
+    least = _LEAST.get(argument, -math.inf)
     if not (isinstance(result, float) and math.isfinite(result) and result >= least):
         bound = f", at least {least}, as 1e-5" if argument in _LEAST else ""
-        wrong = f"{argument}={value!r}: it must be a finite number{bound}."
-        raise ValueError(wrong + array_hint(value))
+        raise ValueError(
+            f"{argument}={value!r}: it must be a finite number{bound}." + array_hint(value)
+        )
     return result
 
 
-def checked_size(argument: str, value: Any, given: object = None) -> int:
+def checked_size(argument: str, value: object, given: object = None) -> int:
     """Returns a size as an `int`. Raises `ValueError` if `value` is no size; the error quotes
     the value, or the sequence `given` that contains the value."""
     if not is_count(value):
@@ -41,11 +42,11 @@ def checked_size(argument: str, value: Any, given: object = None) -> int:
     return int(value)
 
 
-def checked_names(**arguments: Any) -> list[AxisName]:
+def checked_names(**arguments: object) -> list[AxisName]:
     """Returns names of axes, or tuples of names; raises `ValueError` for a value that is no
     name, and for a name that is given twice."""
     # A list of names would make the layer unhashable.
-    axes = [tuple(v) if isinstance(v, list) else v for v in arguments.values()]
+    axes = [tuple(axis) if isinstance(axis, list) else axis for axis in arguments.values()]
     quoted = " and ".join(f"{name}={value!r}" for name, value in arguments.items())
     names = [name for axis in axes for name in names_of(axis)]
     for name in names:
@@ -54,14 +55,17 @@ def checked_names(**arguments: Any) -> list[AxisName]:
                 f"{quoted}: {name!r} is no name of an axis. Give the name that jax.vmap or the "
                 "mesh has, such as axis_name='batch', or a tuple of names."
             )
-    if twice := {name for name in names if names.count(name) > 1}:
-        once = (
-            ": statistics over axis_name= are remembered anyway, and memory_axis_name= is only "
-            "for the axes along which batches are normalised separately."
-        )
+    repeated = {name for name in names if names.count(name) > 1}
+    if repeated:
+        hint = "."
+        if len(axes) > 1:
+            hint = (
+                ": statistics over axis_name= are remembered anyway, and memory_axis_name= is "
+                "only for the axes along which batches are normalised separately."
+            )
         raise ValueError(
-            f"{quoted} name {', '.join(map(repr, twice))} more than once. Give each name once"
-            + (once if len(axes) > 1 else ".")
+            f"{quoted} name {', '.join(map(repr, repeated))} more than once. Give each name "
+            f"once{hint}"
         )
     return axes
 
@@ -81,9 +85,9 @@ def weight_dtype(dtype: DTypeLike | None) -> jnp.dtype:
 def checked_activation(activation: Activation | None) -> Activation | None:
     """Returns the activation; raises `ValueError` for a NumPy function, and for an object that
     is not callable."""
-    if activation is not None and (
-        isinstance(activation, np.ufunc) or not callable(activation)
-    ):
+    if activation is None:
+        return None
+    if isinstance(activation, np.ufunc) or not callable(activation):
         raise ValueError(
             f"activation={activation!r} is no function that JAX can trace. Give the function "
             "itself, and JAX's, not NumPy's: for example activation=jax.numpy.tanh."
@@ -92,66 +96,85 @@ def checked_activation(activation: Activation | None) -> Activation | None:
 
 
 def comparable(activation: Activation | None) -> Activation | None:
-    """Returns the activation. Converts a `functools.partial`, which equals only itself, to a
-    `Partial`, a pytree with the arguments as leaves."""
+    """Returns the activation; a `functools.partial`, which equals only itself, as a `Partial`,
+    a pytree with the arguments as leaves."""
     if isinstance(activation, functools.partial):
         return Partial(activation.func, *activation.args, **activation.keywords)
     return activation
 
 
-def affine(layer: PyTree, weight: Any, bias: Any, shape: Shape, x: Array) -> Affine:
+def affine(
+    layer: PyTree,
+    weight: ArrayLike | None,
+    bias: ArrayLike | None,
+    shape: Shape,
+    x: Inexact[Array, "..."],
+) -> Affine:
     """Returns the weight (with the offset added), the bias and the activation for a call. The
     weight and bias given replace the layer's own, of `shape`. Raises `ValueError` or
     `TypeError` for arrays that do not fit."""
-    weight, bias = (
-        _fitting(layer, name, given, shape, x)
-        for name, given in (("weight", weight), ("bias", bias))
-    )
+    weight = _weight_or_bias(layer, "weight", weight, shape, x)
+    bias = _weight_or_bias(layer, "bias", bias, shape, x)
     if weight is not None and layer.weight_offset != 0:
         weight = layer.weight_offset + upcast(weight)
     return Affine(weight, bias, comparable(layer.activation))
 
 
-def _fitting(layer: PyTree, name: str, given: Any, shape: Shape, x: Array) -> Array | None:
-    """Returns the weight or bias given, or else the layer's own."""
-    if given is None:
-        array: Any = getattr(layer, name)
-        shapes, whose = [shape], f"The layer's own {name}"
-        fix = f"Put such a one there by eqx.tree_at, or write layer(x, {name}={name})."
-        axes_in_front = np.ndim(array) - len(shape)
-        if axes_in_front > 0 and np.shape(array)[axes_in_front:] == shape:
-            fix = f"{ENSEMBLE} If not: {fix}"
-    else:
-        array, shapes, whose = jnp.asarray(given), [shape, x.shape], f"{name}="
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
-            raise TypeError(
-                f"{name}= has dtype {array.dtype}, and x has {x.dtype}: give floats, or a "
-                f"complex {name} for complex x. Write {name}.astype({x.dtype})."
-            )
-        fix = (
-            f"If all examples share it, write jax.vmap(lambda x: layer(x, {name}={name}))(x); "
-            f"if not, jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
-        )
-        if array.size == math.prod(shape):
-            fix = f"Write {name}.reshape({shape})."
-    if array is not None and np.shape(array) not in shapes:
-        right = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(
-            f"{whose} has shape {np.shape(array)}, but for x of shape {x.shape} it must have "
-            f"the shape {right}. {fix}"
-        )
-    return array
+def _weight_or_bias(
+    layer: PyTree, name: str, given: ArrayLike | None, shape: Shape, x: Inexact[Array, "..."]
+) -> Array | None:
+    if given is not None:
+        return _checked_given(name, given, shape, x)
+    own = getattr(layer, name)
+    own_shape = np.shape(own)
+    if own is None or own_shape == shape:
+        return own
+    fix = f"Put such a one there by eqx.tree_at, or write layer(x, {name}={name})."
+    axes_in_front = len(own_shape) - len(shape)
+    if axes_in_front > 0 and own_shape[axes_in_front:] == shape:
+        fix = f"{ENSEMBLE} If not: {fix}"
+    raise ValueError(
+        f"The layer's own {name} has shape {own_shape}, but for x of shape {x.shape} it must "
+        f"have the shape {shape}. {fix}"
+    )
 
 
-def not_one_example(
+def _checked_given(
+    name: str, given: ArrayLike, shape: Shape, x: Inexact[Array, "..."]
+) -> Inexact[Array, "..."]:
+    """Returns the weight or bias of a call as an array; raises unless it is inexact and has
+    this shape or that of x."""
+    array = jnp.asarray(given)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(
+            f"{name}= has dtype {array.dtype}, and x has {x.dtype}: give floats, or a "
+            f"complex {name} for complex x. Write {name}.astype({x.dtype})."
+        )
+    if array.shape in (shape, x.shape):
+        return array
+    fix = (
+        f"If all examples share it, write jax.vmap(lambda x: layer(x, {name}={name}))(x); "
+        f"if not, jax.vmap(lambda x, {name}: layer(x, {name}={name}))(x, {name})."
+    )
+    if array.size == math.prod(shape):
+        fix = f"Write {name}.reshape({shape})."
+    allowed = str(shape) if shape == x.shape else f"{shape} or {x.shape}"
+    raise ValueError(
+        f"{name}= has shape {array.shape}, but for x of shape {x.shape} it must have the shape "
+        f"{allowed}. {fix}"
+    )
+
+
+def example_shape_error(
     x: Array, argument: str, value: object, shape: object, fix: str | None
 ) -> ValueError:
     """Returns the error for an `x` that does not have the `shape` that `argument` set when the
     layer was made. `fix` says what to do; by default, to make another layer."""
+    if fix is None:
+        fix = f"Make the layer with the {argument}= of its input."
     return ValueError(
         f"x has shape {x.shape}, but this layer was made with {argument}={value} and takes one "
-        f"example at a time, of shape {shape}. "
-        + (fix or f"Make the layer with the {argument}= of its input.")
+        f"example at a time, of shape {shape}. {fix}"
     )
 
 
@@ -163,16 +186,13 @@ def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -
             fix = f"This looks like a batch: map over it, {mapped}."
         elif x.ndim > 1 and x.shape[-1] == channels:
             fix = "Its channels are last: move them to the front, jnp.moveaxis(x, -1, 0)."
-        raise not_one_example(x, argument, channels, f"({channels}, *spatial)", fix)
+        raise example_shape_error(x, argument, channels, f"({channels}, *spatial)", fix)
 
 
-def checked_x(x: Any, name: str = "x") -> Array:
+def checked_x(x: object, name: str = "x") -> Inexact[Array, "..."]:
     """Returns `x` as an array; raises `TypeError` if `x` is no array, and for integers. `name`
     is the name of the argument."""
-    try:
-        array = None if isinstance(x, tuple | list) else jnp.asarray(x)
-    except TypeError:
-        array = None
+    array = _as_array(x)
     if array is None:
         fix = f"If it holds numbers, write jnp.asarray({name})."
         if isinstance(x, tuple):
@@ -190,12 +210,21 @@ def checked_x(x: Any, name: str = "x") -> Array:
     return array
 
 
-def _given_dtype(array: Any) -> Any:
+def _as_array(x: PyTree) -> Array | None:
+    if isinstance(x, tuple | list):
+        return None
+    try:
+        return jnp.asarray(x)
+    except TypeError:
+        return None
+
+
+def _given_dtype(array: PyTree) -> np.dtype:
     """Returns the dtype of an argument as the user wrote it: `asarray` may have another."""
     return array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
 
 
-def checked_bools(mask: Any) -> Array:
+def checked_bools(mask: ArrayLike) -> Bool[Array, "..."]:
     """Returns a mask as an array; raises `TypeError` unless it has booleans."""
     array = jnp.asarray(mask)
     if array.dtype != bool:
@@ -206,25 +235,31 @@ def checked_bools(mask: Any) -> Array:
     return array
 
 
-def checked_mask(mask: Any, x: Array, mapped: str, *, of_values: bool = False) -> Array | None:
+def checked_mask(
+    mask: ArrayLike | None,
+    x: Inexact[Array, "*example"],
+    mapped: str,
+    *,
+    per_value: bool = False,
+) -> Bool[Array, "..."] | None:
     """Returns `mask` as an array; raises unless it has one boolean for the example or for each
-    position of `x`; with `of_values`, for each value. `mapped` shows how to call the layer."""
+    position of `x`; if `per_value`, for each value. `mapped` shows how to call the layer."""
     if mask is None:
         return None
     mask = checked_bools(mask)
-    if of_values:
+    if per_value:
         fits = mask.shape in ((), x.shape)
         each = f"value, of shape {x.shape}: for rows, jnp.broadcast_to(mask[:, None], x.shape)"
     else:
         fits = broadcasts(mask.shape, x.shape[1:])
         each = f"position, of shape {x.shape[1:]}; the channels share it"
     if not fits:
-        of_each = f", or one for each {each}"
-        if x.ndim == 1 and not of_values:
-            of_each = ", which its channels share"
+        alternative = f", or one for each {each}"
+        if x.ndim == 1 and not per_value:
+            alternative = ", which its channels share"
         raise ValueError(
             f"mask has shape {mask.shape}, but one example of x has the shape {x.shape}: give "
-            f"one bool for the example, of shape (){of_each}. Map over the mask as over x: "
+            f"one bool for the example, of shape (){alternative}. Map over the mask as over x: "
             f"{mapped}."
         )
     return mask

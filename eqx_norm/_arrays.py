@@ -1,8 +1,8 @@
 """Defines `moments` and `normalise`, the two halves of a norm, and `denormalise`, for plain
 arrays."""
 
+import math
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from eqx_norm import _arguments, _normalise
 from eqx_norm._contract import described
 from eqx_norm._normalise import Activation, Affine, Values
 from eqx_norm.strategies import Moments, Pair
-from eqx_norm.strategies._numbers import cast
+from eqx_norm.strategies._numbers import Floats, cast
 
 Axis = int | Sequence[int] | None
 
 
 def moments(
-    x: Array | np.ndarray,
+    x: Inexact[Array | np.ndarray, "..."],
     axis: Axis = None,
     *,
     mask: Bool[ArrayLike, "..."] | None = None,
@@ -60,22 +60,32 @@ def moments(
     if values.x.size == 0:
         return Moments.zero(kept, values.x_upcast.dtype)
     found = _normalise.moments(values, names)
-    mean, rest, m2 = (v.reshape(kept) for v in (found.mean, found.mean_pair.rest, found.m2))
-    count = found.count
+    hi = found.mean.reshape(kept)
+    lo = found.mean_pair.rest.reshape(kept)
+    m2 = found.m2.reshape(kept)
+    return Moments(_expanded_count(found.known_count, values), Pair.of(hi, lo), m2)
+
+
+def _expanded_count(count: Floats, values: Values) -> Floats:
+    """Returns the count in the shape of the moments; a scalar if that has one axis and there is
+    no mask."""
+    shape = values.layout.kept
     if values.mask is not None:
         # A count without axes is that of positions that are not masked.
-        count = count if count.ndim else jnp.where(values.mask, count, 0)
-        if count.size != m2.size:
+        if count.ndim == 0:
+            count = jnp.where(values.mask, count, 0)
+        if count.size != math.prod(shape):
             count = jnp.broadcast_to(count, values.layout.moments_shape)
-        count = count.reshape(kept)
-    elif len(kept) > 1:
-        like = np if isinstance(count, np.ndarray) else jnp
-        count = like.broadcast_to(count, kept)
-    return Moments(count, Pair.of(mean, rest), m2)
+        return count.reshape(shape)
+    if len(shape) == 1:
+        return count
+    if isinstance(count, jax.Array):
+        return jnp.broadcast_to(count, shape)
+    return np.broadcast_to(count, shape)
 
 
 def normalise(
-    x: Array | np.ndarray,
+    x: Inexact[Array | np.ndarray, "*shape"],
     moments: Moments,
     weight: Inexact[ArrayLike, "..."] | None = None,
     bias: Inexact[ArrayLike, "..."] | None = None,
@@ -84,7 +94,7 @@ def normalise(
     mask: Bool[ArrayLike, "..."] | None = None,
     eps: float = 1e-5,
     activation: Activation | None = None,
-) -> Array:
+) -> Inexact[Array, "*shape"]:
     r"""Returns x, normalised by moments that need not be those of x.
 
     $$y = f\Big(\frac{x - \mu}{\sqrt{\sigma^2 + \varepsilon}} \cdot \gamma + \beta\Big)$$
@@ -108,17 +118,17 @@ def normalise(
     """
     values = _checked(x, axis, mask)
     _check_moments(moments, values, axis)
-    weight, bias = (
-        None if w is None else _like_x(name, jnp.asarray(w), values)
-        for name, w in (("weight", weight), ("bias", bias))
-    )
+    if weight is not None:
+        weight = _expand_dims("weight", jnp.asarray(weight), values)
+    if bias is not None:
+        bias = _expand_dims("bias", jnp.asarray(bias), values)
     activation = _arguments.comparable(_arguments.checked_activation(activation))
-    affine, eps = Affine(weight, bias, activation), _arguments.checked_number("eps", eps)
-    return _normalise.normalise(values, affine, moments, eps=eps)
+    eps = _arguments.checked_number("eps", eps)
+    return _normalise.normalise(values, Affine(weight, bias, activation), moments, eps=eps)
 
 
 def denormalise(
-    y: Array | np.ndarray,
+    y: Inexact[Array | np.ndarray, "*shape"],
     moments: Moments,
     weight: Inexact[ArrayLike, "..."] | None = None,
     bias: Inexact[ArrayLike, "..."] | None = None,
@@ -126,7 +136,7 @@ def denormalise(
     axis: Axis = None,
     mask: Bool[ArrayLike, "..."] | None = None,
     eps: float = 1e-5,
-) -> Array:
+) -> Inexact[Array, "*shape"]:
     r"""Returns the x of which `normalise` makes y: predictions in the units of the data.
 
     $$x = \frac{y - \beta}{\gamma} \sqrt{\sigma^2 + \varepsilon} + \mu$$
@@ -151,21 +161,25 @@ def denormalise(
     """
     values = _checked(y, axis, mask, name="y")
     _check_moments(moments, values, axis)
-    eps, dtype = _arguments.checked_number("eps", eps), values.x_upcast.dtype
+    eps = _arguments.checked_number("eps", eps)
+    dtype = values.x_upcast.dtype
+    std = jnp.sqrt(moments.variance + eps)
     shape = values.layout.moments_shape
-    vectors = jnp.sqrt(moments.variance + eps), *moments.mean_pair.words(dtype)
+    vectors = std, *moments.mean_pair.words(dtype)
     columns = [vector.astype(dtype).reshape(shape) for vector in vectors]
-    gamma, beta = (
-        cast(name, _like_x(name, jnp.asarray(default if w is None else w), values), dtype)
-        for name, w, default in (("weight", weight, 1.0), ("bias", bias, 0.0))
-    )
+    gamma = _expand_dims("weight", jnp.asarray(1.0 if weight is None else weight), values)
+    gamma = cast("weight", gamma, dtype)
+    beta = _expand_dims("bias", jnp.asarray(0.0 if bias is None else bias), values)
+    beta = cast("bias", beta, dtype)
 
     @jax.checkpoint
     def inverse(y: Array, columns: list[Array], gamma: Array, beta: Array) -> Array:
-        std, mean, mean_rest = columns
-        y = y if values.mask is None else jnp.where(values.mask, y, 0)
-        x = ((y.astype(dtype) - beta) * (std / gamma) + mean_rest) + mean
-        x = x if values.mask is None else jnp.where(values.mask, x, 0)
+        std, mean_hi, mean_lo = columns
+        if values.mask is not None:
+            y = jnp.where(values.mask, y, 0)
+        x = ((y.astype(dtype) - beta) * (std / gamma) + mean_lo) + mean_hi
+        if values.mask is not None:
+            x = jnp.where(values.mask, x, 0)
         return x.astype(y.dtype)
 
     return inverse(values.x, columns, gamma, beta)
@@ -187,19 +201,20 @@ def _check_moments(moments: Moments, values: Values, axis: Axis) -> None:
         )
 
 
-def _checked(x: Any, axis: Axis, mask: Any, name: str = "x") -> Values:
+def _checked(x: object, axis: Axis, mask: ArrayLike | None, name: str = "x") -> Values:
     x = _arguments.checked_x(x, name)
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim, "axis")
     values = Values.along(x, axes)
     if mask is None:
         return values
     mask = _arguments.checked_bools(mask)
-    return values._replace(mask=_like_x("mask", mask, values))
+    return values._replace(mask=_expand_dims("mask", mask, values))
 
 
-def _like_x(name: str, array: Array, values: Values) -> Array:
+def _expand_dims(name: str, array: Array, values: Values) -> Array:
     """Returns the array with as many axes as x; raises unless it broadcasts to x."""
-    x, shape = values.x, (*[1] * (values.x.ndim - array.ndim), *array.shape)
+    x = values.x
+    shape = (*[1] * (x.ndim - array.ndim), *array.shape)
     if not _arguments.broadcasts(shape, x.shape):
         raise ValueError(
             f"{name} has shape {array.shape}, which does not broadcast to x, of {x.shape}. Add "

@@ -85,14 +85,14 @@ def _in_form(returned: PyTree, given: PyTree, name: str, must_count: bool = Fals
 def _checked(used: object, shape: tuple[int, ...], returned: str, ddof: int = 0) -> Moments:
     if not isinstance(used, Moments):
         has_moments = isinstance(getattr(used, "moments", None), Moments)
+        fix = (
+            "Make them from a mean and a variance per channel: "
+            "eqx_norm.strategies.Moments.of(mean, variance)."
+        )
+        if has_moments:
+            fix = "Return the .moments of this object instead."
         raise ValueError(
-            f"{returned} {described(used)}, but the layer normalises by Moments. "
-            + (
-                "Return the .moments of this object instead."
-                if has_moments
-                else "Make them from a mean and a variance per channel: "
-                "eqx_norm.strategies.Moments.of(mean, variance)."
-            )
+            f"{returned} {described(used)}, but the layer normalises by Moments. {fix}"
         )
     if used.mean.shape != shape or used.m2.shape != shape:
         raise ValueError(

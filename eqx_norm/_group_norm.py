@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import equinox as eqx
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Inexact
 
 from eqx_norm import _arguments
 from eqx_norm._example import AbstractExampleNorm, Options
@@ -61,15 +61,18 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "channels=None: the layer makes a weight and a bias for each channel, so give "
                 "the number of channels, or channelwise_affine=False."
             )
-        shape = () if channels is None else (_arguments.checked_size("channels", channels),)
+        shape = ()
+        if channels is not None:
+            shape = (_arguments.checked_size("channels", channels),)
         self.groups = _arguments.checked_size("groups", groups)
         self.channels = shape[0] if shape else None
-        self._check_groups(self.channels or self.groups)
-        self.channelwise_affine = affine = bool(channelwise_affine)
+        if shape:
+            self._check_groups(shape[0])
+        self.channelwise_affine = bool(channelwise_affine)
         super().__init__(
             shape,
-            affine,
-            affine,
+            self.channelwise_affine,
+            self.channelwise_affine,
             dtype,
             eps=eps,
             activation=activation,
@@ -85,7 +88,7 @@ class GroupNorm(AbstractExampleNorm, eqx.nn.GroupNorm):
                 "groups of equal size, so channels= must be a multiple of groups=."
             )
 
-    def _options(self, x: Array) -> tuple[Options, tuple[int, ...]]:
+    def _options(self, x: Inexact[Array, "..."]) -> tuple[Options, tuple[int, ...]]:
         _arguments.check_channels(x, "channels", self.channels, "jax.vmap(layer)(x)")
         self._check_groups(x.shape[0])
         options = Options(

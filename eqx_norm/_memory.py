@@ -2,16 +2,19 @@
 
 import functools
 import textwrap
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree, PyTreeDef
 
 from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy, Moments
+
+# The tree structure of a memory, and the shapes and dtypes of its arrays.
+Form: TypeAlias = tuple[PyTreeDef, list[tuple[int, ...]], list[jnp.dtype]]
 
 STACKED = (
     "The state given has one more axis in front: a jax.vmap without out_axes=(0, None) has "
@@ -33,7 +36,7 @@ def statistics_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 def dtype_of(memory: PyTree) -> jnp.dtype:
     """Returns the dtype of the mean in a new memory, complex if this `memory` is."""
-    is_complex = any(map(jnp.iscomplexobj, jax.tree.leaves(memory)))
+    is_complex = any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(memory))
     return statistics_dtype(complex if is_complex else float)
 
 
@@ -44,7 +47,7 @@ class Remembered(NamedTuple):
     batches that were remembered, and of those that were not, because they were not finite.
     """
 
-    statistics: Any
+    statistics: PyTree
     counts: Int[Array, "*members 2"]
 
     @property
@@ -64,11 +67,15 @@ def new(approach: AbstractStrategy[PyTree], channels: int, dtype: DTypeLike) -> 
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
-def _type_of_new(approach: Any, channels: int, dtype: DTypeLike) -> Remembered:
+def _abstract_new(
+    approach: AbstractStrategy[PyTree], channels: int, dtype: DTypeLike
+) -> Remembered:
+    """Returns `new` with shapes and dtypes in place of arrays."""
     return jax.eval_shape(lambda: new(approach, channels, dtype))
 
 
-_once_for_equal_layers = functools.lru_cache(_type_of_new)
+# JAX keeps as many programs. If layers overflow the cache, each call traces `init` again.
+_abstract_new_once = functools.lru_cache(maxsize=4096)(_abstract_new)
 
 
 def checked_state(state: object) -> eqx.nn.State:
@@ -108,19 +115,23 @@ def stays_finite(before: PyTree, after: PyTree, batch: Moments) -> Bool[Array, "
     squares of finite values may overflow. (A strategy may start from infinities.)"""
     finite = jnp.isfinite(batch.mean) & jnp.isfinite(batch.m2)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        if eqx.is_inexact_array(new):
-            stays = jnp.isfinite(new) | ~jnp.isfinite(old)
-            # One reduction serves all arrays, because XLA:CPU compiles each into a loop.
-            shorter, longer = sorted((new.shape, finite.shape), key=len)
-            broadcasts = longer[len(longer) - len(shorter) :] == shorter
-            stays = stays if broadcasts else stays.all()
-            finite, stays = jnp.broadcast_arrays(finite, stays)
-            finite &= stays
+        if not eqx.is_inexact_array(new):
+            continue
+        stays = jnp.isfinite(new) | ~jnp.isfinite(old)
+        # One reduction serves all arrays, because XLA:CPU compiles each into a loop.
+        if not _one_ends_with_the_other(new.shape, finite.shape):
+            stays = stays.all()
+        finite, stays = jnp.broadcast_arrays(finite, stays)
+        finite &= stays
     return finite.all()
 
 
-def form(memory: PyTree) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
-    """Returns the tree structure of a memory, and its arrays' shapes and dtypes."""
+def _one_ends_with_the_other(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    axes = min(len(a), len(b))
+    return a[len(a) - axes :] == b[len(b) - axes :]
+
+
+def form(memory: PyTree) -> Form:
     leaves, structure = jax.tree.flatten(memory)
     return structure, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves]
 
@@ -128,15 +139,16 @@ def form(memory: PyTree) -> tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]:
 def check(layer: PyTree, remembered: Remembered) -> None:
     """Raises `ValueError` unless the memory of a `BatchNorm` has the form of a new memory."""
     channels, approach, memory = layer.input_size, layer.approach, remembered.statistics
-    is_hashable = is_fixed(approach) and not jax.tree.leaves(eqx.filter(approach, eqx.is_array))
-    type_of_new = _once_for_equal_layers if is_hashable else _type_of_new
-    init = type_of_new(approach, channels, dtype_of(memory))
-    (*found, dtypes), (*expected, expected_dtypes) = form(remembered), form(init)
-    if found != expected:
-        unstacked = [found[0], [shape[1:] for shape in found[1]]]
-        is_stacked = unstacked == expected
+    has_arrays = jax.tree.leaves(eqx.filter(approach, eqx.is_array))
+    is_hashable = is_fixed(approach) and not has_arrays
+    abstract_new = _abstract_new_once if is_hashable else _abstract_new
+    init = abstract_new(approach, channels, dtype_of(memory))
+    structure, shapes, dtypes = form(remembered)
+    expected_structure, expected_shapes, expected_dtypes = form(init)
+    if structure != expected_structure or shapes != expected_shapes:
         cause = "The state given belongs to another layer."
-        if is_stacked:
+        unstacked_shapes = [shape[1:] for shape in shapes]
+        if structure == expected_structure and unstacked_shapes == expected_shapes:
             is_member = layer.weight is None or layer.weight.ndim == 1
             cause = STACKED if is_member else ENSEMBLE
         raise ValueError(
@@ -146,10 +158,10 @@ def check(layer: PyTree, remembered: Remembered) -> None:
         )
     for actual, expected in zip(dtypes, expected_dtypes, strict=True):
         if actual != expected:
-            raise ValueError(_of_another_dtype(actual, expected))
+            raise ValueError(_dtype_error(actual, expected))
 
 
-def _of_another_dtype(actual: jnp.dtype, expected: jnp.dtype) -> str:
+def _dtype_error(actual: jnp.dtype, expected: jnp.dtype) -> str:
     x64 = statistics_dtype(float) == "float64"
     if jnp.issubdtype(expected, jnp.integer):
         cause = (

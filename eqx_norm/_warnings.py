@@ -2,19 +2,23 @@
 
 import inspect
 import warnings
+from typing import Literal
 
-from jaxtyping import Array
+from jaxtyping import Array, Inexact
 
 from eqx_norm._normalise import AxisName
+
+_LIBRARIES = ("eqx_norm", "equinox", "jax")
 
 
 def stacklevel() -> int:
     """Returns the `stacklevel` with which a warning points to the user's innermost line."""
     # From Python 3.12 on, `warnings.warn(skip_file_prefixes=...)` can do this.
-    level, frame = 0, inspect.currentframe()
-    passed = ("eqx_norm", "equinox", "jax")
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in passed:
-        level, frame = level + 1, frame.f_back
+    level = 0
+    frame = inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level += 1
+        frame = frame.f_back
     return level
 
 
@@ -26,7 +30,9 @@ _FIXES = {
 }
 
 
-def warn_of_one_value(x: Array, axis_name: AxisName, kind: str) -> None:
+def warn_of_one_value(
+    x: Inexact[Array, "..."], axis_name: AxisName, kind: Literal["channel", "group"]
+) -> None:
     """Warns that each channel of a batch, or each group of an example, has only one value."""
     warnings.warn(
         f"x of shape {x.shape} and axis_name={axis_name!r} hold one value per {kind}. It is "

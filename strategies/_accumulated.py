@@ -1,12 +1,11 @@
 """Defines `Accumulated`, which remembers several micro-batches as one batch."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from ._base import AbstractStrategy
 from ._moments import Moments, select
@@ -23,13 +22,13 @@ class Accumulation(eqx.Module):
     that did not update `remembered`. Both numbers are int32.
     """
 
-    remembered: Any
+    remembered: PyTree
     pending: Moments
-    batches: Int[Array, ""]
-    skipped: Int[Array, ""]
+    batches: Int[Array, "*members"]
+    skipped: Int[Array, "*members"]
 
     @classmethod
-    def begun(cls, remembered: Any, channels: int, dtype: DTypeLike) -> "Accumulation":
+    def begun(cls, remembered: PyTree, channels: int, dtype: DTypeLike) -> "Accumulation":
         """Returns `remembered` with no pending micro-batch; `dtype` is that of the mean."""
         # These are two arrays, because a program cannot donate one array twice.
         batches, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -65,7 +64,7 @@ class Accumulated(AbstractWrapper):
     **Raises:** `ValueError` for an invalid `every`, and for an invalid or frozen `strategy`.
     """
 
-    strategy: AbstractStrategy[Any]
+    strategy: AbstractStrategy[PyTree]
     every: int = eqx.field(static=True)
 
     def __check_init__(self):
@@ -104,5 +103,5 @@ class Accumulated(AbstractWrapper):
         channels, dtype = learnt.mean.shape[0], learnt.mean.dtype
         return Accumulation.begun(self.strategy.load(learnt), channels, dtype)
 
-    def without_pending(self, memory: Accumulation) -> tuple[Any, Any]:
+    def without_pending(self, memory: Accumulation) -> tuple[PyTree, PyTree]:
         return memory.remembered, memory.skipped

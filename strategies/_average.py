@@ -19,7 +19,7 @@ class Average(AbstractAveragingStrategy):
     """
 
     def update(self, batch: TrainingBatch, memory: Running) -> tuple[TrainingBatch, Running]:
-        seen = batch.step.astype(memory.batches.dtype)
-        share = 1 / (seen + 1)
+        k = batch.step.astype(memory.batches.dtype) + 1
         new = Running.loaded(batch.mean_pair, batch.memory_variance)
-        return batch, new._replace(averages=memory.averages.towards(new.averages, share))
+        averages = memory.averages.towards(new.averages, 1 / k)
+        return batch, new._replace(averages=averages)

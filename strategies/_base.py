@@ -1,10 +1,11 @@
 """Defines `AbstractStrategy`, the base class of all strategies."""
 
 import abc
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import equinox as eqx
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ._moments import Moments
 from ._training_batch import TrainingBatch
@@ -81,13 +82,16 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
         """Returns whether gradients reach the layer's weight, bias and `activation`."""
         return self.learns
 
+    # A layer cannot see this in the moments that `update` returns. With one value per channel
+    # `Renorm` by default gives the bias for 5,000 batches, without an error.
     @property
     def starts_as_batch(self) -> bool:
         """Returns whether the first batches are normalised by their own moments alone, and
         later batches by others. A layer warns if a first batch has one value per channel."""
         return False
 
-    def without_pending(self, memory: Any) -> tuple[Any, Any]:
+    # The number is a `PyTree`, because `eqx.tree_at` calls this with leaves that are no arrays.
+    def without_pending(self, memory: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the memory without pending micro-batches, and the number of accepted
         micro-batches that did not update the memory; `Accumulated` overrides this method."""
         return memory, 0

@@ -4,9 +4,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from eqx_norm._jax.arithmetic import uncontracted
+
 from ._base import AbstractStrategy
-from ._moments import Moments
-from ._pair import Pair, uncontracted
+from ._moments import Moments, abs_squared
+from ._pair import Pair
 from ._training_batch import TrainingBatch
 
 
@@ -46,10 +48,11 @@ class Cumulative(AbstractStrategy[Seen]):
 
     def update(self, batch: TrainingBatch, memory: Seen) -> tuple[Moments, Seen]:
         before = memory.count_pair
-        count = before + batch.count
-        share = uncontracted(batch.count / jnp.where(count.value > 0, count.value, 1))
+        count = before + batch.known_count
+        share = batch.known_count / jnp.where(count.value > 0, count.value, 1)
+        share = uncontracted(jnp.asarray(share))
         delta = (batch.mean_pair - memory.mean_pair).value
-        between = (delta * delta.conj()).real * before.value * share
+        between = abs_squared(delta) * before.value * share
         mean = memory.mean_pair.towards(batch.mean_pair, share)
         return batch, Seen(count, mean, memory.m2_pair + (batch.m2 + between))
 

@@ -1,8 +1,9 @@
 """Defines `Frozen`, which normalises by the running statistics and never updates them."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
+from jaxtyping import PyTree
 
 from ._base import AbstractStrategy
 from ._moments import Moments
@@ -26,7 +27,7 @@ class Frozen(AbstractWrapper):
     https://github.com/pytorch/pytorch/issues/66073
     """
 
-    strategy: AbstractStrategy[Any]
+    strategy: AbstractStrategy[PyTree]
     weights: bool = eqx.field(default=True, static=True, converter=bool)
     learns: ClassVar[bool] = False
 
@@ -34,6 +35,6 @@ class Frozen(AbstractWrapper):
     def trains_weights(self) -> bool:
         return not self.weights
 
-    def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
+    def update(self, batch: TrainingBatch, memory: PyTree) -> tuple[Moments, PyTree]:
         del batch
         return self.strategy.infer(memory), memory

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -11,8 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._numbers import cast, number
+from ._numbers import Floats, cast, number
 from ._pair import Pair, clip_infinity
+
+Tree = TypeVar("Tree")
 
 
 class Moments(eqx.Module):
@@ -43,7 +45,7 @@ class Moments(eqx.Module):
     **Raises:** `ValueError` in methods, for shapes that do not fit.
     """
 
-    count: Float[Any, "..."] | Any
+    count: Floats | None
     mean_pair: Pair = eqx.field(converter=Pair.of)
     m2: Float[Array, "*sets channels"]
     ddof: int = eqx.field(default=0, static=True)
@@ -53,7 +55,8 @@ class Moments(eqx.Module):
         """Returns the moments of no values; `channels` may be the shape `(*sets, channels)`;
         `dtype` is that of the mean. The count is a scalar, or of that shape."""
         mean = jnp.zeros(channels, dtype)
-        count = jnp.zeros(mean.shape if mean.ndim > 1 else (), mean.real.dtype)
+        axes_of_count = mean.shape if mean.ndim > 1 else ()
+        count = jnp.zeros(axes_of_count, mean.real.dtype)
         return Moments(count, mean, mean.real)
 
     @staticmethod
@@ -74,11 +77,11 @@ class Moments(eqx.Module):
         """
         mean = Pair.of(mean)
         # NumPy's function: jax2onnx 0.13 replaces `jnp.shape` while it traces.
-        shape, of_variance = mean.value.shape, np.shape(variance)
-        if of_variance not in ((), shape):
+        shape, variance_shape = mean.value.shape, np.shape(variance)
+        if variance_shape not in ((), shape):
             raise ValueError(
-                f"variance has shape {of_variance}, and the mean {shape}: give a variance for "
-                "each mean, or one number."
+                f"variance has shape {variance_shape}, and the mean {shape}: give a variance "
+                "for each mean, or one number."
             )
         real = mean.value.real
         m2 = jnp.full_like(real, cast("variance", variance, real.dtype))
@@ -87,8 +90,9 @@ class Moments(eqx.Module):
         given, count = number(count), cast("count", count, m2.dtype)
         if isinstance(given, float) and not 0 < given < math.inf:
             raise ValueError(f"{given:g} is no number of values: give one above 0, or None.")
-        of_each = along_sets("count", count, shape)
-        divisor = (of_each - ddof).clip(min=1) if ddof else of_each
+        divisor = expand_trailing_axes("count", count, shape)
+        if ddof:
+            divisor = degrees_of_freedom(divisor, ddof)
         return Moments(count, mean, m2 * divisor, ddof)
 
     @property
@@ -102,19 +106,20 @@ class Moments(eqx.Module):
         normalise by the identity. It is finite even for a `count` of `ddof`."""
         if self.count is None:
             return self.m2
-        count = self._count_of_each
-        seen, divisor = count > 0, (count - 1).clip(min=1) if self.ddof else count
-        if not isinstance(seen, jax.Array) and seen.all():
+        count = self._expanded_count
+        divisor = degrees_of_freedom(count, self.ddof) if self.ddof else count
+        has_values = count > 0
+        if not isinstance(has_values, jax.Array) and has_values.all():
             return self.m2 / divisor
-        return jnp.where(seen, self.m2 / jnp.where(seen, divisor, 1), 1)
+        return jnp.where(has_values, self.m2 / jnp.where(has_values, divisor, 1), 1)
 
     @property
-    def memory_variance(self) -> Float[Array, "*channels"]:
+    def memory_variance(self) -> Float[Array, "*sets channels"]:
         """Returns the variance for the running statistics, here `variance`."""
         return self.variance
 
     @property
-    def known_count(self) -> Any:
+    def known_count(self) -> Floats:
         """Returns `count`; raises `ValueError` if it is `None`."""
         if self.count is None:
             raise ValueError(
@@ -125,12 +130,10 @@ class Moments(eqx.Module):
         return self.count
 
     @property
-    def _count_of_each(self) -> Any:
-        """Returns the count with the axes that it lacks to broadcast to m2."""
-        return along_sets("count", self.known_count, self.m2.shape)
+    def _expanded_count(self) -> Floats:
+        return expand_trailing_axes("count", self.known_count, self.m2.shape)
 
-    def _check_shape(self, other: "Moments") -> None:
-        """Raises `ValueError` unless the means of both have one shape."""
+    def _check_same_shape(self, other: "Moments") -> None:
         if self.m2.shape != other.m2.shape:
             raise ValueError(
                 f"These moments have a mean of shape {self.m2.shape}, the others one of "
@@ -148,13 +151,12 @@ class Moments(eqx.Module):
         (Chan, Golub and LeVeque, 1979). Sets of equal means are merged exactly, and merging
         with `Moments.zero` changes nothing. A count that is not known is a `ValueError`.
         """
-        self._check_shape(other)
-        mine, theirs = self._count_of_each, other._count_of_each
+        self._check_same_shape(other)
+        mine, theirs = self._expanded_count, other._expanded_count
         count = mine + theirs
         share = theirs / jnp.where(count > 0, count, 1)
         delta = (other.mean_pair - self.mean_pair).value
-        squared = (delta * delta.conj()).real
-        m2 = self.m2 + other.m2 + squared * mine * share
+        m2 = self.m2 + other.m2 + abs_squared(delta) * mine * share
         mean = self.mean_pair.towards(other.mean_pair, share)
         axes = max(self.known_count.ndim, other.known_count.ndim)
         return Moments(count.reshape(count.shape[:axes]), mean, m2, self.ddof)
@@ -171,28 +173,33 @@ class Moments(eqx.Module):
 
         As in `merge`, sets of equal means are merged exactly, and empty ones change nothing.
         """
-        counts = self._count_of_each
-        if counts.ndim == 0 or len(counts) != len(self.m2):  # all sets share a count
-            of_each = np.ones((len(self.m2), *[1] * (self.m2.ndim - 1)), counts.dtype)
-            counts = counts * of_each
-        seen = counts > 0
+        counts = self._count_of_each_set()
+        has_values = counts > 0
         count = counts.sum(0, keepdims=True)
         share = (counts / jnp.where(count > 0, count, 1)).astype(self.mean.dtype)
-        first = jnp.argmax(seen, axis=0, keepdims=True)
+        first = jnp.argmax(has_values, axis=0, keepdims=True)
         k = jnp.take_along_axis(self.mean, first, 0)
 
-        def distances() -> Array:
-            return jnp.where(seen, (self.mean_pair - mean).value, 0)
+        def distances(mean: Pair) -> Inexact[Array, "*sets channels"]:
+            return jnp.where(has_values, (self.mean_pair - mean).value, 0)
 
         mean = Pair.of(k)
         for _ in range(2):  # the second time for the rounding error of shares and products
-            mean += (share * distances()).sum(0, keepdims=True)
-        delta = distances()
-        m2 = jnp.where(seen, self.m2 + counts * (delta * delta.conj()).real, 0).sum(0)
+            mean += (share * distances(mean)).sum(0, keepdims=True)
+        m2 = self.m2 + counts * abs_squared(distances(mean))
+        m2 = jnp.where(has_values, m2, 0).sum(0)
         count = count.reshape(self.known_count.shape[1:])
         if m2.ndim == 0:  # one number is a vector of one channel
             return Moments(count, mean, m2[None], self.ddof)
         return Moments(count, Pair(mean.parts[0]), m2, self.ddof)
+
+    def _count_of_each_set(self) -> Floats:
+        """Returns the count with as many entries as there are sets, also if they share it."""
+        counts = self._expanded_count
+        sets = len(self.m2)
+        if counts.ndim > 0 and counts.shape[0] == sets:
+            return counts
+        return counts * np.ones((sets, *[1] * (self.m2.ndim - 1)), counts.dtype)
 
     def towards(self, other: "Moments", share: Float[ArrayLike, "..."]) -> "Moments":
         """Returns `(1 - share) * self + share * other`, for the mean and for the variance.
@@ -200,11 +207,13 @@ class Moments(eqx.Module):
         The share is a scalar, or has the leading axes of the mean. A share of 0 or 1 gives
         `self` or `other` to the bit. The count is not known.
         """
-        self._check_shape(other)
-        of_each = along_sets("share", cast("share", share, self.m2.dtype), self.m2.shape)
+        self._check_same_shape(other)
+        share = cast("share", share, self.m2.dtype)
+        share = expand_trailing_axes("share", share, self.m2.shape)
         a, b = clip_infinity(self.variance), other.variance
-        variance = jnp.where(of_each > 0.5, b + (1 - of_each) * (a - b), a + of_each * (b - a))
-        return Moments.of(self.mean_pair.towards(other.mean_pair, of_each), variance)
+        is_near_b = share > 0.5
+        variance = jnp.where(is_near_b, b + (1 - share) * (a - b), a + share * (b - a))
+        return Moments.of(self.mean_pair.towards(other.mean_pair, share), variance)
 
     def astype(self, dtype: DTypeLike) -> "Moments":
         """Returns the moments in another precision; `dtype` is that of the mean."""
@@ -219,23 +228,35 @@ class Moments(eqx.Module):
         return (jnp.isfinite(self.mean) & jnp.isfinite(self.m2)).all(-1)
 
 
-def along_sets(name: str, value: Any, shape: tuple[int, ...]) -> Any:
+def degrees_of_freedom(count: Floats, ddof: int) -> Floats:
+    """Returns `count - ddof`, by which m2 is divided, or 1 if that is less: the variance of one
+    value is then 0, and not NaN."""
+    return (count - ddof).clip(min=1)
+
+
+def abs_squared(values: Inexact[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the squares of the absolute values."""
+    return (values * values.conj()).real
+
+
+def expand_trailing_axes(name: str, value: Floats, shape: tuple[int, ...]) -> Floats:
     """Returns numbers of sets, such as a count, with the axes that they lack to broadcast to a
     mean of this shape; raises `ValueError` unless they are a scalar or have leading axes, each
     of the size of the mean's or 1."""
     if value.ndim == 0:
         return value
     sizes = zip(value.shape, shape, strict=False)
-    if value.ndim > len(shape) or any(size not in (1, of_mean) for size, of_mean in sizes):
-        right = " or ".join(str(shape[:axes]) for axes in range(len(shape) + 1))
+    fits = all(size in (1, mean_size) for size, mean_size in sizes)
+    if value.ndim > len(shape) or not fits:
+        allowed = " or ".join(str(shape[:axes]) for axes in range(len(shape) + 1))
         raise ValueError(
             f"{name} has shape {value.shape}, but for a mean of shape {shape} it is a scalar, "
-            f"or has the leading axes of the mean: shape {right}."
+            f"or has the leading axes of the mean: shape {allowed}."
         )
     return value.reshape(*value.shape, *[1] * (len(shape) - value.ndim))
 
 
 @functools.partial(jax.jit, inline=True)  # run op by op, `select` is one call
-def select(condition: Array, if_true: Any, if_false: Any) -> Any:
+def select(condition: Bool[Array, "..."], if_true: Tree, if_false: Tree) -> Tree:
     """Returns one of two pytrees of the same structure."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

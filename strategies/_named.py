@@ -1,7 +1,8 @@
 """Maps the names for `approach=` to strategies."""
 
 from collections.abc import Callable
-from typing import Any
+
+from jaxtyping import PyTree
 
 from ._adam import Adam
 from ._base import AbstractStrategy
@@ -11,7 +12,7 @@ from ._renorm import Renorm
 from ._smooth_start import SmoothStart
 from ._variance_clip import VarianceClip
 
-NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
+NAMED: dict[str, Callable[[float], AbstractStrategy[PyTree]]] = {
     "ema": Ema,
     "batch": Batch,
     "adam": Adam,
@@ -22,7 +23,7 @@ NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
 """Maps the names for `approach=` to functions that make a strategy from a momentum."""
 
 
-def named(name: str, momentum: float) -> AbstractStrategy[Any]:
+def named(name: str, momentum: float) -> AbstractStrategy[PyTree]:
     """Returns the strategy with this name in `NAMED`, made with `momentum`.
 
     **Raises:** `ValueError` for an unknown name.

@@ -1,14 +1,19 @@
 """Checks arguments that are numbers; the caller raises an error that explains the number."""
 
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float
+
+# Arrays of floats that may be NumPy's, as a count that is known while tracing.
+Floats: TypeAlias = Float[Array | np.ndarray | np.floating, "..."]
+Scalar: TypeAlias = Float[Array | np.ndarray | np.floating | float, ""]
 
 
+# `Any`, because it converts fields of several types.
 def number(value: Any) -> Any:
     """Returns a real number as a `float`; anything else unchanged, also bools and text."""
     if isinstance(value, bool | np.bool_ | str | bytes) or np.iscomplexobj(value):
@@ -19,7 +24,7 @@ def number(value: Any) -> Any:
         return value
 
 
-def array_hint(value: Any) -> str:
+def array_hint(value: object) -> str:
     """Returns a sentence for the error of a setting that is an array, "" for another value."""
     if not isinstance(value, jax.Array):
         return ""
@@ -29,10 +34,11 @@ def array_hint(value: Any) -> str:
     )
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Returns whether `value` is an integer of 1 or more, and no bool."""
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_integer and int(value) >= 1
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return int(value) >= 1
 
 
 def cast(name: str, value: ArrayLike, dtype: DTypeLike) -> Array:

@@ -1,19 +1,29 @@
 """Defines `Pair`, which holds numbers to twice the precision of a float."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Inexact
+from jaxtyping import Array, ArrayLike, Float, Inexact
 
-from ._numbers import cast
+from eqx_norm._jax.arithmetic import two_sum, uncontracted
+
+from ._numbers import Floats, cast
+
+Numbers: TypeAlias = Inexact[Array, "*sets n"]
+Parts: TypeAlias = Inexact[Array, "*sets 2 n"]
+# Shapes that broadcast, to `Numbers` and to `Parts`.
+Addend: TypeAlias = Inexact[Array, "*#sets #n"]
+AddendParts: TypeAlias = Inexact[Array, "*#sets 2 #n"]
+Tangent: TypeAlias = Array | SymbolicZero
 
 
 class Pair(NamedTuple):
-    """Holds numbers as pairs `value + rest`, where `rest` is the rounding error of `value`.
+    """Holds numbers as double-floats `value + rest`, where `rest` is the rounding error of
+    `value`. (Inside of functions the two are `hi` and `lo`.)
 
     A float32 mean of 1e7 with a standard deviation of 1 would cause errors of up to 0.5 in the
     outputs of a layer, and a float32 running average would stop changing once its steps round
@@ -25,7 +35,7 @@ class Pair(NamedTuple):
     **Fields:** `parts`, `(..., 2, n)`: n values, then their rests.
     """
 
-    parts: Inexact[Array, "*sets 2 n"]
+    parts: Parts
 
     @staticmethod
     def of(value: "ArrayLike | Pair", rest: ArrayLike | None = None) -> "Pair":
@@ -33,146 +43,149 @@ class Pair(NamedTuple):
         `value`, by default 0; returns a `Pair` unchanged."""
         if isinstance(value, Pair):
             return value
-        value = jnp.atleast_1d(value)
+        hi = jnp.atleast_1d(value)
         if rest is None:
-            return Pair(with_zeros(uncontracted(value)))
-        return Pair(_stacked(value, jnp.asarray(rest, value.dtype)))
+            return Pair(append_zeros(uncontracted(hi)))
+        return Pair(_stack(hi, jnp.asarray(rest, hi.dtype)))
 
     @property
-    def value(self) -> Inexact[Array, "*sets n"]:
+    def value(self) -> Numbers:
         """Returns the numbers, each rounded to one float."""
-        return self._part(0)
+        return _hi(self.parts)
 
     @property
-    def rest(self) -> Inexact[Array, "*sets n"]:
+    def rest(self) -> Numbers:
         """Returns the rounding errors of `value`, which are constants to derivatives."""
-        return lax.stop_gradient(self._part(1))
-
-    def _part(self, index: int) -> Array:
-        return lax.index_in_dim(self.parts, index, self.parts.ndim - 2, keepdims=False)
+        return lax.stop_gradient(_lo(self.parts))
 
     # For pairs `+` adds numbers; for other named tuples it concatenates.
     def __add__(self, other: "ArrayLike | Pair") -> "Pair":  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the sum with a pair, or with a float per number."""
-        return Pair(_sum(self.parts, Pair.of(other).parts))
+        return Pair(_add(self.parts, Pair.of(other).parts))
 
     def __sub__(self, other: "ArrayLike | Pair") -> "Pair":
         """Returns the difference to a pair, or to a float per number."""
         return self + Pair(-Pair.of(other).parts)
 
-    def towards(self, other: "Pair", share: Array | float) -> "Pair":
+    def towards(self, other: "Pair", share: Floats | float) -> "Pair":
         """Returns `(1 - share) * self + share * other`.
 
         Equal numbers, and an operand of weight 1, are returned to the bit.
         """
-        near = jnp.asarray(share > 0.5)
-        of_parts = jnp.expand_dims(near, -2) if near.ndim > 1 else near
-        start = Pair(jnp.where(of_parts, other.parts, self.parts))
-        end = Pair(jnp.where(of_parts, self.parts, other.parts))
-        return start.lerp(end, jnp.where(near, 1 - share, share))
+        starts_at_other = jnp.asarray(share > 0.5)
+        swaps = starts_at_other
+        if swaps.ndim > 1:
+            swaps = jnp.expand_dims(swaps, -2)
+        start = Pair(jnp.where(swaps, other.parts, self.parts))
+        end = Pair(jnp.where(swaps, self.parts, other.parts))
+        return start.lerp(end, jnp.where(starts_at_other, 1 - share, share))
 
-    def lerp(self, other: "Pair", share: Array | float) -> "Pair":
+    def lerp(self, other: "Pair", share: Floats | float) -> "Pair":
         """Returns `self + share * (other - self)`, accurate for a share of up to 0.5, and for
         any share if `self` is 0 or the difference is exact. (`towards` has no such limit.)"""
         share = jnp.asarray(share).astype(self.parts.dtype)
-        share = jnp.expand_dims(share, -2) if share.ndim else share
+        if share.ndim:
+            share = jnp.expand_dims(share, -2)
         return Pair(_lerp(self.parts, other.parts, share))
 
     def astype(self, dtype: DTypeLike) -> "Pair":
         """Returns the numbers in another precision; digits that `value` loses go to `rest`."""
         return self if self.parts.dtype == dtype else Pair.of(*self.words(dtype))
 
-    def words(self, dtype: DTypeLike) -> tuple[Array, Array]:
+    def words(self, dtype: DTypeLike) -> tuple[Numbers, Numbers]:
         """Returns value and rest in another precision, as two arrays, `(..., n)`."""
         if self.parts.dtype == dtype:
             return self.value, self.rest
-        value = cast("mean", self.value, dtype)
-        back = value if jnp.iscomplexobj(self.parts) else value.real
-        rest = (self.value - back.astype(self.parts.dtype)) + self.rest
-        return value, rest.astype(dtype)
-
-
-def uncontracted(value: Array) -> Array:
-    """Returns `value`, which LLVM cannot contract: fuse, as a product, with a sum.
-
-    XLA recomputes a vector in each loop that uses the vector. In some of these loops LLVM fuses
-    a product and a sum into one operation, which rounds once. The result would then differ from
-    the number whose rounding error was computed. (Selecting a constant NaN would stop programs
-    under `jax_debug_nans` that have no NaN. XLA removes an `optimization_barrier` before LLVM
-    runs; once XLA keeps it, the barrier is the better way.)
-    """
-    return lax.select(value != value, -value, value)
+        hi = cast("mean", self.value, dtype)
+        back = hi if jnp.iscomplexobj(self.parts) else hi.real
+        lo = (self.value - back.astype(self.parts.dtype)) + self.rest
+        return hi, lo.astype(dtype)
 
 
 # The functions of parts have rules of their own, because JAX would trace the derivatives of all
 # rounding errors, which are 0, and drop them later.
 @jax.custom_jvp
-def _sum(a: Array, b: Array) -> Array:
-    return _added(*_both(a), *_both(b))
+def _add(a: AddendParts, b: AddendParts) -> Parts:
+    return _double_float_sum(_hi(a), _lo(a), _hi(b), _lo(b))
 
 
 @jax.custom_jvp
-def _lerp(start: Array, end: Array, share: Array) -> Array:
-    # Value and rest are subtracted one by one: XLA:CPU would materialise a pair's parts.
-    (value, rest), (to, rest_to) = _both(start), _both(end)
-    share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False) if share.ndim else share
-    return _added(value, rest, uncontracted(share * (to - value)), share * (rest_to - rest))
+def _lerp(
+    start: AddendParts,
+    end: AddendParts,
+    share: Inexact[Array, ""] | Inexact[Array, "*#sets 1 #n"],
+) -> Parts:
+    # hi and lo are subtracted one by one: XLA:CPU would materialise the parts of a difference.
+    hi, lo = _hi(start), _lo(start)
+    end_hi, end_lo = _hi(end), _lo(end)
+    if share.ndim:
+        share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False)
+    step = uncontracted(share * (end_hi - hi))
+    return _double_float_sum(hi, lo, step, share * (end_lo - lo))
 
 
-def _both(parts: Array) -> tuple[Array, Array]:
-    return Pair(parts)._part(0), Pair(parts)._part(1)
+def _double_float_sum(hi_a: Addend, lo_a: Addend, hi_b: Addend, lo_b: Addend) -> Parts:
+    """Returns the sum of two double-floats, of which lo is small again (Dekker, 1971)."""
+    total, error = two_sum(hi_a, hi_b)
+    lo = lo_b + (error + lo_a)  # the error is 0 in exact arithmetic
+    hi = total + lo
+    return _stack(hi, lo - (hi - total))
 
 
-def _added(a: Array, rest_a: Array, b: Array, rest_b: Array) -> Array:
-    total, error = two_sum(a, b)
-    rest = rest_b + (error + rest_a)  # the error is 0 in exact arithmetic
-    value = total + rest
-    return _stacked(value, rest - (value - total))  # Dekker's sum: the rest is small
-
-
-def _sum_jvp(primals: Any, tangents: Any) -> Any:
-    y = _sum(*primals)
-    a, b = (jnp.broadcast_to(t, y.shape) for t in map(_instantiated, primals, tangents))
+def _add_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Tangent, Tangent]
+) -> tuple[Array, Array]:
+    y = _add(*primals)
+    a, b = (
+        jnp.broadcast_to(_instantiated(primal, tangent), y.shape)
+        for primal, tangent in zip(primals, tangents, strict=True)
+    )
     return y, a + b
 
 
-def _lerp_jvp(primals: Any, tangents: Any) -> Any:
-    (start, end, share), y = primals, _lerp(*primals)
-    d_start, d_end = map(_instantiated, primals[:2], tangents)
+def _lerp_jvp(
+    primals: tuple[Array, Array, Array], tangents: tuple[Tangent, Tangent, Tangent]
+) -> tuple[Array, Array]:
+    start, end, share = primals
+    d_start, d_end, d_share = tangents
+    y = _lerp(start, end, share)
+    d_start, d_end = _instantiated(start, d_start), _instantiated(end, d_end)
     tangent = d_start + share * (d_end - d_start)  # equal tangents stay equal to the bit
-    if not isinstance(tangents[2], SymbolicZero):
-        tangent = tangent + tangents[2] * (end - start)
+    if not isinstance(d_share, SymbolicZero):
+        tangent = tangent + d_share * (end - start)
     return y, jnp.broadcast_to(tangent, y.shape)
 
 
-def _instantiated(primal: Array, tangent: Any) -> Array:
+def _instantiated(primal: Array, tangent: Tangent) -> Array:
     return jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
 
 
-_sum.defjvp(_sum_jvp, symbolic_zeros=True)
+_add.defjvp(_add_jvp, symbolic_zeros=True)
 _lerp.defjvp(_lerp_jvp, symbolic_zeros=True)
 
 
-def _stacked(value: Array, rest: Array) -> Array:
-    axis = value.ndim - 1
-    return lax.concatenate([lax.expand_dims(array, [axis]) for array in (value, rest)], axis)
+def _hi(parts: Parts) -> Numbers:
+    return lax.index_in_dim(parts, 0, parts.ndim - 2, keepdims=False)
 
 
-def with_zeros(value: Array) -> Array:
-    """Returns the parts of a pair with rests of 0."""
+def _lo(parts: Parts) -> Numbers:
+    return lax.index_in_dim(parts, 1, parts.ndim - 2, keepdims=False)
+
+
+def _stack(hi: Numbers, lo: Numbers) -> Parts:
+    axis = hi.ndim - 1
+    return lax.concatenate([lax.expand_dims(part, [axis]) for part in (hi, lo)], axis)
+
+
+def append_zeros(hi: Numbers) -> Parts:
+    """Returns the parts of a pair of which lo is 0."""
     # A pad, because JAX cannot map a stack of which only one array is split over a mesh.
-    value = jnp.expand_dims(value, -2)
-    after = [(0, int(axis == value.ndim - 2), 0) for axis in range(value.ndim)]
-    return lax.pad(value, jnp.zeros((), value.dtype), after)
+    hi = jnp.expand_dims(hi, -2)
+    after = [(0, int(axis == hi.ndim - 2), 0) for axis in range(hi.ndim)]
+    return lax.pad(hi, jnp.zeros((), hi.dtype), after)
 
 
-def clip_infinity(value: Array) -> Array:
-    """Returns the value, `uncontracted`, or 3e38 for infinity, whose averages would be NaN."""
+def clip_infinity(value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the value, or 3e38 for infinity, whose averages would be NaN. The selection also
+    makes it `uncontracted`."""
     return lax.select(value == jnp.inf, lax.full_like(value, 3e38), value)
-
-
-def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """Returns the rounded sum a + b and its exact rounding error (Knuth, 1969)."""
-    total = a + b
-    added = total - a
-    return total, (a - (total - added)) + (b - added)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int
 
 from ._moments import Moments
 from ._numbers import number
@@ -122,22 +122,40 @@ class Renorm(AbstractRunningStrategy):
         sigma = jnp.sqrt(running.variance + batch.eps)
         r = jnp.clip(sigma_b / sigma, 1 / r_max, r_max)
         distance = (batch.mean_pair - running.mean_pair).value
-        bound = (d_max * sigma).astype(distance.dtype)
-        is_far = jnp.abs(distance) > jnp.abs(bound)
-        clipped = jnp.where(is_far, jnp.sign(distance) * bound, distance)
+        clipped = _clip_abs(distance, d_max * sigma)
         # The mean is shifted by d sigma_b / r, exactly `distance` if neither is clipped.
         shift = clipped * (sigma_b / sigma / r).astype(distance.dtype)
-        r, shift = lax.stop_gradient((jnp.where(is_first, 1, r), jnp.where(is_first, 0, shift)))
-        # The gradient treats d and r as constants, but not sigma_b.
-        moving = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)
-        # With this m2 the layer, which adds eps, divides x by sigma_b / r.
-        shrunk = 1 / (r * r)
-        m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
-        mean = batch.mean_pair - shift * moving
-        used = dataclasses.replace(batch.moments, m2=m2, mean_pair=mean)
-        return used, memory.push(batch, self.momentum)
+        # No correction of the first batch.
+        r, shift = jnp.where(is_first, 1, r), jnp.where(is_first, 0, shift)
+        return _corrected(batch, sigma_b, r, shift), memory.push(batch, self.momentum)
 
     @staticmethod
     def _bound(bound: float | Schedule, least: int, batch: TrainingBatch) -> Float[Array, ""]:
         value = bound(batch.step) if callable(bound) else bound
         return jnp.maximum(jnp.asarray(value, batch.m2.dtype), least)
+
+
+def _clip_abs(
+    values: Inexact[Array, " channels"], bound: Float[Array, " channels"]
+) -> Inexact[Array, " channels"]:
+    """Returns values, float or complex, with absolute values of at most `bound`."""
+    limit = bound.astype(values.dtype)
+    is_far = jnp.abs(values) > jnp.abs(limit)
+    return jnp.where(is_far, jnp.sign(values) * limit, values)
+
+
+def _corrected(
+    batch: TrainingBatch,
+    sigma_b: Float[Array, " channels"],
+    r: Float[Array, " channels"],
+    shift: Inexact[Array, " channels"],
+) -> Moments:
+    """Returns the moments by which the layer divides x by `sigma_b / r`, after subtracting
+    `mean_b - shift`; r and `shift / sigma_b` are constants to the gradient, sigma_b is not."""
+    r, shift = lax.stop_gradient((r, shift))
+    sigma_ratio = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)  # 1
+    # With this m2 the layer, which adds eps, divides x by sigma_b / r.
+    shrunk = 1 / (r * r)
+    m2 = batch.m2 * shrunk + batch.known_count * batch.eps * (shrunk - 1)
+    mean = batch.mean_pair - shift * sigma_ratio
+    return dataclasses.replace(batch.moments, m2=m2, mean_pair=mean)

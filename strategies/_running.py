@@ -1,7 +1,7 @@
 """Defines `Running`, the memory of most strategies, and the base classes of such strategies."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Inexact
 
 from ._base import AbstractStrategy
 from ._moments import Moments, select
-from ._numbers import array_hint, cast, number
-from ._pair import Pair, clip_infinity, with_zeros
+from ._numbers import Scalar, array_hint, cast, number
+from ._pair import Pair, append_zeros, clip_infinity
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -78,10 +78,10 @@ class Running(NamedTuple):
         variance = self.averages.value[..., 1, :].real
         return jnp.where(jnp.expand_dims(self.batches, -1) > 0, variance, 1)
 
-    def weight(self, momentum: Float[ArrayLike, ""]) -> Float[Array, "*members"]:
+    def weight(self, momentum: Scalar) -> Float[Array, "*members"]:
         """Returns the weight of all batches, $w_k$."""
-        log = math.log(momentum) if isinstance(momentum, float) else jnp.log(momentum)
-        return -jnp.expm1(self.batches * log)
+        log = math.log if isinstance(momentum, float) else jnp.log
+        return -jnp.expm1(self.batches * log(momentum))
 
     def at_momentum(self, old: float, new: float) -> "Running":
         """Returns the average for another momentum, with the number of batches that has the
@@ -89,14 +89,14 @@ class Running(NamedTuple):
         batches = jnp.minimum(self.batches * (math.log(old) / math.log(new)), MANY)
         return self._replace(batches=jnp.where(self.batches < MANY, batches, self.batches))
 
-    def push(self, batch: Moments, momentum: Float[ArrayLike, ""]) -> "Running":
+    def push(self, batch: Moments, momentum: Scalar) -> "Running":
         """Returns the average after one more batch; it uses the batch's `memory_variance`. The
         momentum may be an array, as of a schedule."""
         # The variance is computed outside of the compiled call, so that a program run op by op
         # divides: inside of a larger program XLA may multiply by a reciprocal instead.
-        variance = Pair(with_zeros(clip_infinity(batch.memory_variance)))
-        pushed = _pushed_at_once if isinstance(momentum, float) else _pushed
-        return pushed(self, batch.mean_pair, variance, momentum)
+        variance = Pair(append_zeros(clip_infinity(batch.memory_variance)))
+        push = _push_at_once if isinstance(momentum, float) else _push
+        return push(self, batch.mean_pair, variance, momentum)
 
     @property
     def moments(self) -> Moments:
@@ -104,22 +104,26 @@ class Running(NamedTuple):
         return Moments.of(self.mean_pair, self.variance)
 
 
-def _pushed(running: Running, mean: Pair, variance: Pair, momentum: Any) -> Running:
+def _push(running: Running, mean: Pair, variance: Pair, momentum: Scalar) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
     old, new = running.averages, batch.averages
     known = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
+    # Start, end and share of the end, before the shares are divided by their sum.
     from_new = new, old, momentum * running.weight(momentum)
     from_old = known, new, 1 - momentum
     # The sum starts from the average with the larger share.
-    if isinstance(momentum, float):
-        start, end, share = from_new if momentum < 0.5 else from_old
-    else:
+    if not isinstance(momentum, float):
         start, end, share = select(momentum < 0.5, from_new, from_old)
-    return batch._replace(averages=start.lerp(end, share / batch.weight(momentum)))
+    elif momentum < 0.5:
+        start, end, share = from_new
+    else:
+        start, end, share = from_old
+    averages = start.lerp(end, share / batch.weight(momentum))
+    return batch._replace(averages=averages)
 
 
 # Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.
-_pushed_at_once = jax.jit(_pushed, static_argnums=3, inline=True)
+_push_at_once = jax.jit(_push, static_argnums=3, inline=True)
 
 
 class AbstractAveragingStrategy(AbstractStrategy[Running]):

@@ -5,9 +5,11 @@ import dataclasses
 import equinox as eqx
 from jaxtyping import Array, Float, Int
 
-from ._moments import Moments
+from ._moments import Moments, degrees_of_freedom
 
 
+# A subclass of `Moments`, because strategies return the batch as the moments to use, merge it,
+# and remember it.
 class TrainingBatch(Moments):
     """Holds the moments of a training batch, which the layer passes to `update`.
 
@@ -23,13 +25,14 @@ class TrainingBatch(Moments):
 
     eps: float = eqx.field(static=True, kw_only=True)
     step: Int[Array, ""] = eqx.field(kw_only=True)
+    # Not `ddof`, which is that of `variance`: a batch is normalised by its biased variance.
     unbiased: bool = eqx.field(default=False, static=True, kw_only=True)
 
     @property
-    def memory_variance(self) -> Float[Array, "*channels"]:
+    def memory_variance(self) -> Float[Array, "*sets channels"]:
         """Returns `m2 / (count - unbiased)`, the variance for the running statistics. It is
         finite even for `count <= unbiased`; the layer does not remember such a batch."""
-        return self.m2 / (self._count_of_each - int(self.unbiased)).clip(min=1)
+        return self.m2 / degrees_of_freedom(self._expanded_count, int(self.unbiased))
 
     @property
     def moments(self) -> Moments:

@@ -1,10 +1,10 @@
 """Defines `VarianceClip`, which clips the variance of each batch."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ._base import AbstractStrategy
 from ._batch import Batch
@@ -41,7 +41,7 @@ class VarianceClip(AbstractWrapper):
     Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """
 
-    strategy: AbstractStrategy[Any] = Batch()
+    strategy: AbstractStrategy[PyTree] = Batch()
     ratio: float = eqx.field(default=4.0, static=True, converter=number)
     start: int = eqx.field(default=200, static=True)
 
@@ -57,11 +57,12 @@ class VarianceClip(AbstractWrapper):
                 "so clipping can start after 1 batch at the earliest; give an int."
             )
 
-    def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
+    def update(self, batch: TrainingBatch, memory: PyTree) -> tuple[Moments, PyTree]:
         running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
         clips = (batch.step >= self.start) & (running.mean() > batch.eps)
         # m2 is clipped, not the variance: a batch within the bounds stays bitwise equal.
-        m2 = jnp.clip(batch.m2, low * batch.count, high * batch.count)
+        count = batch.known_count
+        m2 = jnp.clip(batch.m2, low * count, high * count)
         clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))
         return self.strategy.update(clipped, memory)

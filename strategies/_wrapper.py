@@ -1,24 +1,23 @@
 """Defines `AbstractWrapper`, the base class of strategies that wrap another one."""
 
-from typing import Any
-
 import equinox as eqx
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ._base import AbstractStrategy
 from ._moments import Moments
 
 
-class AbstractWrapper(AbstractStrategy[Any]):
+class AbstractWrapper(AbstractStrategy[PyTree]):
     """Passes all calls but `update` on to the wrapped strategy, and has the same memory.
 
     **Fields:** `strategy`: the strategy to wrap, which is not frozen.
     """
 
-    strategy: eqx.AbstractVar[AbstractStrategy[Any]]
+    strategy: eqx.AbstractVar[AbstractStrategy[PyTree]]
 
     def __check_init__(self):
-        inner: Any = self.strategy
+        inner: object = self.strategy
         if not (isinstance(inner, AbstractStrategy) and inner.learns):
             raise ValueError(
                 f"strategy={inner!r}: {type(self).__name__} wraps a strategy object that "
@@ -35,14 +34,14 @@ class AbstractWrapper(AbstractStrategy[Any]):
     def starts_as_batch(self) -> bool:
         return self.strategy.starts_as_batch
 
-    def init(self, channels: int, dtype: DTypeLike) -> Any:
+    def init(self, channels: int, dtype: DTypeLike) -> PyTree:
         return self.strategy.init(channels, dtype)
 
-    def infer(self, memory: Any) -> Moments:
+    def infer(self, memory: PyTree) -> Moments:
         return self.strategy.infer(memory)
 
-    def load(self, learnt: Moments) -> Any:
+    def load(self, learnt: Moments) -> PyTree:
         return self.strategy.load(learnt)
 
-    def without_pending(self, memory: Any) -> tuple[Any, Any]:
+    def without_pending(self, memory: PyTree) -> tuple[PyTree, PyTree]:
         return self.strategy.without_pending(memory)

@@ -7,7 +7,7 @@ places of mapped axes as JAX hands them over; `Zero` and `is_undefined_primal` d
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 Zero = ad.Zero  # a tangent or cotangent that is known to be 0

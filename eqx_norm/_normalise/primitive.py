@@ -79,7 +79,9 @@ def new_primitive(
     def batch(axis: Any, arrays: Args, places: Args, **params: Any) -> tuple[Args, Args]:
         return _batch(primitive, full, axis, arrays, places, **params)
 
-    @functools.lru_cache
+    # JAX keeps as many programs. A smaller cache, which an operation of many shapes overflows,
+    # would compile each one again.
+    @functools.lru_cache(maxsize=4096)
     def compiled(**params: Any) -> Callable[..., list[Array]]:
         def results(*arrays: Any) -> list[Array]:
             # Under `jax_debug_nans` JAX calls this again without jit, to name an operation.

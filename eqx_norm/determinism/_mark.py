@@ -6,10 +6,10 @@ tests/determinism/test_transformations.py checks the primitive.
 
 from collections.abc import Sequence
 
-from jax.extend.core import JaxprEqn, Literal, Var
 from jaxtyping import Array, ArrayLike
 
 from eqx_norm._jax import registry
+from eqx_norm._jax.jaxprs import JaxprEqn, Literal, Var
 
 Tangent = ArrayLike | registry.Zero
 

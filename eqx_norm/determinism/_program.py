@@ -7,18 +7,17 @@ parameters of equations may change: tests/determinism/test_transformations.py ch
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, Shaped, UInt32
 
-from eqx_norm._jax.jaxprs import Jaxpr, JaxprEqn, evaluated, within
+from eqx_norm._jax.jaxprs import Jaxpr, JaxprEqn, Literal, Var, evaluated, within
 from eqx_norm._jax.lowering import Aval
 
 from ._fingerprint import of_array
@@ -192,7 +191,7 @@ def _scan(equation: JaxprEqn, context: Context, *operands: ArrayLike) -> Evaluat
 
 def _count_scanned(variables: Sequence[Var | Literal], inside: Sequence[Aval]) -> int:
     """Returns how many variables have one more axis outside of the loop than inside."""
-    outside: list[Aval] = [variable.aval for variable in variables]
+    outside: list[Any] = [variable.aval for variable in variables]
     scanned = [a for a, b in zip(outside, inside, strict=True) if a.ndim != b.ndim]
     return len(scanned)
 

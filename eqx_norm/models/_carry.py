@@ -10,7 +10,7 @@ from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Average, Moments, Running
-from eqx_norm.strategies._moments import along_sets, select
+from eqx_norm.strategies._moments import expand_trailing_axes, select
 from eqx_norm.strategies._numbers import is_count
 from eqx_norm.strategies._running import AbstractAveragingStrategy
 
@@ -100,7 +100,7 @@ def checked_values(
             "each member of an ensemble."
         )
     numbers = jnp.asarray(values, float)
-    of_each = along_sets("values", numbers, (*members, channels))
+    of_each = expand_trailing_axes("values", numbers, (*members, channels))
     if numbers.ndim > len(members):  # for each channel
         return of_each
     return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)

@@ -1,6 +1,6 @@
 """Defines `recompute_outputs`, a policy for `jax.checkpoint`."""
 
-from jax.extend.core import Primitive
+from eqx_norm._jax.registry import Primitive
 
 # These passes of a norm write vectors, which are saved; the norm's outputs are recomputed.
 _VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_dot_products"

@@ -28,14 +28,17 @@ def imports(path: Path) -> Iterator[str]:
 
 # A pattern of files and folders, and a regular expression of names that they may not import.
 ARROWS = {
-    "strategies import only strategies": ("strategies", r"eqx_norm\b"),
+    "strategies import only strategies and rounding": (
+        "strategies",
+        r"eqx_norm\b(?!\._jax\.arithmetic\b)",
+    ),
     "wrappers of JAX import nothing else from the package": (
         "eqx_norm/_jax",
         r"eqx_norm\.(?!_jax\b)",
     ),
     "the operation imports only moments and wrappers of JAX from the package": (
         "eqx_norm/_normalise",
-        r"eqx_norm\.(?!(_normalise|_jax)\b|strategies\.(Moments|Pair|_pair|_numbers)\b)",
+        r"eqx_norm\.(?!(_normalise|_jax)\b|strategies\.(Moments|Pair|_numbers)\b)",
     ),
     "formulas are the lowest floor of the operation": (
         "eqx_norm/_normalise/formulas",

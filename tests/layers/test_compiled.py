@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import BatchNorm, LayerNorm, _memory, normalise
 from eqx_norm.strategies import Batch, Moments
 from tests.compiling import filter_jit
 from tests.helpers import copy, each_approach, make, normal, over_batch, same
@@ -130,6 +130,40 @@ def test_steps_and_equal_layers_are_one_program(approach):
         layer, state = make(3, ["batch"], approach=approach)
         for _ in range(3):
             _, state = step(layer, state, X)
+
+
+MANY = 150
+
+
+def test_the_type_of_a_memory_is_found_once_for_each_of_many_layers(monkeypatch):
+    layers = [make(3, "batch", approach=Batch(1 / (2 + i))) for i in range(MANY)]
+    calls, new = [], _memory.new
+    monkeypatch.setattr(_memory, "new", lambda *args: calls.append(args) or new(*args))
+    for _ in range(2):
+        for layer, state in layers:
+            _memory.recall(layer, state)
+    assert len(calls) == MANY
+
+
+@pytest.mark.x32
+def test_many_operations_without_jit_compile_once():
+    compiled = []
+    unit = Moments.of(jnp.zeros(3), 1.0)
+
+    def listen(event, seconds, **others):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(2):
+            before = len(compiled)
+            for i in range(MANY):
+                normalise(X, unit, axis=0, eps=0.5 + i)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert before >= MANY
+    assert len(compiled) == before
 
 
 @pytest.mark.x32

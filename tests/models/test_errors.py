@@ -66,6 +66,7 @@ OWN: Any = type("Own", (BatchNorm,), {})(C, "batch", approach="batch")
 LOADING = make(C, "batch", approach=Loading())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
+NEGATIVE: Any = [-1.0, 1.0, 1.0]
 TEXT: Any = "text"
 PAIRS: Any = [("[0]", "[1]")]
 NUMBER: Any = {"[0]": 0}
@@ -240,7 +241,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(*LOADING, LOADED, strict=False, values=-5), f"values=-5: {POSITIVE}"),
     (lambda: from_torch(*LOADING, LOADED, strict=False, values=TEXT), f"'text': {POSITIVE}"),
     (
-        lambda: from_torch(NORM, NORM_STATE, LOADED, strict=False, values=[-1.0, 1.0, 1.0]),
+        lambda: from_torch(NORM, NORM_STATE, LOADED, strict=False, values=NEGATIVE),
         rf"^BatchNorm: values=\[-1.0, 1.0, 1.0\]: {POSITIVE}",
     ),
     (

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from eqx_norm.strategies._pair import uncontracted
+from eqx_norm._jax.arithmetic import uncontracted
 from tests.helpers import f32, normal
 
 

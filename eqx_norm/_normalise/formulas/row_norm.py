@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._jax.jaxprs import elementwise_results
-from eqx_norm.strategies._pair import uncontracted
 
 from .activation import Elementwise
 from .reference import Shape

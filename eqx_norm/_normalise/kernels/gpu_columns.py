@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
-from eqx_norm.strategies._pair import two_sum
+from eqx_norm._jax.arithmetic import two_sum
 
 from . import tile
 from .availability import Ref, refusal

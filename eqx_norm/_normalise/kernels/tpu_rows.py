@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
+from eqx_norm._jax.arithmetic import two_sum
 from eqx_norm._jax.lowering import like
 from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import RowNorm
-from eqx_norm.strategies._pair import two_sum
 
 from .availability import Ref, refusal
 

@@ -30,13 +30,13 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Bool, Float, Shaped
 
+from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._jax.lowering import Target
 from eqx_norm._normalise.formulas import reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 from eqx_norm._normalise.formulas.row_norm import Operands, Options, Wanted
 from eqx_norm._normalise.kernels import columns, rows
-from eqx_norm.strategies._pair import uncontracted
 
 from . import moments_passes, on_cpu, on_gpu
 from .gpu_chain import Chain

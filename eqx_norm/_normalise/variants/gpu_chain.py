@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from eqx_norm._jax.arithmetic import uncontracted
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape, hardware_rsqrt
 from eqx_norm._normalise.formulas.row_norm import Operands, RowNorm, Wanted
-from eqx_norm.strategies._pair import uncontracted
 
 LONGEST, FEW = 2**14, 32
 
