@@ -43,6 +43,6 @@ def computed(
     # The transpose is free if channels are the last axis in memory, as between convolutions.
     ordered = x.transpose(*ensemble_axes, *row_axes, x.ndim - 1, x.ndim - 2)
     ensemble, channels = math.prod(shape[:-2]), x.shape[-2]
-    mean, m2, mean_lo = kernel(ordered.reshape(ensemble, -1, channels))
+    vectors = kernel(ordered.reshape(ensemble, -1, channels))
     count = jnp.full(shape, x.size // math.prod(shape), jnp.float32)
-    return [count, mean.reshape(shape), m2.reshape(shape), mean_lo.reshape(shape)]
+    return [count, *[vector.reshape(shape) for vector in vectors]]

@@ -120,14 +120,17 @@ def moments(x: Float[Array, "ensemble rows channels"]) -> Moments:
         # Inside `shard_map`, loaded values vary over the mesh, and zeros do not.
         lanes = Lanes(load(first_tile * tile_rows) + zeros, zeros, zeros, zeros)
         tiles = jnp.minimum(plan.slice_tiles, plan.tiles - first_tile)  # of this slice
+
+        # As many tiles together as fit into registers, then the others one by one.
         steps = lax.div(tiles, np.int32(plan.together))
         lanes = lax.fori_loop(np.int32(0), steps, reading(plan.together, 0), lanes)
         done = steps * plan.together
         lanes = lax.fori_loop(np.int32(0), tiles - done, reading(1, done), lanes)
         count = zeros + tiles.astype(jnp.float32)
+
         is_last = (i == plan.slices - 1).astype(jnp.int32)
         if plan.rows_left:
-            # The last tile overlaps the one before: only its last rows are new.
+            # A last tile overlaps the one before: only its last rows are new.
             row = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
             is_new = (row >= tile_rows - plan.rows_left * is_last).astype(jnp.float32)
 
@@ -137,6 +140,7 @@ def moments(x: Float[Array, "ensemble rows channels"]) -> Moments:
 
             lanes = lax.fori_loop(np.int32(0), is_last, read_last, lanes)
             count = count + is_new
+
         total = (tiles * tile_rows + plan.rows_left * is_last).astype(jnp.float32)
         for ref, values in zip(outputs, _merged(lanes, count, total), strict=True):
             tile.store(ref.at[member, i, columns], values)
