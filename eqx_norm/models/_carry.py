@@ -43,7 +43,7 @@ def carry(
     if is_kept:
         return (memory,)
     if values is not None:
-        values = _values_of_members(values, memory.accepted.shape, new.input_size)
+        values = checked_values(values, memory.accepted.shape, new.input_size)
     accepted = batches_of(old, memory)
     before, after = _innermost(old.approach), _innermost(new.approach)
     needs_batches = isinstance(after, Average) and not isinstance(before, Average)
@@ -89,12 +89,12 @@ def _is_known_true(condition: Bool[Array, ""]) -> bool:
         return False
 
 
-def _values_of_members(
+def checked_values(
     values: ArrayLike, members: tuple[int, ...], channels: int
 ) -> Float[Array, "..."]:
     """Returns the number of values for each member of an ensemble, or each of its channels;
     raises `ValueError` for another shape, and for numbers that are not above 0."""
-    if not is_traced(values) and not np.all(np.asarray(values, float) > 0):
+    if not (is_traced(values) or _are_positive(values)):
         raise ValueError(
             f"values={values!r}: give the number of values per channel, above 0, or one for "
             "each member of an ensemble."
@@ -104,6 +104,17 @@ def _values_of_members(
     if numbers.ndim > len(members):  # for each channel
         return of_each
     return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)
+
+
+def _are_positive(values: ArrayLike) -> bool:
+    """Returns whether all values are finite numbers above 0."""
+    if isinstance(values, str):  # NumPy reads numbers in it
+        return False
+    try:
+        numbers = np.asarray(values, float)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return bool(np.all((numbers > 0) & np.isfinite(numbers)))
 
 
 def new_statistics(layer: BatchNorm, like: PyTree) -> PyTree:

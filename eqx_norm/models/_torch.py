@@ -15,6 +15,7 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
 from . import _layers
+from ._carry import checked_values
 from ._layers import Entries, Model, State, layers_of
 from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
 
@@ -111,7 +112,8 @@ def _loaded_statistics(
             continue
         with _layers.located(path, norm):
             before = _memory.recall(norm, state).statistics
-            moments = Moments.of(mean, variance, values, int(norm.unbiased))
+            count = None if values is None else checked_values(values, (), norm.input_size)
+            moments = Moments.of(mean, variance, count, int(norm.unbiased))
             memory = _contract.load(norm.approach, moments, before)
         counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
         learnt[norm.memory_index.marker] = Remembered(memory, counts)
