@@ -63,7 +63,6 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
 
 
 def _agreement(first: Contents, second: Contents) -> Verdict:
-    """Returns the verdict on two ledgers of which all rows agree."""
     is_truncated = first.is_truncated or second.is_truncated
     agreed = len(first.rows)
     steps = len({row.step for row in first.rows})
@@ -75,7 +74,6 @@ def _agreement(first: Contents, second: Contents) -> Verdict:
 
 
 def _difference_after(agreed: int, first: Contents, second: Contents) -> Verdict:
-    """Returns the verdict on two ledgers that differ after this number of rows."""
     before = "nothing comes before it"
     if agreed:
         before = f"before it, {agreed} rows agree; the last is {first.rows[agreed - 1].place}"

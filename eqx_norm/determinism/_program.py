@@ -244,7 +244,8 @@ def _shard_map(equation: JaxprEqn, context: Context, *operands: ArrayLike) -> Ev
         # Split values are concatenated along the first axis. The plan says which are split.
         plan = jax.eval_shape(lambda: run(False, ()))[1].plan
         split = [tuple(axis for axis in probe.axes if axis in axes) for probe in plan]
-        specs = tuple(PartitionSpec(axes) for axes in split)
+        # The others may be scalars, whose spec has no entry.
+        specs = tuple(PartitionSpec(names) if names else PartitionSpec() for names in split)
     outputs, record, values = run(context.keep_values, specs)
     return outputs, Record(record.fingerprints, values, record.plan)
 

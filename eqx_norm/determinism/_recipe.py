@@ -127,7 +127,6 @@ def _status(call: str, name: str, value: str) -> str:
 
 
 def _processor() -> str:
-    """Returns the name of this machine's processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
@@ -135,7 +134,6 @@ def _processor() -> str:
 
 
 def _has_started() -> bool:
-    """Returns whether JAX has a backend."""
     # No public function returns this. But with a backend, JAX refuses to change this option.
     devices = jax.config.values["jax_num_cpu_devices"]
     try:

@@ -44,16 +44,12 @@ def carry(
         return (memory,)
     if values is not None:
         values = checked_values(values, memory.accepted.shape, new.input_size)
-    accepted = batches_of(old, memory)
     before, after = _innermost(old.approach), _innermost(new.approach)
-    needs_batches = isinstance(after, Average) and not isinstance(before, Average)
+    accepted = batches_of(old, memory)
     if batches is not None:
         accepted = jnp.where(untrained, accepted, int(batches))
-    elif needs_batches and _is_known_true((~untrained & (accepted == 0)).any()):
-        raise ValueError(
-            f"{new.approach} weighs the statistics by their number of batches, which is not "
-            "known here. Give it: batches=n in reconfigure or swap."
-        )
+    elif isinstance(after, Average) and not isinstance(before, Average):
+        _check_counted(new, untrained, accepted)
     can_reuse = type(before) is type(after) or (_is_average(before) and _is_average(after))
     old_momentum = getattr(before, "momentum", None)
     new_momentum = getattr(after, "momentum", None)
@@ -79,6 +75,17 @@ def carry(
 
     converted = over_members(convert, accepted)(memory.statistics, untrained, values)
     return (Remembered(converted, jnp.stack([accepted, memory.rejected], -1)),)
+
+
+def _check_counted(
+    new: BatchNorm, untrained: Bool[Array, "*members"], accepted: Int[Array, "*members"]
+) -> None:
+    """Raises `ValueError` for statistics of 0 batches, except those of untrained layers."""
+    if _is_known_true((~untrained & (accepted == 0)).any()):
+        raise ValueError(
+            f"{new.approach} weighs the statistics by their number of batches, which is not "
+            "known here. Give it: batches=n in reconfigure or swap."
+        )
 
 
 def _is_known_true(condition: Bool[Array, ""]) -> bool:
@@ -108,8 +115,10 @@ def checked_values(
 
 def _are_positive(values: ArrayLike) -> bool:
     """Returns whether all values are finite numbers above 0."""
+    if isinstance(values, str):  # NumPy reads numbers in it
+        return False
     try:
-        numbers = np.asarray(jnp.asarray(values, float))
+        numbers = np.asarray(values, float)
     except (TypeError, ValueError, OverflowError):
         return False
     return bool(np.all((numbers > 0) & np.isfinite(numbers)))

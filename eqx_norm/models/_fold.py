@@ -164,7 +164,6 @@ def _layer_at(path: str, model: PyTree, kind: Kind) -> PyTree:
 
 
 def _folded(layer: PyTree, norm: PyTree, state: eqx.nn.State) -> PyTree:
-    """Returns the linear layer with the norm folded into it."""
     _layers.check_single(layer, norm)
     if obstacle := _obstacle(layer, norm):
         raise ValueError(f"{obstacle}.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -68,13 +69,13 @@ def pool_statistics(
     _layers.check_untraced(model, states, weights)
     norms = _layers.chosen(model, BatchNorm, None, "pool", "eqx_norm.BatchNorm")
     ours = {norm.memory_index.marker: path for path, norm in norms.items()}
-    held = list[Entries]()
+    entries_of_states = list[Entries]()
     for i, state in enumerate(states):
         with _layers.located(f"states[{i}]", state):
-            held.append(_held(model, norms, state))
+            entries_of_states.append(_checked_entries(model, norms, state))
     pooled = Entries()
-    for marker in dict.fromkeys(marker for entries in held for marker in entries):
-        found: list[PyTree] = [entries.get(marker) for entries in held]
+    for marker in dict.fromkeys(itertools.chain(*entries_of_states)):
+        found: list[PyTree] = [entries.get(marker) for entries in entries_of_states]
         if eqx.tree_equal(*found):
             continue
         if marker not in ours:
@@ -92,7 +93,6 @@ def pool_statistics(
 
 
 def _checked_states(states: object) -> list[eqx.nn.State]:
-    """Returns the states as a list; raises `ValueError` for anything else."""
     listed = list(states) if isinstance(states, Iterable) else []
     if not listed:
         raise ValueError(
@@ -109,7 +109,6 @@ def _checked_states(states: object) -> list[eqx.nn.State]:
 
 
 def _checked_values(values: PyTree, states: int) -> list[float]:
-    """Returns the number of values of each state; raises `ValueError` for anything else."""
     try:
         listed = list(values)
     except TypeError:  # no iterable, or an array without axes
@@ -129,7 +128,7 @@ def _checked_values(values: PyTree, states: int) -> list[float]:
     return weights
 
 
-def _held(model: PyTree, norms: Nodes, state: eqx.nn.State) -> Entries:
+def _checked_entries(model: PyTree, norms: Nodes, state: eqx.nn.State) -> Entries:
     """Returns the entries of a state, as NumPy's arrays; raises for that of another model."""
     entries = _layers.checked_entries(model, state, norms)
     for path, norm in norms.items():
@@ -142,7 +141,6 @@ def _held(model: PyTree, norms: Nodes, state: eqx.nn.State) -> Entries:
 
 
 def _pooled(norm: BatchNorm, memories: list[Remembered], weights: list[float]) -> Remembered:
-    """Returns the entry of a layer in the new state."""
     if norm.unbiased and min(weights) <= 1:
         raise ValueError(
             f"values={weights}: the layer has unbiased=True, so its variance depends on the "

@@ -155,7 +155,6 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
 # `_step` is compiled once for all calls with the same forward.
 @eqx.filter_jit
 def _step(forward: Forward, model: PyTree, state: eqx.nn.State, batch: PyTree) -> eqx.nn.State:
-    """Returns the state after one batch."""
     structure = jax.tree.structure(state)
     result = forward(model, state, batch)
     result = result[-1] if isinstance(result, tuple) and result else result

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Inexact, Int, PyTree, Shaped
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
@@ -103,7 +103,6 @@ def swap(
 
 
 def _warn_of_other_norms(model: PyTree) -> None:
-    """Warns of layers that stay and are named like norms."""
 
     def is_norm(node: PyTree) -> bool:
         return isinstance(node, NORMS) or _is_other_norm(node)
@@ -174,7 +173,11 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: PyTree) -> tuple[Rem
         )
     count, (mean, variance) = entries
 
-    def convert(count: Array, mean: Array, variance: Array) -> Remembered:
+    def convert(
+        count: Shaped[Array, ""],
+        mean: Inexact[Array, " channels"],
+        variance: Inexact[Array, " channels"],
+    ) -> Remembered:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
         initial = 1 if old.mode == "batch" else 0
@@ -192,8 +195,11 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: PyTree) -> tuple[Rem
 
 
 def _debiased(
-    momentum: float, count: Array, mean: Array, variance: Array
-) -> tuple[Array, Array]:
+    momentum: float,
+    count: Int[Array, ""],
+    mean: Inexact[Array, " channels"],
+    variance: Inexact[Array, " channels"],
+) -> tuple[Inexact[Array, " channels"], Float[Array, " channels"]]:
     """Returns the debiased mean and variance for the statistics that `mode="batch"` stores."""
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from eqx_norm import BatchNorm, _contract
 from eqx_norm._memory import Remembered
@@ -18,6 +18,8 @@ from ._layers import Model, State, Where
 from ._swap import OURS, TO_THEIRS, converted, refuse_subclass
 
 Mode = Literal["batch", "ema"]
+# The mean and variance of a layer, or of the members of an ensemble.
+Statistics = tuple[Inexact[Array, "*members channels"], Inexact[Array, "*members channels"]]
 
 
 def unswap(
@@ -107,7 +109,7 @@ def _mode(layer: BatchNorm) -> Mode:
 
 def _carry_back(
     old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Shaped[Array, "*members"], Statistics]:
     """Returns the count (`ema`: whether the layer is new) and the statistics."""
     bits = jnp.finfo(float).nmant + 3
     # After this number of batches, 1 - m^t rounds to 1.
@@ -115,7 +117,7 @@ def _carry_back(
 
     def convert(
         memory: Remembered, accepted: Int[Array, ""]
-    ) -> tuple[Array, tuple[Array, Array]]:
+    ) -> tuple[Shaped[Array, ""], Statistics]:
         is_untrained = is_new(old, memory)
         moments = _contract.running(old, memory.statistics)
         mean = moments.mean
