@@ -2,19 +2,20 @@
 
 import functools
 import textwrap
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, PyTreeDef
+from jaxtyping import Array, Bool, Int, PyTree
 
 from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy, Moments
 
-# The tree structure of a memory, and the shapes and dtypes of its arrays.
-Form: TypeAlias = tuple[PyTreeDef, list[tuple[int, ...]], list[jnp.dtype]]
+# The tree structure of a memory (of a class that type checkers do not know), and the shapes and
+# dtypes of its arrays.
+Form: TypeAlias = tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]
 
 STACKED = (
     "The state given has one more axis in front: a jax.vmap without out_axes=(0, None) has "

@@ -1,6 +1,7 @@
 """Computes the moments of complex numbers from those of the real and the imaginary parts."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Complex, Float, Inexact
 
@@ -24,9 +25,11 @@ def parts(values: Values) -> Values:
 
 def joined(of_parts: Moments) -> Moments:
     """Returns the moments of complex numbers: m2 is the sum of the m2 of both parts."""
-    count = of_parts.count
+    count = of_parts.known_count
     mean, m2 = Pair(_complex(of_parts.mean_pair.parts)), jnp.add(*jnp.split(of_parts.m2, 2))
-    return Moments(count[: m2.size] if count.ndim else count, mean, m2)
+    if not isinstance(count, np.floating) and count.ndim > 0:
+        count = count[: m2.size]
+    return Moments(count, mean, m2)
 
 
 def concatenated_parts(vector: Inexact[Array, " groups"]) -> Float[Array, " 2*groups"]:

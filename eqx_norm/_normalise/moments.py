@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, Num
+from jaxtyping import Array, Bool, Inexact
 
 from eqx_norm._jax import collectives
 from eqx_norm._jax.collectives import AxisName
 from eqx_norm.strategies import Moments, Pair
+from eqx_norm.strategies._numbers import Floats
 
 from . import complex_numbers
 from .formulas import merge
@@ -80,7 +81,7 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
     that are not finite is 0."""
     dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(values.x)
     moments = moments.astype(values.x_upcast.dtype)
-    count, vectors = moments.count, [moments.mean, moments.m2, moments.mean_pair.rest]
+    count, vectors = moments.known_count, [moments.mean, moments.m2, moments.mean_pair.rest]
     if values.mask is not None:
         count = jnp.expand_dims(count, 0)
     if is_complex:
@@ -95,7 +96,7 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
 def differentiable(
     values: Values,
     axis_name: AxisName,
-    count: Num[Array | np.ndarray, "..."],
+    count: Floats,
     mean: Inexact[Array, " groups"],
     m2: Inexact[Array, " groups"],
     mean_lo: Inexact[Array, " groups"],
@@ -114,7 +115,7 @@ def differentiable(
     elif layout.groups is None:
         n = jnp.maximum(count, 1).reshape(shape)
     else:  # all channels have the same count
-        count = count[0]
+        count = jnp.asarray(count)[0]
         n = jnp.maximum(count, 1).reshape(ones)
     names, mesh = collectives.split_names(axis_name)
     columns = [v.reshape(shape) for v in (mean, mean_lo, m2)]

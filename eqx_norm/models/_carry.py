@@ -107,7 +107,7 @@ def checked_values(
             "each member of an ensemble."
         )
     numbers = jnp.asarray(values, float)
-    of_each = expand_trailing_axes("values", numbers, (*members, channels))
+    of_each = jnp.asarray(expand_trailing_axes("values", numbers, (*members, channels)))
     if numbers.ndim > len(members):  # for each channel
         return of_each
     return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)

@@ -70,7 +70,7 @@ def test_cumulative_counts_batches_after_billions_of_observations_in_full(count)
         start, (means, m2)
     )
 
-    ns = np.array([float(before.count)] + [size] * 200, np.longdouble)
+    ns = np.array([float(before.known_count)] + [size] * 200, np.longdouble)
     every_mean = np.concatenate([[before.mean], means]).astype(np.longdouble)
     every_m2 = np.concatenate([[before.m2], m2]).astype(np.longdouble)
     n, mean = ns.sum(), np.average(every_mean, 0, ns)
