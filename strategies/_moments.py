@@ -197,7 +197,7 @@ class Moments(eqx.Module):
         """Returns the count with as many entries as there are sets, also if they share it."""
         counts = self._expanded_count
         sets = len(self.m2)
-        if counts.ndim > 0 and counts.shape[0] == sets:
+        if counts.shape[:1] == (sets,):
             return counts
         return counts * np.ones((sets, *[1] * (self.m2.ndim - 1)), counts.dtype)
 

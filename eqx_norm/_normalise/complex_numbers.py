@@ -24,7 +24,7 @@ def parts(values: Values) -> Values:
 
 def joined(of_parts: Moments) -> Moments:
     """Returns the moments of complex numbers: m2 is the sum of the m2 of both parts."""
-    count = of_parts.count
+    count = of_parts.known_count
     mean, m2 = Pair(_complex(of_parts.mean_pair.parts)), jnp.add(*jnp.split(of_parts.m2, 2))
     return Moments(count[: m2.size] if count.ndim else count, mean, m2)
 

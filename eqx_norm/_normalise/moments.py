@@ -79,7 +79,7 @@ def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments
     that are not finite is 0."""
     dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(values.x)
     moments = moments.astype(values.x_upcast.dtype)
-    count, vectors = moments.count, [moments.mean, moments.m2, moments.mean_pair.rest]
+    count, vectors = moments.known_count, [moments.mean, moments.m2, moments.mean_pair.rest]
     if values.mask is not None:
         count = jnp.expand_dims(count, 0)
     if is_complex:

@@ -90,7 +90,7 @@ def _of_members(values: ArrayLike, members: tuple[int, ...], channels: int) -> A
             "each member of an ensemble."
         )
     numbers = jnp.asarray(values, float)
-    of_each = expand_trailing_axes("values", numbers, (*members, channels))
+    of_each = jnp.asarray(expand_trailing_axes("values", numbers, (*members, channels)))
     if numbers.ndim > len(members):  # for each channel
         return of_each
     return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)
