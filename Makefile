@@ -53,7 +53,8 @@ experiments: .venv-peers ## replace every committed table and figure (80 minutes
 # is ready.
 gpu-compile-check tpu-compile-check: %-compile-check: .venv-compile
 	@! test -e $</ready || $</bin/python -m experiments.compiled --target $* $(TO)
-gpu-compile-check: ## compile for GPUs, none needed: what programs move (2 GB)
+	@test $* = tpu || ! test -e $</ready || $</bin/python -m tests.operation.kernels.ptx
+gpu-compile-check: ## compile for GPUs, none needed: what programs move, kernels (2 GB)
 tpu-compile-check: ## compile for TPUs, none needed: what programs move
 
 # Each exits with 1 if a claim does not hold. The second runs in any case.

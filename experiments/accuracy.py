@@ -32,12 +32,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
-from tqdm import tqdm
 
-from .common import exact, peers, report
+from .common import exact, machine, peers, report
 from .common.exact import Batch, Errors, Exact
+from .common.experiment import Experiment, Verdict
 from .common.peers import EQUINOX, EQUINOX_BATCH, EQUINOX_EMA, FLAX, FLAX_TWO_PASS, OURS, TORCH
-from .common.report import BLACK, Verdict
+from .common.progress import progress
+from .common.report import BLACK
 
 BATCH_NORMS = OURS, EQUINOX_EMA, EQUINOX_BATCH, FLAX, FLAX_TWO_PASS, TORCH
 LAYER_NORMS = OURS, EQUINOX, FLAX, FLAX_TWO_PASS, TORCH
@@ -172,8 +173,8 @@ def measure(settings: Settings) -> list[Row]:
     shaped = cases_of_layer_norm(settings.shapes)
     every = [*cases(settings.n, settings.most), *shaped]
     rows = []
-    with ThreadPoolExecutor(min(report.cores(), 16)) as pool:  # most of the time is compiling
-        for case in tqdm(every, unit="case", disable=None):
+    with ThreadPoolExecutor(min(machine.cores(), 16)) as pool:  # most of the time is compiling
+        for case in progress(every, "case"):
             of_layer = case.group in LAYER_NORM
             layers, solve, kind = of_layer_norm if of_layer else of_batch_norm
             layers = [
@@ -195,7 +196,7 @@ def with_errors(
         return row._replace(errors=Errors(*np.array(found).max(0).tolist()))
     except Exception as error:  # go on with the other layers
         said = f"{layer}, {case.name}: {type(error).__name__}: {error}"
-        tqdm.write(said.partition("\n")[0])
+        print(said.partition("\n")[0])
         return row
 
 
@@ -362,17 +363,17 @@ def draw_pairs(found: Sequence[Pair]) -> Figure:
 
 
 def main() -> int:
-    options = report.parser("accuracy", __doc__, "fewer values, the layers in JAX").parse_args()
-    settings, name = QUICK if options.quick else Settings(), "accuracy"
+    experiment = Experiment("accuracy", __doc__, "fewer values, the layers in JAX")
+    settings = QUICK if experiment.options.quick else Settings()
     on_cpu = jax.default_backend() == "cpu"
     if not on_cpu:
         settings = settings._replace(batch_norms=ON_GPU, layer_norms=ON_GPU, shapes=SERVED)
-        name = f"accuracy_{report.device_name()}"
+        experiment.name = f"accuracy_{machine.device_name()}"
     batch_norms, layer_norms = map(peers.present, settings[:2])
     settings = settings._replace(batch_norms=batch_norms, layer_norms=layer_norms)
     rows = measure(settings)
     header, lines = (*Row._fields[:-1], *Errors._fields), ((*r[:-1], *r.errors) for r in rows)
-    report.save_csv(options.out, name, header, lines, digits=3)
+    experiment.save_csv(header, lines, digits=3)
     lines = ([g, *(largest(rows, layer, g) for layer in batch_norms)] for g in GROUPS)
     tables = [report.table(["largest error of y", *batch_norms], lines)]
     verdicts = [within(rows, *claim) for claim in CLAIMS]
@@ -382,17 +383,15 @@ def main() -> int:
         half = (PAIR[1] - PAIR[0]) / 2
         means = [*pairs(layer_norms, "float32", np.c_[MEANS - half, MEANS + half])]
         # y is a value, not an error, and gets the nine digits of a float32.
-        report.save_csv(options.out, f"{name}_pairs", Pair._fields, [*pair, *means], digits=9)
-        report.save_figure(options.out, name, draw(rows, batch_norms))
-        report.save_figure(options.out, f"{name}_layer_norm", draw_pairs(means))
+        experiment.save_csv(Pair._fields, [*pair, *means], part="pairs", digits=9)
+        experiment.save_figure(draw(rows, batch_norms))
+        experiment.save_figure(draw_pairs(means), "layer_norm")
         header = ("dtype", "layer", "output", "its error", "gradient of the sum")
         lines = [(*r[:2], f"{r.y:.7f}", f"{r.error:.1e}", f"{r.dx:.1e}") for r in pair]
         tables.append("Layer norm of OneFlow's pair:\n\n" + report.table(header, lines))
         verdicts.append(pair_is_right(pair))
     said = ", ".join(f"{layer} {largest(rows, layer, AFFINE)}" for layer in batch_norms)
-    return report.publish(
-        options.out,
-        name,
+    return experiment.publish(
         asked="How accurate is batch norm on hard inputs, and layer norm? "
         "[Caffe #3963](https://github.com/BVLC/caffe/issues/3963), "
         "[OneFlow #6149](https://github.com/Oneflow-Inc/oneflow/issues/6149)",

@@ -14,18 +14,14 @@ splits over 8 devices, shape and unit are those of a device's shard of x. docs/g
 conclusions.
 """
 
-import contextlib
 import functools
 import importlib.util
 import itertools
 import math
 import os
-import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +31,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm
 from eqx_norm.models import recompute_outputs
 
-from .common import networks, peers, report, traffic
+from .common import machine, networks, peers, report, traffic
 from .common.exact import EPS
+from .common.experiment import Experiment, Goal, Verdict
 from .common.peers import EQUINOX, OURS, OURS_PALLAS, OURS_SEPARATE
+from .common.progress import in_threads, progress
 
 Row = dict[str, Any]
 GPU, TPU = "gpu", "tpu"
@@ -114,8 +111,6 @@ SPLIT: dict[str, tuple[Any, ...]] = {
 }
 OF_MESH = "mesh", "units", "one device", f"{EQUINOX}, on the mesh", "sent"
 UNITS = {name: f"{name}, MB" for name in ("kept", "temporaries", "moved")}  # in tables
-# Properties of a kernel of this package, from its PTX and from ptxas.
-CODE = ("registers", "spilled", "loads of 16, 8, fewer bytes", "contracted")
 MAPPED: Any = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
 
 
@@ -209,57 +204,6 @@ def count(devices: Sequence[Any], case: tuple[Any, ...], parts: int = 1) -> Row:
     return {**row, "units": sum(moved.values()) / size, "temporary": needs / size, **counts}
 
 
-def count_code(devices: Sequence[Any], case: tuple[Any, ...]) -> tuple[Row, Row]:
-    """Returns `count` of a program with kernels of Mosaic GPU, and a row on their code."""
-    with tempfile.TemporaryDirectory() as folder:
-        dump = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS")}
-        dump["MOSAIC_GPU_DUMP_TO"] = folder
-        os.environ |= dump
-        with silent():  # Mosaic also asks for nvdisasm, which is not installed
-            row = count(devices, case)
-        for name in dump:
-            del os.environ[name]
-        kernels = sorted(Path(folder).glob("*.ptx"))
-        ptx = [path.read_text() for path in kernels]
-        said = "".join(path.with_suffix(".ptxas").read_text() for path in kernels)
-    used, spilled = (
-        [*map(int, re.findall(pattern, said))]
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-    )
-    widths = r"v4\.b32|v2\.b64", r"v2\.b32|v4\.b16|b64", r"b32|b16"
-    found = (re.findall(rf"\sld(?:\.global)?\.(?:{w})\s", "".join(ptx)) for w in widths)
-    loads = "/".join(str(len(each)) for each in found)
-    code = max(used, default=0), sum(spilled), loads, sum(map(contracted, ptx))
-    shown = {key: row[key] for key in (*CASE[:3], "dtype", "units", "launches", "temporary")}
-    return row, shown | dict(zip(CODE, code, strict=True))
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Discards what native code writes to stderr."""
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def contracted(ptx: str) -> int:
-    """Returns the number of products in a kernel that are contracted into an addition of a sum
-    over lanes. Such a product is rounded in one lane and not in the other, so the two lanes
-    would hold different sums."""
-    number, received = 0, set()
-    for line in ptx.splitlines():
-        if found := re.search(r"shfl\.sync\.bfly\.b32\s+(%r\d+)", line):
-            received.add(found[1])
-        if found := re.search(r"fma\.rn\.f32\s+%r\d+, \S+, \S+, (%r\d+);", line):
-            number += found[1] in received
-    return number
-
-
 def with_norm(layer: str, dtype: str, **how: Any) -> Any:
     """Returns a function of a number of channels that makes a batch norm."""
     if layer == OURS:
@@ -334,7 +278,7 @@ MOST: dict[str, dict[str, Any]] = {
 }
 
 
-def moves_little(name: str, rows: list[Row]) -> list[report.Verdict]:
+def moves_little(name: str, rows: list[Row]) -> list[Verdict]:
     """Judges each claim of `MOST` for which there are programs."""
     verdicts = []
     for claim, (*case, most) in MOST[name].items():
@@ -358,7 +302,7 @@ LIMITS = {
 }
 
 
-def is_no_worse(rows: list[Row]) -> tuple[list[report.Verdict], list[tuple[str, str, str]]]:
+def is_no_worse(rows: list[Row]) -> tuple[list[Verdict], list[Goal]]:
     """Compares traffic and temporary memory with those of Equinox's layers; returns claims, and
     goals for the programs in `LIMITS`."""
     verdicts, goals = [], []
@@ -406,9 +350,7 @@ def count_split(devices: Sequence[Any], target: str) -> list[Row]:
         mesh, case = program
         return count(devices[: math.prod(mesh)], case, math.prod(mesh[1:]))
 
-    with ThreadPoolExecutor(2) as pool:
-        made = tqdm(pool.map(counted, every), total=len(every), disable=None)
-        found = dict(zip(every, made, strict=True))
+    found = dict(zip(every, in_threads(counted, every, "program"), strict=True))
     rows = []
     for (mesh, case), three in zip(cases, programs, strict=True):
         units = (found[program]["units"] for program in three)
@@ -417,7 +359,7 @@ def count_split(devices: Sequence[Any], target: str) -> list[Row]:
     return rows
 
 
-def is_split_well(rows: list[Row]) -> tuple[list[report.Verdict], tuple[str, str, str]]:
+def is_split_well(rows: list[Row]) -> tuple[list[Verdict], Goal]:
     """Judges programs that `jit` splits; returns claims and a goal: as little traffic as on one
     device and as in Equinox's, and no x that is sent."""
     mesh, many, one, theirs, sent = OF_MESH
@@ -425,7 +367,7 @@ def is_split_well(rows: list[Row]) -> tuple[list[report.Verdict], tuple[str, str
     def said(row: Row, number: float) -> str:
         return f"{', '.join(report.text(row[key]) for key in (*CASE, mesh))} ({number:.2f})"
 
-    def judged(claim: str, most: float, rows: list[Row], of: Any) -> report.Verdict:
+    def judged(claim: str, most: float, rows: list[Row], of: Any) -> Verdict:
         worst = max(rows, key=of)
         return f"jit over devices: {claim}", said(worst, of(worst)), of(worst) <= most
 
@@ -446,18 +388,10 @@ def is_split_well(rows: list[Row]) -> tuple[list[report.Verdict], tuple[str, str
     return verdicts, (goal, found, limit)
 
 
-def adds_in_order(rows: list[Row]) -> report.Verdict:
+def adds_in_order(rows: list[Row]) -> Verdict:
     claim = "no program has a scatter, which by default adds atomically, or such a kernel"
     number = sum(row["atomics"] > 0 for row in rows)
     return claim, f"{number} of {len(rows)} programs", number == 0
-
-
-def has_good_code(kernels: list[Row]) -> report.Verdict:
-    claim = "kernels: no register is spilled, no product contracted into a sum over lanes"
-    spilled, products = (sum(row[key] for row in kernels) for key in (CODE[1], CODE[3]))
-    registers = max(row[CODE[0]] for row in kernels)
-    measured = f"{spilled} bytes, {products}; at most {registers} registers"
-    return claim, measured, spilled == products == 0 < registers
 
 
 def shares(rows: list[Row], field: str, recomputes: bool, of: str = OURS) -> list[float]:
@@ -466,7 +400,7 @@ def shares(rows: list[Row], field: str, recomputes: bool, of: str = OURS) -> lis
     return [need[OURS, recomputes, dtype] / need[of, False, dtype] for dtype in DTYPES]
 
 
-def recomputing_saves(rows: list[Row]) -> report.Verdict:
+def recomputing_saves(rows: list[Row]) -> Verdict:
     most = {"kept": 0.4, "temporaries": 0.75, "moved": 1.15}
     found = {field: max(shares(rows, field, True)) for field in most}
     claim = "recompute_outputs: at most 0.4 kept, 0.75 temporaries, 1.15 moved"
@@ -490,44 +424,42 @@ def beside(device: str, rows: list[Row]) -> list[list[str]]:
     return [header, *of]
 
 
+def every_case(target: str) -> list[tuple[Any, ...]]:
+    """Returns every combination of `CASE` to compile, once each."""
+    grids = (itertools.product(*grid, DTYPES) for grid in GRIDS[target])
+    return [*dict.fromkeys(itertools.chain(*grids))]
+
+
 def main() -> int:
-    parser = report.parser("compiled", __doc__, "few programs, no ResNet")
+    experiment = Experiment("compiled", __doc__, "few programs, no ResNet")
+    parser = experiment.parser
     there = [target for target in PLUGIN if importlib.util.find_spec(PLUGIN[target])]
     default = (*there, GPU)[0]
     parser.add_argument("--target", choices=DEVICE, default=default, help=f"default: {default}")
-    options = parser.parse_args()
-    if (target := options.target) not in there:
+    quick, target = experiment.options.quick, experiment.options.target
+    if target not in there:
         parser.error(f"{PLUGIN[target]} is missing: run make {target}-compile-check")
+    if target == TPU:
+        experiment.name = "compiled_tpu"
     jax.config.update("jax_platforms", "cpu")  # otherwise jax looks for the device and fails
-    cases = (itertools.product(*grid, DTYPES) for grid in GRIDS[target])
-    every = [*dict.fromkeys(itertools.chain(*cases))]
+    every = every_case(target)
     nets = [*itertools.product(DTYPES, ((OURS, False), (OURS, True), (EQUINOX, False)))]
-    if options.quick:
+    if quick:
         few = [c for c in every if c[2] == BOTH and c[3] in (OURS, OURS_PALLAS, EQUINOX)]
         every = [*{case[::3]: case for case in few[::-1]}.values()][::-1]
-    if options.quick or target == TPU:
+    if quick or target == TPU:
         nets = []
     devices = described(target)
     one = devices[:1]
-    own = [case for case in every if target == GPU and OURS_PALLAS in case]
-    others = [case for case in every if case not in own]
-    with ThreadPoolExecutor(2) as pool:
-        made = pool.map(functools.partial(count, one), others)
-        programs = [*tqdm(made, total=len(others), disable=None)]
-    pairs = [count_code(one, case) for case in tqdm(own, disable=None)]
-    programs += [row for row, _ in pairs]
-    # Mosaic compiles equal kernels once, so only the first row has their code.
-    kernels = [code for _, code in pairs if code[CODE[0]] > 0]
-    many = [] if options.quick else count_split(devices, target)
+    programs = in_threads(functools.partial(count, one), every, "program")
+    many = [] if quick else count_split(devices, target)
     rounds = [
-        [train(one, dtype, *net) for dtype, net in nets] for _ in tqdm(range(2), disable=None)
+        [train(one, dtype, *net) for dtype, net in nets] for _ in progress(range(2), "round")
     ]
     # The shorter of two compile times counts.
     steps = [min(both, key=lambda row: row["seconds"]) for both in zip(*rounds, strict=True)]
     verdicts, goals = is_no_worse(programs)
     verdicts = [*moves_little(target, programs), *verdicts, adds_in_order(programs)]
-    if kernels:
-        verdicts.append(has_good_code(kernels))
     if many:
         split, goal = is_split_well(many)
         verdicts += split
@@ -540,27 +472,24 @@ def main() -> int:
         goals.append(("recompute_outputs: 0.6 of XLA's temporary memory", kept, limits[0]))
         goals.append(("ResNet-50: at most 1.2 of Equinox's compile time", time_, limits[1]))
     about = {"device": f"{DEVICE[target]}, not there"}
-    name = "compiled" if target == GPU else "compiled_tpu"
     tables, lines = [], beside(DEVICE[target], programs)
     print("", report.table(lines[0], lines[1:]), sep="\n")
-    made = {"programs": programs, "kernels": kernels, "devices": many, "memory": steps}
-    made = {part: rows for part, rows in made.items() if rows}
-    for part, rows in made.items():
+    for part, rows in {"programs": programs, "devices": many, "memory": steps}.items():
+        if not rows:
+            continue
         hidden = {*DIRECTIONS, "float32"} - {BOTH} if rows is programs else set()
         cells = [[*row.values()] for row in rows]
-        report.save_csv(options.out, f"{name}_{part}", list(rows[0]), cells)
+        experiment.save_csv(list(rows[0]), cells, part=part)
         shown = [line for line in cells if not hidden & {*line}]
         tables.append(report.table([UNITS.get(key, key) for key in rows[0]], shown))
     ours = [row["units"] for row in programs if {OURS, BOTH} <= {*row.values()}]
-    return report.publish(
-        options.out,
-        name,
+    return experiment.publish(
         asked=f"How many bytes do the layers move on a {target.upper()}?",
         answer=f"forward and backward: {min(ours):.1f} to {max(ours):.1f} times x's bytes",
         tables=tables,
         verdicts=[(f"{i}. {v[0]}", *v[1:]) for i, v in enumerate(verdicts, 1)],
         goals=goals,
-        environment=report.environment(PLUGIN[target]) | about,
+        environment=machine.environment(PLUGIN[target]) | about,
         beside=lines,
     )
 

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,15 +33,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm, determinism
 from eqx_norm.determinism import Ledger, fingerprint, monitor, monitor_module
 
 from .common import mnist, peers, report, rollout, timer, training
+from .common.experiment import Experiment, Verdict
+from .common.progress import in_threads
 
 SEED, CPU_THREADS = 0, 2  # of the recipe
-AT_ONCE = 2  # processes: a run mostly compiles, in one thread; bits do not depend on it
 NO_SEED, SEEDED, THREADS = "no seed", "a seed", "a seed, other threads"
 RECIPE, ON_TWO = "the recipe", "the recipe, 2 devices"
 DEVICES, FAULT = "the recipe, other devices", "the recipe, one bit flipped"
@@ -146,14 +145,14 @@ class Result(NamedTuple):
     by_step: tuple[int, ...]  # numbers of the bits that the probes saw in each step
 
 
-def start(run: Run, ledger: Path) -> Any:
+def start(run: Run) -> Any:
     """Returns the result of `train` in a process with the run's threads and devices."""
     flags = f"--xla_force_host_platform_device_count={run.devices}"
     variables = os.environ | {"JAX_PLATFORMS": "cpu"}
     variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     if run.threads is not None:
         variables["PJRT_NPROC"] = str(run.threads)
-    described = json.dumps(run._replace(ledger=str(ledger))._asdict())
+    described = json.dumps(run._asdict())
     command = [sys.executable, "-m", "experiments.determinism", "--run", described]
     ended = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=True)
     return json.loads(ended.stdout)
@@ -161,10 +160,12 @@ def start(run: Run, ledger: Path) -> Any:
 
 def compare(setting: str, runs: dict[str, Run]) -> list[Result]:
     """Returns the results and first differences of the runs."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+    with tempfile.TemporaryDirectory() as folder:
         ledgers = [Path(folder, f"{i}.jsonl") for i in range(len(runs))]
-        ended = pool.map(start, runs.values(), ledgers)
-        outcomes = list(tqdm(ended, setting, len(runs), unit="run", leave=False, disable=None))
+        pairs = zip(runs.values(), ledgers, strict=True)
+        recorded = [run._replace(ledger=str(ledger)) for run, ledger in pairs]
+        # Bits do not depend on how many runs there are at once.
+        outcomes = in_threads(start, recorded, "run", setting)
         rows = [determinism.read(ledger).rows for ledger in ledgers]
         compared = [determinism.compare(ledgers[0], ledger) for ledger in ledgers]
     steps = range(rows[0][-1].step + 1)  # seen: by run and step, the probes' fingerprints
@@ -218,10 +219,8 @@ def roll_out(quick: bool) -> list[rollout.Result]:
     norms = peers.LAYER_NORM, peers.RMS_NORM, peers.GROUP_NORM
     layers = peers.present(LAYERS[:2] if quick else LAYERS)
     cases = [*itertools.product(norms, ("float32", "bfloat16"), layers, lengths)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:  # most of the time is compiling
-        found = pool.map(partial(rollout.compare, sizes), cases)
-        found = tqdm(found, "rollouts", len(cases), unit="case", leave=False, disable=None)
-        return [*itertools.chain.from_iterable(found)]
+    found = in_threads(partial(rollout.compare, sizes), cases, "case", "rollouts")
+    return [*itertools.chain.from_iterable(found)]
 
 
 def totals(results: Iterable[rollout.Result]) -> tuple[Any, ...]:
@@ -251,7 +250,7 @@ def parting(runs: list[Result]) -> str:
     return ", ".join(dict.fromkeys(row.parts for row in runs if row.parts))
 
 
-def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
+def judge_runs(setting: str, runs: list[Result]) -> Verdict:
     number, step = sets_of_bits(runs), runs[-1].run.removeprefix("before ")
     found = parting(runs) == f"{step}: `weights.linear2.weight` forward"
     claim, holds = {
@@ -265,7 +264,7 @@ def judge_runs(setting: str, runs: list[Result]) -> report.Verdict:
     return claim, "; ".join(filter(None, (gave(runs), parting(runs)))), holds
 
 
-def judge_rollouts(results: list[rollout.Result]) -> report.Verdict:
+def judge_rollouts(results: list[rollout.Result]) -> Verdict:
     rows, y, dx, ratio, _ = totals(row for row in results if row.layer == peers.OURS)
     measured = f"{rows} rows: {y} differ in y, {dx} in dx, in {ratio} the ratio is not 1"
     claim = "7. with eqx-norm no row of y or dx differs, and the ratio is 1"
@@ -273,26 +272,26 @@ def judge_rollouts(results: list[rollout.Result]) -> report.Verdict:
 
 
 def main() -> int:
-    parser = report.parser("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
+    experiment = Experiment("determinism", __doc__, "3 settings of 2 runs, of 4 steps")
     about = "used internally: run one process, with these fields of Run"
-    parser.add_argument("--run", metavar="JSON", help=about)
-    options = parser.parse_args()
-    if options.run:
-        print(json.dumps(train(Run(**json.loads(options.run)))))
+    experiment.parser.add_argument("--run", metavar="JSON", help=about)
+    if experiment.options.run:
+        print(json.dumps(train(Run(**json.loads(experiment.options.run)))))
         return 0
 
-    results, rollouts = {}, roll_out(options.quick)  # optimised, before XLA reads the flags
-    if options.quick:  # optimising takes longer than these few steps
+    quick = experiment.options.quick
+    results, rollouts = {}, roll_out(quick)  # optimised, before XLA reads the flags
+    if quick:  # optimising takes longer than these few steps
         fast = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = fast
-    for setting, runs in runs_of(options.quick).items():
+    for setting, runs in runs_of(quick).items():
         results[setting] = compare(setting, runs)
-    rounds = {"small": 1} if options.quick else {"small": 100, "large": 100}
+    rounds = {"small": 1} if quick else {"small": 100, "large": 100}
     costs = [probe(network, number) for network, number in rounds.items()]
     rows = itertools.chain(*results.values())
-    report.save_csv(options.out, "determinism", Result._fields, rows)
-    report.save_csv(options.out, "determinism_overhead", Cost._fields, costs)
-    report.save_csv(options.out, "determinism_rollout", rollout.Result._fields, rollouts)
+    experiment.save_csv(Result._fields, rows)
+    experiment.save_csv(Cost._fields, costs, part="overhead")
+    experiment.save_csv(rollout.Result._fields, rollouts, part="rollout")
     found = [(name, gave(runs), parting(runs)) for name, runs in results.items()]
     table = report.table(("MNIST", "result", "first difference"), found)
     ratios = [f"{cost.median:.3f} ({cost.low:.2f} to {cost.high:.2f})" for cost in costs]
@@ -301,9 +300,7 @@ def main() -> int:
     verdicts = [judge_runs(k, runs) for k, runs in results.items() if k != THREADS]
     verdicts.append(judge_rollouts(rollouts))
     aim = "a step with all probes: at most 1.05 times as long (small; large network)"
-    return report.publish(
-        options.out,
-        "determinism",
+    return experiment.publish(
         asked="Do two runs agree to the last bit? "
         "[Riach, GTC 2019](https://developer.nvidia.com/gtc/2019/video/S9911)",
         answer=f"the recipe: {gave(results[RECIPE])}; no seed: {gave(results[NO_SEED])}",

@@ -26,13 +26,13 @@ import optax
 from jaxtyping import Array
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator, PercentFormatter
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm, GroupNorm
 from eqx_norm.strategies import Ramp, Renorm
 
 from .common import mnist, report, training
-from .common.report import Verdict
+from .common.experiment import Experiment, Verdict
+from .common.progress import progress
 
 Setting = tuple[str, int]  # norm, and the number of images that are normalised together
 Measured = dict[str, np.ndarray]  # by the names in MEASURED: [seeds]
@@ -108,9 +108,9 @@ def measure(model: Any, state: eqx.nn.State, images: Array, labels: Array) -> li
     return [x.mean() for x in (inferred == labels, trained == labels, inferred != trained)]
 
 
-def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqdm) -> Measured:
+def train(setting: Setting, settings: Settings) -> Measured:
     """Trains and measures a network from each seed; compiles once for all of them."""
-    norm, size = setting
+    (norm, size), data = setting, mnist.load()
     batch = LARGEST if norm == GHOST else size
     # The learning rate is that of training.OPTIMISER, scaled by the root of the size, as usual
     # for Adam. It falls to 0 in the last quarter: while a network changes, its running
@@ -152,7 +152,6 @@ def train(setting: Setting, settings: Settings, data: mnist.Mnist, progress: tqd
         groups = [array.reshape(-1, size, *array.shape[1:]) for array in unseen]
         shares = jax.device_get(measured(arrays, *groups))
         found.append([*shares, losses[:FIRST].mean()])
-        progress.update()
     return dict(zip(MEASURED, np.array(found, np.float64).T, strict=True))
 
 
@@ -254,29 +253,24 @@ def renorm_agrees(runs: Runs) -> Verdict:
 
 
 def main() -> int:
-    parser = report.parser("small_batches", __doc__, "4 settings, 1 seed, 1,600 images")
-    options = parser.parse_args()
-    settings, data, runs = QUICK if options.quick else Settings(), mnist.load(), {}
-    count = len(settings.trained) * len(settings.seeds)
-    with tqdm(total=count, unit="run", disable=None) as progress:  # on a terminal
-        for setting in settings.trained:
-            progress.set_description("{} {}".format(*setting))
-            runs[setting] = train(setting, settings, data, progress)
+    experiment = Experiment("small_batches", __doc__, "4 settings, 1 seed, 1,600 images")
+    settings = QUICK if experiment.options.quick else Settings()
+    runs = {
+        setting: train(setting, settings) for setting in progress(settings.trained, "setting")
+    }
 
-    report.save_figure(options.out, "small_batches", draw(runs, settings.images))
+    experiment.save_figure(draw(runs, settings.images))
     by_seed = {k: zip(settings.seeds, *runs[k].values(), strict=True) for k in runs}
     lines = ((*each, *line) for each, found in by_seed.items() for line in found)
     header = ("norm", "batch size", "seed", *MEASURED)
-    report.save_csv(options.out, "small_batches", header, lines)
+    experiment.save_csv(header, lines)
     tables = [report.table(("norm", "test accuracy in", *map(str, SIZES)), rows(runs))]
-    if not options.quick:
+    if not experiment.options.quick:
         header = ("the paper says", "measured here", "reproduced")
         tables += [report.table(header, said(runs)), RULE]
     n = min(size for _, size in runs)
     reached = [f"`{norm}` {median(runs, norm, n):.0%}" for norm, size in runs if size == n]
-    return report.publish(
-        options.out,
-        "small_batches",
+    return experiment.publish(
         asked="Which normalisation trains with small batches?",
         answer=f"with batches of {n}: {', '.join(reached)}",
         tables=tables,

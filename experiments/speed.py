@@ -37,15 +37,15 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from eqx_norm import BatchNorm, LayerNorm
 
-from .common import networks, peers, report, timer
+from .common import machine, networks, peers, report, timer
 from .common.exact import Batch
+from .common.experiment import Experiment, Goal, Verdict
 from .common.peers import EQUINOX, FLAX, OURS, OURS_PALLAS, TORCH
 from .common.peers import OURS_SEPARATE as SEPARATE
-from .common.report import Goal, Verdict
+from .common.progress import progress
 from .common.timer import Program, Remote
 
 BATCH_NORM, NETWORK = "batch norm + ReLU", "network"
@@ -486,18 +486,23 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def main() -> int:
-    parser = report.parser("speed", __doc__, "1 array, 1 round")
-    about = "where to measure (default: cpu)"
+    experiment = Experiment("speed", __doc__, "1 array, 1 round")
+    parser, about = experiment.parser, "where to measure (default: cpu)"
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=about)
-    options = parser.parse_args()
-    settings = QUICK if options.quick else GPU if options.device == "gpu" else Settings()
+    on_gpu = experiment.options.device == "gpu"
+    settings = GPU if on_gpu else Settings()
+    if experiment.options.quick:
+        settings = QUICK
     jax.config.update("jax_enable_compilation_cache", False)  # compiling is timed
-    if options.device == "cpu":
+    own = (OURS, SEPARATE)
+    if not on_gpu:
         jax.config.update("jax_platforms", "cpu")
-    elif jax.default_backend() != "gpu":
+    elif jax.default_backend() == "gpu":
+        own = (OURS, SEPARATE, OURS_PALLAS)
+        experiment.name = f"speed_{machine.device_name()}"
+    else:
         parser.error("--device gpu: JAX finds no GPU; on a machine with one, run make gpu")
 
-    own = (OURS, SEPARATE) if options.device == "cpu" else (OURS, SEPARATE, OURS_PALLAS)
     entered, steps = peers.present((*own, *OTHERS)), []
     for layer, small in COMPARED.items():
         names = tuple(name for name in entered if name != SEPARATE or layer == BATCH_NORM)
@@ -510,32 +515,29 @@ def main() -> int:
         shapes = settings.shapes.get(layer, "").split()
         for grid in itertools.product(settings.dtypes, shapes, (BOTH, INFERENCE)):
             dtype, shape, program = grid
-            racing = (*names, COPY) if options.device == "gpu" else names
+            racing = (*names, COPY) if on_gpu else names
             steps.append((race, Case(layer, shape, dtype), program, racing, settings))
     serving = settings._replace(caches=(HOT,), rounds=2 * settings.rounds)
     for layer, shapes in settings.forwards.items():
         for dtype, shape in itertools.product(TOLERANCE, shapes.split()):
             steps.append((race, Case(layer, shape, dtype), FORWARD, (OURS, EQUINOX), serving))
     steps += [(run_network, network, settings) for network in settings.networks]
-    name = "speed" if options.device == "cpu" else f"speed_{report.device_name()}"
-    rows = []
-    for measure, *given in tqdm(steps, unit="step", disable=None):
+    rows: list[Row] = []
+    for measure, *given in progress(steps, "step"):
         rows += measure(*given)
     header = (*Row._fields[:-1], "percentile 50", "percentile 20")
-    report.save_csv(options.out, name, header, [(*row[:-1], *row.values) for row in rows])
-    report.save_figure(options.out, name, draw(rows))
+    experiment.save_csv(header, [(*row[:-1], *row.values) for row in rows])
+    experiment.save_figure(draw(rows))
     beside = {p: [*means(rows, p).values()] for p in OTHERS if p in entered}
     said = ", ".join(f"{other} {found[0][0]:.2f}" for other, found in beside.items())
-    return report.publish(
-        options.out,
-        name,
+    return experiment.publish(
         asked="How fast are the layers compared with Equinox, Flax and PyTorch?",
         answer=f"batch norm + ReLU, mean time of eqx-norm / time of {said}",
         tables=tables(rows),
         verdicts=judge(rows, settings),
         goals=goals(rows) if settings == Settings() else [],
         settings=settings._asdict(),
-        environment=report.environment("torch"),  # in a process of its own
+        environment=machine.environment("torch"),  # in a process of its own
     )
 
 

@@ -28,7 +28,7 @@ from eqx_norm import BatchNorm
 from eqx_norm.models import recalibrate
 
 from .common import mnist, peers, report, training
-from .common.report import Verdict
+from .common.experiment import Experiment, Verdict
 from .common.training import Curves
 
 Setting = tuple[str, float]  # approach, momentum
@@ -227,19 +227,21 @@ def judge(runs: Runs, network: str) -> list[Verdict]:
 
 
 def main() -> int:
-    parser = report.parser("stability", __doc__, "6 settings, 2 seeds")
+    experiment = Experiment("stability", __doc__, "6 settings, 2 seeds")
     about = "small (default): the issue's; large: four norm layers, takes 3 times as long"
-    parser.add_argument("--network", choices=training.NETWORKS, default="small", help=about)
-    options = parser.parse_args()
-    settings = QUICK if options.quick else Settings(every(options.network))
-    settings = settings._replace(network=options.network)
-    name = "stability" if settings.network == "small" else f"stability_{settings.network}"
+    networks = training.NETWORKS
+    experiment.parser.add_argument("--network", choices=networks, default="small", help=about)
+    network = experiment.options.network
+    settings = QUICK if experiment.options.quick else Settings(every(network))
+    settings = settings._replace(network=network)
+    if network == "large":
+        experiment.name = "stability_large"
     train_one = functools.partial(train, settings)
     runs = training.run_all(settings.trained, settings.seeds, train_one)
     # Figure 1 shows the seed of ema's median peak: neither the best nor the worst.
     typical = int(np.argsort(peak(runs[EMA]))[len(settings.seeds) // 2])
-    report.save_figure(options.out, f"{name}_1_gradients", draw_gradients(runs, typical))
-    report.save_figure(options.out, f"{name}_2_momenta", draw_momenta(runs))
+    experiment.save_figure(draw_gradients(runs, typical), "1_gradients")
+    experiment.save_figure(draw_momenta(runs), "2_momenta")
 
     # The file leaves out the gradient of each parameter.
     names = [key for key in runs[EMA] if not key.startswith("gradient.")]
@@ -250,7 +252,7 @@ def main() -> int:
         for step in range(1, settings.steps + 1)
     )
     header = ["approach", "momentum", "seed", "step", *names]
-    report.save_csv(options.out, name, header, lines)
+    experiment.save_csv(header, lines)
 
     medians = []
     for setting, curves in runs.items():
@@ -262,9 +264,7 @@ def main() -> int:
     header = ("setting", f"peak gradient, steps 1-{FIRST_STEPS}", "mean loss")
     header += (f"accuracy, step {FIRST_STEPS}", f"step {settings.steps}", "recalibrated")
     of_batch, of_ema = (np.median(peak(runs[setting])) for setting in (BATCH, EMA))
-    return report.publish(
-        options.out,
-        name,
+    return experiment.publish(
         asked="Which batch normalisation makes training unstable"
         + (", with four norm layers" if settings.network == "large" else "")
         + "? [Equinox #659](https://github.com/patrick-kidger/equinox/issues/659)",

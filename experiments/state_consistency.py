@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from .common import peers, report
+from .common.experiment import Experiment, Verdict
+from .common.progress import progress
 
 EPS = 1e-3  # as in the thread's script
 MOMENTUM = 1 / 16  # what an update keeps of the running average
@@ -181,20 +182,18 @@ def line_of(name: str) -> tuple[str, ...]:
     return name, *(measure(make) for measure in COLUMNS.values())
 
 
-def judge(lines: Sequence[tuple[str, ...]]) -> Iterator[report.Verdict]:
+def judge(lines: Sequence[tuple[str, ...]]) -> Iterator[Verdict]:
     columns = zip(*(cells for name, *cells in lines if name in OURS), strict=True)
     for (claim, expected), cells in zip(CLAIMS.items(), columns, strict=True):
         yield claim, "; ".join(cells), cells == expected
 
 
 def main() -> int:
-    options = report.parser("state_consistency", __doc__, "the layers in JAX").parse_args()
-    layers = peers.present(QUICK if options.quick else FULL)
-    lines = [line_of(layer) for layer in tqdm(layers, unit="layer", disable=None)]
+    experiment = Experiment("state_consistency", __doc__, "the layers in JAX")
+    layers = peers.present(QUICK if experiment.options.quick else FULL)
+    lines = [line_of(layer) for layer in progress(layers, "layer")]
     unlike = [name for name, made, *_ in lines if set(made) != set("1, ")]
-    return report.publish(
-        options.out,
-        "state_consistency",
+    return experiment.publish(
         asked="Which calls update the running statistics, and how? "
         "[MXNet #21111](https://github.com/apache/mxnet/issues/21111)",
         answer=f"each training call, by one update (not {' and '.join(unlike) or 'none'})",

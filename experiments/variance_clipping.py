@@ -30,7 +30,7 @@ from eqx_norm import BatchNorm
 from eqx_norm.strategies import VarianceClip, named
 
 from .common import report, training
-from .common.report import Verdict
+from .common.experiment import Experiment, Verdict
 from .common.training import Curves
 
 Setting = tuple[str, bool, str]  # approach, whether to clip, corruption
@@ -260,9 +260,8 @@ def judge(pairs: Pairs) -> list[Verdict]:
 
 
 def main() -> int:
-    about = "2 approaches, 4 corruptions, 1 seed"
-    options = report.parser("variance_clipping", __doc__, about).parse_args()
-    approaches, corruptions, seeds = QUICK if options.quick else FULL
+    experiment = Experiment("variance_clipping", __doc__, "2 approaches, 4 corruptions, 1 seed")
+    approaches, corruptions, seeds = QUICK if experiment.options.quick else FULL
     settings = [*itertools.product(approaches, (False, True), corruptions)]
     runs = training.run_all(settings, seeds, train)
     cells = {key: compare(runs[key], runs[key[0], False, CLEAN]) for key in runs}
@@ -270,8 +269,8 @@ def main() -> int:
 
     lines = ((*setting, *cell) for setting, cell in cells.items())
     header = ("approach", "clipped", "corruption", *Cell._fields)
-    report.save_csv(options.out, "variance_clipping", header, lines)
-    report.save_figure(options.out, "variance_clipping_one_image", draw(runs))
+    experiment.save_csv(header, lines)
+    experiment.save_figure(draw(runs), "one_image")
 
     lines = [
         (bad, approach, *(" → ".join(map(form.format, pair)) for form in COLUMNS.values()))
@@ -285,9 +284,7 @@ def main() -> int:
         ("clipping prevents B, that inference is ruined", prevented(pairs, "B", "ruined")),
     ]
     plain, clipped = pairs["batch", ONE_IMAGE]
-    return report.publish(
-        options.out,
-        "variance_clipping",
+    return experiment.publish(
         asked="Does clipping a batch's variance protect training and inference? "
         "[Caffe #3963](https://github.com/BVLC/caffe/issues/3963)",
         answer=f"with one corrupted image a batch it loses {clipped.lost:.1f} points, not "

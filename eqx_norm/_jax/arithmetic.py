@@ -7,13 +7,15 @@ from jaxtyping import Array, Inexact
 def uncontracted(value: Inexact[Array, "*shape"]) -> Inexact[Array, "*shape"]:
     """Returns `value`, which LLVM cannot contract: fuse, as a product, with a sum.
 
-    XLA recomputes a vector in each loop that uses the vector. In some of these loops LLVM fuses
-    a product and a sum into one operation, which rounds once. The result would then differ from
-    the number whose rounding error was computed: https://github.com/openxla/xla/issues/41579.
-    (Selecting a constant NaN would stop programs under `jax_debug_nans` that have no NaN. XLA
-    removes an `optimization_barrier` before LLVM runs; once XLA keeps it, the barrier is the
-    better way.)
+    XLA:CPU recomputes a vector in each loop that reads it, and in some of these loops LLVM
+    contracts a product and a sum into one operation, which rounds once
+    (https://github.com/openxla/xla/issues/41579; jax 0.10.2 and 0.12.0.1). The result would
+    then differ from the number whose rounding error was computed. Unnecessary once XLA can be
+    told not to contract. An `optimization_barrier` does not help with jax 0.10.2; with 0.12.0.1
+    it does, but writes the product in a loop of its own. Without the selection
+    tests/strategies/test_pair.py fails.
     """
+    # A constant NaN in place of -value would stop programs under `jax_debug_nans`.
     return lax.select(value != value, -value, value)
 
 

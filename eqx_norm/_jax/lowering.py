@@ -8,18 +8,20 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, max_dim
 from jax.interpreters import mlir
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-Context = Any  # in which JAX lowers a primitive
-Aval = Any  # the type of an array
+Context = mlir.LoweringRuleContext  # in which JAX lowers a primitive
+Aval = ShapedArray  # the type of an array
 Args = Sequence[Any]  # of a primitive's rule, or its results: arrays, types, places, zeros
+Size = Any  # of an axis: an int, or a symbol of `jax.export`
 # For each shape of vectors, the mesh axes that split an axis of x which the vectors sum over.
 Over = Sequence[tuple[str, ...]]
 
@@ -43,12 +45,12 @@ class Target(NamedTuple):
 
 def operands(context: Context) -> Sequence[Aval]:
     """Returns the types of a primitive's operands."""
-    return context.avals_in
+    return cast(Sequence[Aval], context.avals_in)
 
 
 def results(context: Context) -> Sequence[Aval]:
     """Returns the types of a primitive's results."""
-    return context.avals_out
+    return cast(Sequence[Aval], context.avals_out)
 
 
 def platforms(context: Context) -> Sequence[str]:
@@ -59,41 +61,53 @@ def platforms(context: Context) -> Sequence[str]:
 def devices(context: Context) -> int:
     """Returns the number of devices over which XLA may split the program: 1 inside `shard_map`,
     unless some axes of its mesh are automatic."""
-    axes = context.module_context.axis_context
-    if hasattr(axes, "manual_axes"):
-        return math.prod(
-            n for name, n in axes.mesh.shape.items() if name not in axes.manual_axes
-        )
-    return getattr(axes, "num_devices", None) or 1
+    axes: Any = context.module_context.axis_context  # one of three private classes
+    if not hasattr(axes, "manual_axes"):
+        return getattr(axes, "num_devices", None) or 1
+    automatic = [name for name in axes.mesh.shape if name not in axes.manual_axes]
+    return math.prod(axes.mesh.shape[name] for name in automatic)
 
 
 def with_mesh(context: Context) -> Context | None:
     """Returns the context with a mesh, as `custom_partitioning` needs, of a program that XLA
     will split. Returns `None` on one device, inside `shard_map`, for `jax.export`, which cannot
-    save Python code, and with XLA's older partitioner.
-
-    The mesh has axes of prime sizes, so it describes how arrays are split over any mesh of the
-    program whose devices are in this order.
-    """
+    save Python code, and with XLA's older partitioner."""
     module = context.module_context
-    axes, is_exported = module.axis_context, module.lowering_parameters.for_export
-    config: Any = jax.config  # without types
-    has_rules = config.jax_use_shardy_partitioner and not is_exported
-    if hasattr(axes, "manual_axes") or devices(context) == 1 or not has_rules:
+    axes: Any = module.axis_context
+    config: Any = jax.config  # its options have no types
+    if hasattr(axes, "manual_axes") or devices(context) == 1:
         return None
-    meshes = dict.fromkeys(aval.sharding.mesh.axis_sizes for aval in operands(context))
-    known = [sizes for sizes in meshes if math.prod(sizes) == axes.num_devices]
-    sizes = [prime for size in (*known, (axes.num_devices,))[0] for prime in _primes(size)]
-    mesh = jax.sharding.AbstractMesh(tuple(sizes), tuple(f"mesh{i}" for i in range(len(sizes))))
+    if module.lowering_parameters.for_export or not config.jax_use_shardy_partitioner:
+        return None
     # Only the mesh's shape is used: any device will do.
     assignment = tuple(jax.local_devices()[:1]) * axes.num_devices
+    mesh = _mesh_of_primes(operands(context), axes.num_devices)
     axes = dataclasses.replace(axes, device_assignment=assignment, abstract_mesh=mesh)
     return context.replace(module_context=module.replace(axis_context=axes))
 
 
+def _mesh_of_primes(arrays: Sequence[Aval], devices: int) -> jax.sharding.AbstractMesh:
+    """Returns a mesh whose axes have prime sizes: those of the mesh that the arrays are on, or
+    of the number of devices. It describes how arrays are split over any mesh of the program
+    whose devices are in this order."""
+    sizes = (devices,)
+    for array in arrays:
+        if math.prod(array.sharding.mesh.axis_sizes) == devices:
+            sizes = array.sharding.mesh.axis_sizes
+            break
+    primes = [prime for size in sizes for prime in _primes(size)]
+    names = [f"mesh{i}" for i in range(len(primes))]
+    return jax.sharding.AbstractMesh(tuple(primes), tuple(names))
+
+
 def _primes(n: int) -> list[int]:
-    least = next((p for p in range(2, n + 1) if n % p == 0), None)
-    return [] if least is None else [least, *_primes(n // least)]
+    """Returns the prime factors of a number, in order."""
+    factors = []
+    for divisor in range(2, n + 1):
+        while n % divisor == 0:
+            factors.append(divisor)
+            n //= divisor
+    return factors
 
 
 def without_mesh() -> AbstractContextManager[object]:
@@ -108,42 +122,48 @@ def automatic_mesh() -> AbstractContextManager[object]:
     return jax.sharding.use_abstract_mesh(mesh.update_axis_types(auto))
 
 
-def lowered(function: Callable[..., list[Array]], context: Context, *arrays: Any) -> Args:
+def lowered(
+    function: Callable[..., Sequence[Array]], context: Context, *arrays: object
+) -> Sequence[object]:
     """Returns the results of a function of arrays, lowered for types without a mesh: inside a
-    primitive XLA decides how arrays are split."""
+    primitive XLA decides how arrays are split. Arrays and results are values of MLIR."""
     with automatic_mesh():
-        plain = [*map(unsplit, operands(context))]
-        return mlir.lower_fun(function, True)(context.replace(avals_in=plain), *arrays)
+        plain = [unsplit(aval) for aval in operands(context)]
+        rule = mlir.lower_fun(function, multiple_results=True)
+        return rule(context.replace(avals_in=plain), *arrays)
 
 
-def unsplit(aval: Aval) -> ShapedArray:
+def unsplit(aval: Aval) -> Aval:
     """Returns the type of an array of this shape and dtype, without a mesh."""
     return ShapedArray(aval.shape, aval.dtype)
 
 
-def changed(aval: Aval, *, split: tuple[Aval, jax.P] | None = None, **changes: Any) -> Aval:
-    """Returns an array's type with another `shape` or `dtype`. `split` is a pair: a type, whose
-    mesh the result gets, and the partition specification over this mesh."""
-    if split is not None:
-        like, spec = split
-        changes["sharding"] = like.sharding.update(spec=spec)
-    return aval.update(weak_type=False, **changes)
+def changed(
+    aval: Aval,
+    *,
+    shape: Sequence[Size],
+    dtype: DTypeLike | None = None,
+    split: tuple[Aval, jax.P],
+) -> Aval:
+    """Returns an array's type with another shape, and another dtype if one is given. `split` is
+    a pair: a type, whose mesh the result gets, and the partition specification over this
+    mesh."""
+    like, spec = split
+    sharding = like.sharding.update(spec=spec)
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def missing(size: Any, least: int) -> Any:
-    """Returns how much a size, an int or a symbol of `jax.export`, is below `least`."""
+def missing(size: Size, least: int) -> Size:
+    """Returns how much a size is below `least`, 0 if it is not."""
     return max_dim(least - size, 0)
 
 
-def device_axes(array: Any) -> frozenset[Hashable]:
-    """Returns the mesh axes of `shard_map` over which an array, or a type, varies."""
-    aval = array if isinstance(array, ShapedArray) else jax.typeof(array)
-    return aval.manual_axis_type.varying
+def device_axes(array: Array) -> frozenset[Hashable]:
+    """Returns the mesh axes of `shard_map` over which an array varies."""
+    return jax.typeof(array).manual_axis_type.varying
 
 
-def like(
-    array: Array | jax.ShapeDtypeStruct, shape: Sequence[Any], dtype: Any
-) -> jax.ShapeDtypeStruct:
+def like(array: Array, shape: Sequence[Size], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """Returns the type of an array that varies over the mesh as `array` does."""
     varies = jax.typeof(array).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies)
@@ -157,16 +177,17 @@ def varying(arrays: Sequence[Array], axes: frozenset[Hashable] = frozenset()) ->
     New arrays, of zeros for example, do not vary yet. Vectors of one type are cast together, so
     that the transpose of the cast is one sum.
     """
-    present = [*map(device_axes, arrays)]
-    axes = axes.union(*present)
-    same_type: dict[Any, list[int]] = {}
-    for i, (array, over) in enumerate(zip(arrays, present, strict=True)):
-        same_type.setdefault((array.shape, array.dtype, over), []).append(i)
+    axes = axes.union(*map(device_axes, arrays))
+    same_type: dict[Hashable, list[int]] = {}
+    for i, array in enumerate(arrays):
+        key = array.shape, array.dtype, device_axes(array)
+        same_type.setdefault(key, []).append(i)
     cast = list(arrays)
-    for (*_, over), places in same_type.items():
-        if over != axes:
+    for places in same_type.values():
+        new_axes = axes - device_axes(arrays[places[0]])
+        if new_axes:
             together = jnp.stack([arrays[i] for i in places])
-            together = lax.pcast(together, tuple(axes - over), to="varying")
+            together = lax.pcast(together, tuple(new_axes), to="varying")
             for i, array in zip(places, together, strict=True):
                 cast[i] = array
     return cast

@@ -4,16 +4,24 @@ Checked with jax 0.10.2, 0.11.2 and 0.12.0.1. A rule takes operands, tangents, c
 places of mapped axes as JAX hands them over; `Zero` and `is_undefined_primal` describe them.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive as Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 Zero = ad.Zero  # a tangent or cotangent that is known to be 0
 instantiate_zeros = ad.instantiate_zeros
 is_undefined_primal = ad.is_undefined_primal  # of an operand that a transpose is taken in
 Rule = Callable[..., Any]
+
+
+@runtime_checkable
+class MappedAxis(Protocol):
+    """Describes the axis of a `vmap` to the rules of batching."""
+
+    name: Hashable
+    size: int
 
 
 def primitive(

@@ -12,6 +12,7 @@ from eqx_norm._jax.collectives import AxisName
 from eqx_norm.strategies import Moments, Pair
 
 from . import complex_numbers
+from .formulas import merge
 from .formulas.layout import Layout, Values, full_count
 from .moments_primitives import MOMENTS, STATISTICS
 from .primitive import bind
@@ -68,7 +69,7 @@ def _statistics(
     )
     vectors = [v.reshape(-1) for v in found]
     if centred:
-        return collectives.pooled(vectors, mesh)
+        return merge.merged_over_mesh(vectors, mesh)
     count, m2 = collectives.summed(vectors, (), mesh)
     zero = jnp.zeros_like(m2)
     return [count, zero, m2, zero]

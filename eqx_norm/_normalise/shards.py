@@ -6,9 +6,10 @@ XLA has decided how the operands are split: each device then runs the variant th
 would run, and vectors alone are sent.
 
 The compiled program names the Python function by its address, so JAX's persistent cache of
-compiled programs misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set
-(jax-ml/jax#21159, jax-ml/jax#22702). Two passes on the same shapes are then told apart by a
-number, `_Sharded.fingerprint`.
+compiled programs misses (https://github.com/jax-ml/jax/issues/21159), unless
+`jax_remove_custom_partitioning_ptr_from_cache_key` is set, which keeps the address out of the
+key (https://github.com/jax-ml/jax/pull/22702). Two passes on the same shapes are then told
+apart by a number, `_Sharded.fingerprint`.
 """
 
 import math

@@ -1,11 +1,11 @@
 """Defines `compare`, which names the first row in which two ledgers differ."""
 
-import itertools
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int64, Shaped, UInt8
 
 from ._ledger import Contents, LedgerError, Row, read
 
@@ -52,33 +52,46 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Verdict:
             "monitor(value, name) or monitor_module(model) inside the function that you pass "
             "to recorded, and ledger.append(step, record) after each step."
         )
-    pairs = list(itertools.zip_longest(first.rows, second.rows))
-    agreed = next((i for i, (row, other) in enumerate(pairs) if row != other), len(pairs))
+    agreed = 0
+    for row, other in zip(first.rows, second.rows, strict=False):
+        if row != other:
+            break
+        agreed += 1
+    if agreed == len(first.rows) == len(second.rows):
+        return _agreement(first, second)
+    return _difference_after(agreed, first, second)
+
+
+def _agreement(first: Contents, second: Contents) -> Verdict:
     is_truncated = first.is_truncated or second.is_truncated
-    if agreed == len(pairs):
-        steps = len({row.step for row in first.rows})
-        text = f"the same: {agreed} rows of {steps} steps agree, to the bit"
-        if is_truncated:
-            text = f"not known to be {text}, and what came next is not known"
-        return Verdict(not is_truncated, agreed, "\n  ".join([text, *_notes(first, second)]))
-    row, other = pairs[agreed]
-    place: tuple[Any, ...] = ()
-    if row is None:
-        lines = [f"{first.path} ends before {other.place}, where {second.path} continues"]
-    elif other is None:
-        lines = [f"{second.path} ends before {row.place}, where {first.path} continues"]
-    elif row.place != other.place:
+    agreed = len(first.rows)
+    steps = len({row.step for row in first.rows})
+    text = f"the same: {agreed} rows of {steps} steps agree, to the bit"
+    if is_truncated:
+        text = f"not known to be {text}, and what came next is not known"
+    lines = [text, *_notes(first, second)]
+    return Verdict(not is_truncated, agreed, "\n  ".join(lines))
+
+
+def _difference_after(agreed: int, first: Contents, second: Contents) -> Verdict:
+    before = "nothing comes before it"
+    if agreed:
+        before = f"before it, {agreed} rows agree; the last is {first.rows[agreed - 1].place}"
+    notes = [before, *_notes(first, second)]
+    for shorter, longer in ((first, second), (second, first)):
+        if agreed == len(shorter.rows):
+            place = longer.rows[agreed].place
+            end = f"{shorter.path} ends before {place}, where {longer.path} continues"
+            return Verdict(False, agreed, "\n  ".join([end, *notes]))
+    row, other = first.rows[agreed], second.rows[agreed]
+    if row.place != other.place:
         raise LedgerError(
             f"{first.path} and {second.path} are from different programs: the first has "
             f"{row.place}, the other has {other.place}. Compare runs with the same probes and "
             "the same steps."
         )
-    else:
-        place = row.step, row.probe, row.kind
-        lines = [row.place, *_details(first, row, second, other)]
-    last = f"{agreed} rows agree; the last is {first.rows[agreed - 1].place}" if agreed else ""
-    lines += [f"before it, {last}" if agreed else "nothing comes before it"]
-    return Verdict(False, agreed, "\n  ".join([*lines, *_notes(first, second)]), *place)
+    lines = [row.place, *_details(first, row, second, other), *notes]
+    return Verdict(False, agreed, "\n  ".join(lines), row.step, row.probe, row.kind)
 
 
 def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[str]:
@@ -95,22 +108,24 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
 
 
 def _notes(first: Contents, second: Contents) -> list[str]:
-    truncated = [ledger.path for ledger in (first, second) if ledger.is_truncated]
-    headers = ((k, a, second.header.get(k)) for k, a in first.header.items())
-    return [
-        *(f"{path} is incomplete: its run was killed, or is writing" for path in truncated),
-        *(f"they ran with different {k}: {a} and {b}" for k, a, b in headers if a != b),
-    ]
+    notes = list[str]()
+    for ledger in (first, second):
+        if ledger.is_truncated:
+            notes.append(f"{ledger.path} is incomplete: its run was killed, or is writing")
+    for name, value in first.header.items():
+        other = second.header.get(name)
+        if value != other:
+            notes.append(f"they ran with different {name}: {value} and {other}")
+    return notes
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> list[str]:
+def difference(a: Shaped[np.ndarray, "*shape"], b: Shaped[np.ndarray, "*shape"]) -> list[str]:
     """Describes the difference of two arrays of one shape and dtype: the number of elements
     that differ, the first of them, and the largest difference, for floats also in ulps."""
-    raw = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)]
-    differs = (raw[0] != raw[1]).reshape(*a.shape, a.dtype.itemsize).any(axis=-1)
+    differs = (_bytes(a) != _bytes(b)).any(axis=-1)
     first = tuple(map(int, np.argwhere(differs)[0]))
     real = np.real(a).dtype
-    x, y = (v[differs].view(real) for v in (a, b))  # both parts of complex numbers
+    x, y = a[differs].view(real), b[differs].view(real)  # both parts of complex numbers
     with np.errstate(all="ignore"):  # the difference may be infinite or NaN
         apart = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
     ulps = f", {_ulps(x, y)} ulp" if jnp.issubdtype(x.dtype, jnp.floating) else ""
@@ -121,10 +136,22 @@ def difference(a: np.ndarray, b: np.ndarray) -> list[str]:
     ]
 
 
-def _ulps(x: np.ndarray, y: np.ndarray) -> int:
+def _bytes(x: Shaped[np.ndarray, "*shape"]) -> UInt8[np.ndarray, "*shape bytes"]:
+    """Returns the bytes of each element along one more axis."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return flat.view(np.uint8).reshape(*x.shape, x.dtype.itemsize)
+
+
+def _ulps(x: Shaped[np.ndarray, " elements"], y: Shaped[np.ndarray, " elements"]) -> int:
     """Returns the largest difference, in steps between neighbouring numbers of the dtype."""
-    magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
-    bits = [v.view(f"i{v.itemsize}").astype(np.int64) for v in (x, y)]
-    steps = [np.where(b < 0, -(b & magnitude), b) for b in bits]  # from 0
+    first, second = _steps_from_zero(x), _steps_from_zero(y)
     # A uint64 holds the difference of any two numbers of steps.
-    return int((np.maximum(*steps) - np.minimum(*steps)).view(np.uint64).max())
+    distances = np.maximum(first, second) - np.minimum(first, second)
+    return int(distances.view(np.uint64).max())
+
+
+def _steps_from_zero(x: Shaped[np.ndarray, " elements"]) -> Int64[np.ndarray, " elements"]:
+    """Returns how many numbers of the dtype lie between 0 and each float, with its sign."""
+    magnitude = 2 ** (jnp.finfo(x.dtype).bits - 1) - 1
+    bits = x.view(f"i{x.itemsize}").astype(np.int64)
+    return np.where(bits < 0, -(bits & magnitude), bits)

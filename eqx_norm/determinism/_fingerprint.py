@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ _FIRST, _STEP = np.uint32(0x243F6A88), 0x9E3779B9
 _SECOND = np.uint32(0x7F4A7C15)
 # The mixing is the finaliser of MurmurHash3 (Appleby, public domain), which is a bijection.
 _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-_WIDE = ("int64", "uint64", "float64", "complex128")
+_DTYPES_OF_64_BITS = ("int64", "uint64", "float64", "complex128")
 
 
-def fingerprint(tree: Any) -> UInt32[Array, "2"]:
+def fingerprint(tree: PyTree) -> UInt32[Array, "2"]:
     r"""Returns a fingerprint of the bits of an array, or of all arrays of a pytree.
 
     Let $w_0, w_1, \ldots$ be the array's bits as 32-bit words in row-major order (a narrower
@@ -47,7 +46,7 @@ def fingerprint(tree: Any) -> UInt32[Array, "2"]:
     **Raises:** `ValueError` if there is no array, and for a masked array; `TypeError` for a
     NumPy array whose dtype JAX lacks (objects, text, dates).
     """
-    arrays = [_narrowed(leaf) for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    arrays = [_in_32_bits(leaf) for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     if not arrays:
         raise ValueError(f"fingerprint({tree!r}): the tree has no array, so it has no bits.")
     prints = [of_array(jnp.asarray(array)) for array in arrays]
@@ -62,47 +61,56 @@ def hexadecimal(pair: UInt32[Array | np.ndarray, "2"]) -> str:
 
 def is_array(leaf: PyTree) -> bool:
     """Returns whether a leaf is an array of JAX or NumPy with bits, so not a float0 tangent."""
-    is_any = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-    return is_any and leaf.dtype != jax.dtypes.float0
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return False
+    return leaf.dtype != jax.dtypes.float0
 
 
-def _narrowed(x: Any) -> Any:
+def _in_32_bits(
+    x: Shaped[Array | np.ndarray | np.generic, "..."],
+) -> Shaped[Array | np.ndarray | np.generic, "..."]:
     """Returns NumPy's 64-bit numbers as 32-bit words, because JAX without x64 would round."""
-    if isinstance(x, jax.Array | np.ma.MaskedArray) or x.dtype.name not in _WIDE:
+    if isinstance(x, jax.Array | np.ma.MaskedArray):
         return x  # JAX refuses an array with a mask
+    if x.dtype.name not in _DTYPES_OF_64_BITS:
+        return x
     return np.ascontiguousarray(x, x.dtype.name).reshape(*x.shape, 1).view(np.uint32)
 
 
 def of_array(
-    x: Shaped[Array, "..."], part: UInt32[Array, ""] | None = None
+    x: Shaped[Array, "..."], shard: UInt32[Array, ""] | None = None
 ) -> UInt32[Array, "2"]:
     """Returns the fingerprint of an array.
 
-    With `part`, `x` is the part with this number of an array split along its first axis. The
-    sum of the parts' fingerprints is the fingerprint of the array.
+    With `shard`, `x` is the shard with this number of an array split along its first axis. The
+    sum of the shards' fingerprints is the fingerprint of the array.
     """
     words = _words(x)
     strides = [math.prod(words.shape[axis + 1 :]) for axis in range(words.ndim)]
     start = jnp.asarray(_FIRST)
-    if part is not None:
-        start = start + part * np.uint32(words.size * _STEP % 2**32)
+    if shard is not None:
+        start = start + shard * np.uint32(words.size * _STEP % 2**32)
 
     def add_both(sums: Sequence[Array], terms: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(map(lax.add, sums, terms))
 
-    def on_cpu(words: Array, start: Array) -> Array:
-        # The axes have the channels last, XLA:CPU's layout for convolutions: XLA's loops follow
-        # the order of the axes, and loops against the layout take 4 times as long.
-        axes = (0, *range(2, words.ndim), 1) if words.ndim > 3 else tuple(range(words.ndim))
+    def on_cpu(words: UInt32[Array, "..."], start: UInt32[Array, ""]) -> UInt32[Array, "2"]:
+        axes = tuple(range(words.ndim))
+        if words.ndim > 3:
+            # The channels are last, as in XLA:CPU's layout for convolutions: XLA's loops follow
+            # the order of the axes, and loops against the layout take 4 times as long.
+            axes = (0, *axes[2:], 1)
         terms = _terms(words.transpose(axes), [strides[axis] for axis in axes], start)
         # Both sums in one pass are 2 to 3 times as fast as two passes. Rows are summed first,
         # since XLA reduces to a single number on one core only.
-        for summed in (tuple(range(1, words.ndim)), tuple(range(words.ndim))[:1]):
-            if summed:
-                terms = lax.reduce(terms, 2 * (np.uint32(0),), add_both, summed)
+        zeros = (np.uint32(0), np.uint32(0))
+        if words.ndim > 1:
+            terms = lax.reduce(terms, zeros, add_both, tuple(range(1, words.ndim)))
+        if words.ndim > 0:
+            terms = lax.reduce(terms, zeros, add_both, (0,))
         return jnp.stack(terms)
 
-    def elsewhere(words: Array, start: Array) -> Array:
+    def elsewhere(words: UInt32[Array, "..."], start: UInt32[Array, ""]) -> UInt32[Array, "2"]:
         # On a GPU, XLA fuses two sums into one pass; for a sum of pairs it materialises pairs.
         axes = tuple(range(words.ndim))
         terms = _terms(words, strides, start)
@@ -111,7 +119,7 @@ def of_array(
     return lax.platform_dependent(words, start, cpu=on_cpu, default=elsewhere)
 
 
-def _words(x: Array) -> Array:
+def _words(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     """Returns each element's bits as a uint32, or as several along one more axis."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return _words(jax.random.key_data(x))
@@ -125,7 +133,9 @@ def _words(x: Array) -> Array:
     return lax.bitcast_convert_type(x, getattr(jnp, f"uint{size}")).astype(jnp.uint32)
 
 
-def _terms(words: Array, strides: Sequence[int], start: Array) -> tuple[Array, Array]:
+def _terms(
+    words: UInt32[Array, "*shape"], strides: Sequence[int], start: UInt32[Array, ""]
+) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
     """Returns the terms of both sums. The strides are those of the words in row-major order."""
     # A term for each axis: positions in a flattened array would make XLA reshard the array.
     salt = jnp.broadcast_to(start, words.shape)

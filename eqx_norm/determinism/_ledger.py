@@ -8,16 +8,19 @@ import contextlib
 import json
 import operator
 import os
+import zipfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import UInt32
 
 from ._fingerprint import hexadecimal
-from ._program import Record
+from ._program import Probe, Record
 
 _FORMAT = "eqx_norm.determinism ledger, version 4"
 
@@ -113,7 +116,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
                 f"ledger.append({given}): give the number of the step, an int, and its Record: "
                 "output, record = step(...)."
             )
-        step, prints = operator.index(step), np.asarray(record.fingerprints)
+        step = operator.index(step)
+        prints = np.asarray(record.fingerprints)
         if prints.ndim != 2:
             raise ValueError(
                 f"ledger.append({step}, record): the record is of several steps or members. "
@@ -123,15 +127,11 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             raise ValueError(
                 f"{self.path} has a step {step} already: number steps consecutively."
             )
-        rows, times = [], Counter()
-        for probe, pair in zip(record.plan, prints, strict=True):
-            times[key := (probe.name, probe.kind, probe.iteration)] += 1
-            # Both sums are 0 in a branch that was not taken, and for an empty array.
-            bits = hexadecimal(pair) if pair.any() or 0 in probe.shape else None
-            rows.append(Row(step, *key, times[key], bits, probe.shape, probe.dtype))
+        rows = _rows(step, record.plan, prints)
         if record.values:
-            pairs = zip(rows, record.values, strict=True)
-            values: Any = {row.place: value for row, value in pairs}
+            values: dict[str, Any] = {}  # `np.savez` has another keyword argument, too
+            for row, value in zip(rows, record.values, strict=True):
+                values[row.place] = value
             _folder(self.path).mkdir(exist_ok=True)
             np.savez(_folder(self.path) / f"{step}.npz", **values)
         self._write([row._asdict() for row in rows])
@@ -144,28 +144,49 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _write(self, lines: list[dict[str, Any]]) -> None:
+    def _write(self, lines: Sequence[Mapping[str, object]]) -> None:
         texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
         self._file.write("".join(texts))
         self._file.flush()
+
+
+def _rows(step: int, plan: Sequence[Probe], prints: UInt32[np.ndarray, "rows 2"]) -> list[Row]:
+    rows = list[Row]()
+    times = Counter[tuple[str, str, tuple[int, ...]]]()
+    for probe, pair in zip(plan, prints, strict=True):
+        key = (probe.name, probe.kind, probe.iteration)
+        times[key] += 1
+        # Both sums are 0 in a branch that was not taken, and for an empty array.
+        was_taken = pair.any() or 0 in probe.shape
+        bits = hexadecimal(pair) if was_taken else None
+        rows.append(Row(step, *key, times[key], bits, probe.shape, probe.dtype))
+    return rows
 
 
 class Contents(NamedTuple):
     """Holds the contents of a ledger, as `read` returns them."""
 
     path: Path
-    header: dict[str, Any]
+    header: dict[str, str]
     rows: tuple[Row, ...]
     is_truncated: bool
 
     def values(self, row: Row) -> np.ndarray | None:
         """Returns the kept values of a row (for keys, their data), or `None` if the row has
-        none or the folder is not beside the ledger."""
+        none or the folder is not beside the ledger. Raises `LedgerError` for a file without
+        them."""
         path = _folder(self.path) / f"{row.step}.npz"
         if row.fingerprint is None or not path.exists():
             return None
-        with np.load(path) as file:
-            values = file[row.place]
+        try:
+            # NumPy leaves a file open that it cannot read.
+            with open(path, "rb") as opened, np.load(opened) as file:
+                values = file[row.place]
+        except (OSError, EOFError, LookupError, ValueError, zipfile.BadZipFile):
+            raise LedgerError(
+                f"{path} is damaged, or of another ledger: the values of `{row.probe}` cannot "
+                "be read. Delete the folder to compare fingerprints alone."
+            ) from None
         # NumPy loads bfloat16 and other small floats as bytes without their dtype.
         return values.view(jnp.dtype(row.dtype)) if values.dtype.kind == "V" else values
 

@@ -5,7 +5,7 @@ Without `recorded`, the marks vanish in compilation.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,11 +17,13 @@ from ._mark import PROBE
 from ._program import Context, Record, evaluate
 
 Tree = TypeVar("Tree")
+Output = TypeVar("Output")
+Parameters = ParamSpec("Parameters")
 
 
 def recorded(
-    function: Callable[..., Any], *, keep_values: bool = False
-) -> Callable[..., tuple[Any, Record]]:
+    function: Callable[Parameters, Output], *, keep_values: bool = False
+) -> Callable[Parameters, tuple[Output, Record]]:
     """Returns a function that calls `function` and also returns a record of its probes.
 
     ```python
@@ -55,10 +57,14 @@ def recorded(
             "not what it returns."
         )
 
-    def with_record(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Record]:
+    def with_record(
+        *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> tuple[Output, Record]:
         # The function is wrapped, because Equinox warns of a layer behind `jax.vmap`.
-        traced: Any = eqx.filter_make_jaxpr(lambda *a, **k: function(*a, **k))
-        jaxpr, outputs, static = traced(*args, **kwargs)
+        trace: Callable[..., PyTree] = eqx.filter_make_jaxpr(
+            lambda *args, **kwargs: function(*args, **kwargs)
+        )
+        jaxpr, outputs, static = trace(*args, **kwargs)
         arrays = jax.tree.leaves(eqx.filter((args, kwargs), eqx.is_array))
         # The program is compiled as a whole, as the step would be, also without an outer `jit`.
         run = jax.jit(functools.partial(evaluate, jaxpr, Context(keep_values)))
@@ -180,12 +186,13 @@ def _monitor_layers(model: Tree, name: str) -> Tree:
 
     if not isinstance(model, _WHOLE):
         model = jax.tree_util.tree_map_with_path(inner, model, is_leaf=is_inner)
-    is_layer = name and isinstance(model, eqx.Module) and callable(model)
-    if not is_layer or _is_monitored(model):
+    is_layer = isinstance(model, eqx.Module) and callable(model)
+    if not (is_layer and name) or _is_monitored(model):
         return model
     layer: PyTree = object.__new__(_monitored(type(model)))
-    for field, value in {**vars(model), "_monitored_as": name}.items():
+    for field, value in vars(model).items():
         object.__setattr__(layer, field, value)
+    object.__setattr__(layer, "_monitored_as", name)
     return layer
 
 

@@ -36,7 +36,9 @@ class Recipe(NamedTuple):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
+def deterministic(
+    seed: int | np.integer, *, cpu_threads: int | np.integer | None = None
+) -> Recipe:
     """Sets up this process to give the same bits as other processes with the same program.
 
     ```python
@@ -76,6 +78,7 @@ def deterministic(seed: int, *, cpu_threads: int | None = None) -> Recipe:
     ]
     if cpu_threads is not None:
         early += [(THREADS, str(cpu_threads), "the same pieces of work on any number of cores")]
+    seed = int(seed)  # `random.seed` refuses NumPy's integers
     # All settings are checked before the first one is set.
     settings = [Setting(n, v, _status(call, n, v), purpose) for n, v, purpose in early]
     for name, value, status, _ in settings:
@@ -124,7 +127,6 @@ def _status(call: str, name: str, value: str) -> str:
 
 
 def _processor() -> str:
-    """Returns the name of this machine's processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
@@ -132,7 +134,6 @@ def _processor() -> str:
 
 
 def _has_started() -> bool:
-    """Returns whether JAX has a backend."""
     # No public function returns this. But with a backend, JAX refuses to change this option.
     devices = jax.config.values["jax_num_cpu_devices"]
     try:

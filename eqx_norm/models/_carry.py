@@ -1,18 +1,16 @@
 """Carries the running statistics of one layer over to another layer."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import AbstractStrategy, AbstractWrapper, Average, Moments, Running
-from eqx_norm.strategies._moments import expand_trailing_axes
+from eqx_norm.strategies._moments import expand_trailing_axes, select
 from eqx_norm.strategies._numbers import is_count
 from eqx_norm.strategies._running import AbstractAveragingStrategy
 
@@ -20,7 +18,11 @@ from ._layers import is_traced, over_members
 
 
 def carry(
-    old: BatchNorm, new: BatchNorm, memory: Remembered, values: Any = None, batches: Any = None
+    old: BatchNorm,
+    new: BatchNorm,
+    memory: Remembered,
+    values: ArrayLike | None = None,
+    batches: int | None = None,
 ) -> tuple[Remembered]:
     """Returns the new layer's memory, which gives the old layer's results in inference.
 
@@ -29,7 +31,7 @@ def carry(
     without batches becomes a new memory. Pending micro-batches are dropped. Micro-batches
     without an update do not count. `batches` replaces the count of accepted batches.
     """
-    fresh = over_members(lambda m: is_new(old, m), memory.accepted)(memory)
+    untrained = over_members(lambda m: is_new(old, m), memory.accepted)(memory)
     is_kept = old.approach == new.approach
     has_numbers = values is not None or batches is not None
     if (is_kept and has_numbers) or not (batches is None or is_count(batches)):
@@ -40,51 +42,66 @@ def carry(
         )
     if is_kept:
         return (memory,)
-    accepted = batches_of(old, memory)
     if values is not None:
-        values = _of_members(values, memory.accepted.shape, new.input_size)
-    inner = [_innermost(layer.approach) for layer in (old, new)]
-    is_same = type(inner[0]) is type(inner[1]) or all(map(_is_average, inner))
-    momenta: list[Any] = [getattr(approach, "momentum", None) for approach in inner]
-    try:
-        is_untrained, is_uncounted = bool(fresh.all()), bool((~fresh & (accepted == 0)).any())
-    except jax.errors.ConcretizationTypeError:
-        is_untrained = is_uncounted = False
+        values = checked_values(values, memory.accepted.shape, new.input_size)
+    before, after = _innermost(old.approach), _innermost(new.approach)
+    accepted = batches_of(old, memory)
     if batches is not None:
-        accepted = jnp.where(fresh, accepted, int(batches))
-    elif is_uncounted and [isinstance(a, Average) for a in inner] == [False, True]:
-        raise ValueError(
-            f"{new.approach} weighs the statistics by their number of batches, which is not "
-            "known here. Give it: batches=n in reconfigure or swap."
-        )
+        accepted = jnp.where(untrained, accepted, int(batches))
+    elif isinstance(after, Average) and not isinstance(before, Average):
+        _check_counted(new, untrained, accepted)
+    can_reuse = type(before) is type(after) or (_is_average(before) and _is_average(after))
+    old_momentum = getattr(before, "momentum", None)
+    new_momentum = getattr(after, "momentum", None)
+    are_untrained = _is_known_true(untrained.all())
 
-    def one(statistics: PyTree, fresh: Bool[Array, ""], values: Array | None) -> PyTree:
-        start = new.approach.init(new.input_size, _memory.dtype_of(statistics))
+    def convert(statistics: PyTree, untrained: Bool[Array, ""], values: Array | None) -> PyTree:
+        start = new_statistics(new, statistics)
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)
-        if is_same and _memory.form(core) == _memory.form(empty):
-            if isinstance(core, Running) and None not in momenta:
-                core = core.at_momentum(*momenta)
+        if can_reuse and _memory.form(core) == _memory.form(empty):
+            if isinstance(core, Running) and not (old_momentum is None or new_momentum is None):
+                core = core.at_momentum(old_momentum, new_momentum)
             return eqx.tree_at(
                 lambda start: new.approach.without_pending(start)[0], start, core
             )
-        if is_untrained:  # no `load` is needed
+        if are_untrained:  # no `load` is needed
             return start
         learnt = _contract.running(old, statistics)
         if values is not None:
             ddof = int(new.unbiased)
             learnt = Moments.of(learnt.mean_pair, learnt.variance, values, ddof)
-        loaded = _contract.load(new.approach, learnt, start)
-        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, loaded)
+        return select(untrained, start, _contract.load(new.approach, learnt, start))
 
-    statistics = over_members(one, memory.accepted)(memory.statistics, fresh, values)
-    return (Remembered(statistics, jnp.stack([accepted, memory.rejected], -1)),)
+    converted = over_members(convert, accepted)(memory.statistics, untrained, values)
+    return (Remembered(converted, jnp.stack([accepted, memory.rejected], -1)),)
 
 
-def _of_members(values: ArrayLike, members: tuple[int, ...], channels: int) -> Array:
+def _check_counted(
+    new: BatchNorm, untrained: Bool[Array, "*members"], accepted: Int[Array, "*members"]
+) -> None:
+    """Raises `ValueError` for statistics of 0 batches, except those of untrained layers."""
+    if _is_known_true((~untrained & (accepted == 0)).any()):
+        raise ValueError(
+            f"{new.approach} weighs the statistics by their number of batches, which is not "
+            "known here. Give it: batches=n in reconfigure or swap."
+        )
+
+
+def _is_known_true(condition: Bool[Array, ""]) -> bool:
+    """Returns the truth of a condition, `False` for one that `jax.jit` traces."""
+    try:
+        return bool(condition)
+    except jax.errors.ConcretizationTypeError:
+        return False
+
+
+def checked_values(
+    values: ArrayLike, members: tuple[int, ...], channels: int
+) -> Float[Array, "..."]:
     """Returns the number of values for each member of an ensemble, or each of its channels;
     raises `ValueError` for another shape, and for numbers that are not above 0."""
-    if not is_traced(values) and not np.all(np.asarray(values, float) > 0):
+    if not (is_traced(values) or _are_positive(values)):
         raise ValueError(
             f"values={values!r}: give the number of values per channel, above 0, or one for "
             "each member of an ensemble."
@@ -96,6 +113,22 @@ def _of_members(values: ArrayLike, members: tuple[int, ...], channels: int) -> A
     return jnp.broadcast_to(of_each.reshape(of_each.shape[:-1]), members)
 
 
+def _are_positive(values: ArrayLike) -> bool:
+    """Returns whether all values are finite numbers above 0."""
+    if isinstance(values, str):  # NumPy reads numbers in it
+        return False
+    try:
+        numbers = np.asarray(values, float)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return bool(np.all((numbers > 0) & np.isfinite(numbers)))
+
+
+def new_statistics(layer: BatchNorm, like: PyTree) -> PyTree:
+    """Returns what the layer's strategy remembers before any batch, complex if `like` is."""
+    return layer.approach.init(layer.input_size, _memory.dtype_of(like))
+
+
 def batches_of(layer: BatchNorm, memory: Remembered) -> Int[Array, "*members"]:
     """Returns how many batches, not micro-batches, a strategy has accepted."""
     return memory.accepted - layer.approach.without_pending(memory.statistics)[1]
@@ -104,8 +137,9 @@ def batches_of(layer: BatchNorm, memory: Remembered) -> Int[Array, "*members"]:
 def is_new(layer: BatchNorm, memory: Remembered) -> Bool[Array, ""]:
     """Returns whether a layer has accepted no batch; raises for another layer's memory."""
     _memory.check(layer, memory)
-    start = layer.approach.init(layer.input_size, _memory.dtype_of(memory.statistics))
-    core, empty = (layer.approach.without_pending(s)[0] for s in (memory.statistics, start))
+    start = new_statistics(layer, memory.statistics)
+    core, _ = layer.approach.without_pending(memory.statistics)
+    empty, _ = layer.approach.without_pending(start)
     if isinstance(core, Running):  # earlier versions began with a variance of 0
         return core.batches == 0
     pairs = zip(jax.tree.leaves(core), jax.tree.leaves(empty), strict=True)

@@ -1,21 +1,20 @@
 """Defines `decay_mask`, which excludes norms and biases from weight decay."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jaxtyping import PyTree
 
 from eqx_norm._example import AbstractExampleNorm
 
 from ._freeze import trainable
+from ._layers import LINEAR, NORMS
 
-_NORMS = eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm
-_NORMS += (AbstractExampleNorm,)
-_WITH_BIAS = eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.GRUCell, eqx.nn.LSTMCell
+_NORMS = (*NORMS, AbstractExampleNorm)
+_WITH_BIAS = (*LINEAR, eqx.nn.GRUCell, eqx.nn.LSTMCell)
 
 
-def decay_mask(model: Any) -> Any:
+def decay_mask(model: PyTree) -> PyTree:
     """Returns whether weight decay applies to each leaf of a pytree.
 
     Norms and biases are excluded by the layer that they are in, not by their number of axes, so
@@ -41,27 +40,28 @@ def decay_mask(model: Any) -> Any:
     write a function: `lambda tree: eqx.tree_at(lambda tree: tree.embedding.weight,
     decay_mask(tree), False)`.
     """
-    return _with_exceptions(trainable(model))
+    return _without_norms_and_biases(trainable(model))
 
 
-def _with_exceptions(mask: Any) -> Any:
+def _without_norms_and_biases(mask: PyTree) -> PyTree:
     """Returns the mask with `False` for weight and bias of norms, and for biases."""
-    return jax.tree.map(_of_node, mask, is_leaf=_is_layer)
+
+    def is_layer(node: PyTree) -> bool:
+        return isinstance(node, _NORMS + _WITH_BIAS)
+
+    def changed(node: PyTree) -> PyTree:
+        return _layer_mask(node) if is_layer(node) else node
+
+    return jax.tree.map(changed, mask, is_leaf=is_layer)
 
 
-def _is_layer(node: Any) -> bool:
-    return isinstance(node, _NORMS + _WITH_BIAS)
-
-
-def _of_node(node: Any) -> Any:
-    if not _is_layer(node):
-        return node
-    names = ("weight", "bias") if isinstance(node, _NORMS) else ("bias", "bias_n")
-    fields, structure = jtu.tree_flatten_with_path(node, lambda child: child is not node)
-    masks = list[Any]()
+def _layer_mask(mask: eqx.Module) -> eqx.Module:
+    excluded = ("weight", "bias") if isinstance(mask, _NORMS) else ("bias", "bias_n")
+    fields, structure = jtu.tree_flatten_with_path(mask, lambda child: child is not mask)
+    masks = list[PyTree]()
     for (key,), field in fields:
-        is_exception = key.name in names
-        masks.append(
-            jax.tree.map(lambda _: False, field) if is_exception else _with_exceptions(field)
-        )
+        if key.name in excluded:
+            masks.append(jax.tree.map(lambda _: False, field))
+        else:
+            masks.append(_without_norms_and_biases(field))
     return structure.unflatten(masks)

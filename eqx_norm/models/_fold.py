@@ -2,14 +2,13 @@
 
 from collections.abc import Hashable, Mapping
 from types import ModuleType
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -18,9 +17,8 @@ from eqx_norm.strategies._numbers import cast
 
 from . import _layers
 from ._freeze import is_frozen
-from ._layers import Model, layers_of
+from ._layers import LINEAR, Kind, Model, layers_of
 
-_LINEAR = (eqx.nn.Conv, eqx.nn.ConvTranspose, eqx.nn.Linear)
 # These wrappers use the layer inside in two places, or compute the layer's weight.
 _WRAPPERS = (eqx.nn.Shared, eqx.nn.WeightNorm, eqx.nn.SpectralNorm)
 
@@ -65,28 +63,30 @@ def fold_pairs(
     Jacob et al., https://arxiv.org/abs/1712.05877, section 3.2. PyTorch's function is
     `torch.nn.utils.fusion.fuse_conv_bn_eval`.
     """
-    values = _layers.checked(model, state, layers_of(model, eqx.nn.BatchNorm))
-    folded, markers = dict[str, PyTree](), set[Hashable]()
+    _layers.checked_entries(model, state, layers_of(model, eqx.nn.BatchNorm))
     hint = 'paths of linear layers to those of norms. Write {"conv1": "bn1"}, or dict(pairs).'
     if not _layers.checked_mapping("pairs", pairs, hint):
         raise ValueError(f"pairs is empty: there is nothing to fold. Pass a mapping of {hint}")
-    for linear, norm in pairs.items():
+    folded = dict[str, PyTree]()
+    markers = set[Hashable]()
+    for linear_path, norm_path in pairs.items():
         try:
-            layer, after = _at(linear, model, _LINEAR), _at(norm, model, eqx.nn.BatchNorm)
-            # A frozen norm computes with constants, and so does the folded layer.
-            held = after, state
-            after, memories = _constant(held) if is_frozen(after) else held
-            folded[linear] = _folded(layer, after, memories)
+            linear = _layer_at(linear_path, model, LINEAR)
+            norm = _layer_at(norm_path, model, eqx.nn.BatchNorm)
+            memories = state
+            if is_frozen(norm):  # computes with constants, and so does the folded layer
+                norm, memories = _constant((norm, state))
+            folded[linear_path] = _folded(linear, norm, memories)
         except ValueError as error:
-            raise ValueError(f"pairs={{{linear!r}: {norm!r}}}: {error}") from error
+            raise ValueError(f"pairs={{{linear_path!r}: {norm_path!r}}}: {error}") from error
         # pyright takes the parent's abstract `__call__` for a field.
-        folded[norm] = FoldedBatchNorm(after.activation)  # pyright: ignore[reportCallIssue]
-        markers.add(after.memory_index.marker)
+        folded[norm_path] = FoldedBatchNorm(norm.activation)  # pyright: ignore[reportCallIssue]
+        markers.add(norm.memory_index.marker)
     model = _layers.with_nodes(model, folded)
-    return model, _layers.state_of(model, values, markers)
+    return model, _layers.with_entries(model, state, {}, markers)
 
 
-def propose_pairs(model: Any) -> dict[str, str]:
+def propose_pairs(model: PyTree) -> dict[str, str]:
     """Returns `pairs` for `fold_pairs`, guessed from the order of the model's layers.
 
     ```python
@@ -118,13 +118,13 @@ def propose_pairs(model: Any) -> dict[str, str]:
     def is_layer(node: PyTree) -> bool:
         # Layers without arrays, such as a pooling layer, also separate two layers.
         is_empty = node is not None and not jtu.tree_leaves(node)
-        return is_empty or isinstance(node, (*_LINEAR, *_WRAPPERS, eqx.nn.BatchNorm))
+        return is_empty or isinstance(node, (*LINEAR, *_WRAPPERS, eqx.nn.BatchNorm))
 
     pairs = dict[str, str]()
     nodes = [*jtu.tree_leaves_with_path(model, is_leaf=is_layer), ((), None)]
     triples = zip(nodes, nodes[1:], nodes[2:], strict=False)
     for (first, linear), (second, norm), (third, other) in triples:
-        is_pair = isinstance(linear, _LINEAR) and isinstance(norm, eqx.nn.BatchNorm)
+        is_pair = isinstance(linear, LINEAR) and isinstance(norm, eqx.nn.BatchNorm)
         two_norms = isinstance(other, eqx.nn.BatchNorm) and second[:-1] == third[:-1]
         if is_pair and first[:-1] == second[:-1] and not (two_norms or _mismatch(linear, norm)):
             pairs[_layers.path_of(first)] = _layers.path_of(second)
@@ -137,8 +137,8 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
     activation: Activation | None = None
 
     def __call__(
-        self, x: Array, state: Any = None, *, key: object = None, inference: object = None
-    ) -> Any:
+        self, x: Array, state: PyTree = None, *, key: object = None, inference: object = None
+    ) -> Array | tuple[Array, PyTree]:
         """Returns `x`, or `activation(x)` in the dtype of `x`, and the state if one is given;
         the arguments are those of `BatchNorm` except `mask`."""
         del key, inference
@@ -149,7 +149,7 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
         return y if state is None else (y, state)
 
 
-def _at(path: str, model: PyTree, kind: type | tuple[type, ...]) -> PyTree:
+def _layer_at(path: str, model: PyTree, kind: Kind) -> PyTree:
     """Returns the layer at a path; raises `ValueError` if it is missing or in a wrapper."""
     layers = layers_of(model, kind)
     if path not in layers:
@@ -172,16 +172,18 @@ def _folded(layer: PyTree, norm: PyTree, state: eqx.nn.State) -> PyTree:
     if jnp.iscomplexobj(moments.mean):
         raise ValueError(f"the norm is complex, and the layer has {layer.weight.dtype}.")
     is_traced = _layers.is_traced(layer, norm, moments)
+    # NumPy computes in float64, whether JAX has it or not.
     xp = jnp if is_traced else np
     mean = _vector(xp, moments.mean) + _vector(xp, moments.mean_pair.rest)
-    weight = 1.0 if norm.weight is None else norm.weight_offset + _vector(xp, norm.weight)
-    scale = weight / xp.sqrt(_vector(xp, moments.variance) + norm.eps)
+    scale = 1.0 if norm.weight is None else norm.weight_offset + _vector(xp, norm.weight)
+    scale = scale / xp.sqrt(_vector(xp, moments.variance) + norm.eps)
     bias = scale * (_vector(xp, layer.bias) - mean) + _vector(xp, norm.bias)
     # The bias of a Linear has one axis; a convolution's bias has its spatial axes, too.
-    ones = (1,) * (layer.weight.ndim - 2)
-    weight = xp.asarray(layer.weight, float) * scale.reshape(-1, 1, *ones)
+    spatial = (1,) * (layer.weight.ndim - 2)
+    weight = xp.asarray(layer.weight, float) * scale.reshape(-1, 1, *spatial)
     with np.errstate(over="ignore"):  # checked below
-        weight, bias = (a.astype(layer.weight.dtype) for a in (weight, bias.reshape(-1, *ones)))
+        weight = weight.astype(layer.weight.dtype)
+        bias = bias.reshape(-1, *spatial).astype(layer.weight.dtype)
     if not (is_traced or (np.isfinite(weight).all() and np.isfinite(bias).all())):
         raise ValueError(f"the folded layer is not finite in {weight.dtype}; use float32.")
     weight, bias = jnp.asarray(weight), jnp.asarray(bias)
@@ -205,10 +207,11 @@ def _obstacle(layer: PyTree, norm: PyTree) -> str | None:
 def _mismatch(layer: PyTree, norm: PyTree) -> str | None:
     """Returns why no norm of this size can be folded into a layer; `None` if one can."""
     calls = next((cls for cls in type(layer).__mro__ if "__call__" in vars(cls)), None)
-    if calls not in _LINEAR:
+    if calls not in LINEAR:
         known = "eqx.nn.Linear, Conv and ConvTranspose"
         return f"only {known} can be folded; {type(layer).__name__} has another __call__"
-    if (outputs := layer.weight.shape[_layers.axes_in_front(layer)]) != norm.input_size:
+    outputs = layer.weight.shape[_layers.axes_in_front(layer)]
+    if outputs != norm.input_size:
         return f"the norm has {norm.input_size} channels, but the layer returns {outputs}"
     if not jnp.issubdtype(layer.weight.dtype, jnp.floating):
         return f"the layer has arrays of {layer.weight.dtype}; only floats can be folded"
@@ -218,8 +221,10 @@ def _mismatch(layer: PyTree, norm: PyTree) -> str | None:
     return None
 
 
-def _vector(xp: ModuleType, array: Array | None) -> Any:
-    """Returns an array as a vector of NumPy, float64, or of `jax.numpy`, in its default dtype;
+def _vector(
+    xp: ModuleType, array: Shaped[Array | np.ndarray, "..."] | None
+) -> Float[Array | np.ndarray, " channels"]:
+    """Returns an array as a vector of `xp`, NumPy or `jax.numpy`, in its widest float dtype;
     returns a vector of one 0 for `None`."""
     return xp.asarray(0.0 if array is None else array, float).reshape(-1)
 

@@ -1,12 +1,13 @@
 """Defines `freeze`, `unfreeze` and `trainable`, for batch norms that are not to be trained."""
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
+from jaxtyping import PyTree
 
 from eqx_norm._batch_norm import BatchNorm
-from eqx_norm.strategies import Frozen
+from eqx_norm.strategies import AbstractStrategy, Frozen
 
 from ._layers import Model, Where, chosen, copied, with_nodes
 
@@ -42,8 +43,7 @@ def freeze(model: Model, where: Where | None = None, *, weights: bool = True) ->
     layers = chosen(model, BatchNorm, where, "freeze", "eqx_norm.BatchNorm")
     frozen = dict[str, BatchNorm]()
     for path, layer in layers.items():
-        approach: Any = layer.approach
-        approach = approach.strategy if isinstance(approach, Frozen) else approach
+        approach = without_frozen(layer.approach)
         if approach.learns:
             frozen[path] = copied(layer, approach=Frozen(approach, weights))
     return with_nodes(model, frozen)
@@ -63,7 +63,7 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
     return with_nodes(model, learning)
 
 
-def trainable(model: Any) -> Any:
+def trainable(model: PyTree) -> PyTree:
     """Returns whether each leaf of a pytree is trained.
 
     `eqx.partition(model, trainable(model))` separates trained leaves from the rest.
@@ -73,11 +73,12 @@ def trainable(model: Any) -> Any:
     **Returns:** a pytree of bools: `True` for float and complex arrays except frozen ones.
     """
 
-    def is_fixed(node: Any) -> bool:
-        fixes_weights = is_frozen(node) and not node.approach.trains_weights
-        return fixes_weights or isinstance(node, Frozen)
+    def is_fixed(node: PyTree) -> bool:
+        if is_frozen(node):
+            return not node.approach.trains_weights
+        return isinstance(node, Frozen)
 
-    def trained(node: Any) -> Any:
+    def trained(node: PyTree) -> PyTree:
         if is_fixed(node):
             return jax.tree.map(lambda _: False, node)
         return eqx.is_inexact_array(node)
@@ -85,6 +86,11 @@ def trainable(model: Any) -> Any:
     return jax.tree.map(trained, model, is_leaf=is_fixed)
 
 
-def is_frozen(node: Any) -> TypeGuard[BatchNorm]:
+def is_frozen(node: PyTree) -> TypeGuard[BatchNorm]:
     """Returns whether a node of a model is a frozen batch norm."""
     return isinstance(node, BatchNorm) and isinstance(node.approach, Frozen)
+
+
+def without_frozen(approach: AbstractStrategy[PyTree]) -> AbstractStrategy[PyTree]:
+    """Returns the strategy inside of a `Frozen`, and any other strategy unchanged."""
+    return approach.strategy if isinstance(approach, Frozen) else approach

@@ -7,7 +7,7 @@ Only this file handles the names of a state's entries, the additional axes of an
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -21,15 +21,19 @@ from eqx_norm._contract import described
 from eqx_norm._memory import STACKED, checked_state
 from eqx_norm._normalise import upcast
 
+# The norms of `eqx.nn`, and its layers with a product of weight and input.
+NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
+LINEAR = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.ConvTranspose)
+
 Model = TypeVar("Model")
 # A call without a state has the type's default. (pyright wants one value for every type, so
 # `state: State = None` needs an exception.)
 State = TypeVar("State", bound=eqx.nn.State | None, default=None)
 Kind = type | tuple[type, ...]
-Where = Callable[[str, Any], object]
+Where = Callable[[str, PyTree], object]
 Nodes = dict[str, PyTree]  # of a model, by their paths
 Entries = dict[Hashable, PyTree]  # of a state, by the markers of indices
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., PyTree])
 
 
 def layers_of(model: PyTree, kind: Kind) -> Nodes:
@@ -61,7 +65,7 @@ def chosen(
     where: Where | None,
     verb: str,
     what: str,
-    accepts: Callable[[Any], bool] = lambda layer: True,
+    accepts: Callable[[PyTree], bool] = lambda layer: True,
 ) -> Nodes:
     """Returns the layers of a kind that `accepts(layer)`, and for which `where(path, layer)` is
     true. If there is none, raises `ValueError`: "nothing to `verb`: the model holds no
@@ -91,7 +95,7 @@ def with_nodes(model: Model, nodes: Nodes) -> Model:
     )
 
 
-def copied(layer: Model, **changed: Any) -> Model:
+def copied(layer: Model, **changed: object) -> Model:
     """Returns the layer with other values in some fields, also static ones. Nothing is checked,
     so the layer may be incomplete, as from `eqx.partition` or in an optimiser state."""
     new = object.__new__(type(layer))
@@ -100,20 +104,22 @@ def copied(layer: Model, **changed: Any) -> Model:
     return new
 
 
-def at_offset(layer: PyTree, weight_offset: float) -> PyTree:
+def with_weight_offset(norm: PyTree, weight_offset: float) -> PyTree:
     """Returns a norm with another `weight_offset`, and a weight that leaves outputs equal."""
-    weight, change = layer.weight, layer.weight_offset - weight_offset
-    if weight is not None and change:
-        exact, dtype = upcast(weight) + change, weight.dtype
+    weight = norm.weight
+    change = norm.weight_offset - weight_offset
+    if weight is not None and change != 0:
+        dtype = weight.dtype
+        exact = upcast(weight) + change
         weight = exact.astype(dtype)
         if not jnp.issubdtype(dtype, jnp.inexact):
-            untraced(weight)
+            check_untraced(weight)
             if (upcast(weight) != exact).any():
                 raise TypeError(
                     f"the weight for weight_offset={weight_offset} is not in {dtype}: weight + "
                     f"{change}. Convert the weight to floats by eqx.tree_at first."
                 )
-    return copied(layer, weight=weight, weight_offset=weight_offset)
+    return copied(norm, weight=weight, weight_offset=weight_offset)
 
 
 def is_part(layer: PyTree) -> bool:
@@ -135,31 +141,42 @@ def replaced(
     `carry(old, new, *entries)` returns the entries of the new layer, given the entries of the
     old layer, in the order of the layers' fields. Every error names the layer.
     """
-    before, after, nodes = checked(model, state, layers), Entries(), Nodes()
+    before = checked_entries(model, state, layers)
+    after = Entries()
+    nodes = Nodes()
     dropped = set[Hashable]()
     for path, old in layers.items():
         with located(path, old):
-            new, indices = make(old), _indices(old)
-            markers = [] if state is None else [index.marker for index in indices.values()]
-            if state is None and _indices(new) != indices:
+            new = make(old)
+            if state is not None and _indices(old):
+                new, changed = _with_carried_entries(old, new, before, carry)
+                after |= changed
+                dropped |= {index.marker for index in _indices(old).values()}
+            elif _indices(new) != _indices(old):
                 raise ValueError(
                     "it has no flag inference, as in a gradient or an optimiser's memory. "
                     "Convert the model, and make this memory anew."
                 )
-            if missing := [marker for marker in markers if marker not in before]:
-                raise ValueError(
-                    f"The state has no entry for this layer ({missing[0]!r}): it belongs to "
-                    "another model. Pass the state that was made, or returned, with this model."
-                )
-            if markers:
-                new = copied(new, **{f: _renamed(indices, f) for f in _indices(new)})
-                carried = carry(old, new, *(before[marker] for marker in markers))
-                after |= zip((i.marker for i in _indices(new).values()), carried, strict=True)
         nodes[path] = new
-        dropped |= {*markers}
     model = with_nodes(model, nodes)
-    held: Any = None if state is None else state_of(model, before | after, dropped)
-    return model, held
+    return model, with_entries(model, state, after, dropped)
+
+
+def _with_carried_entries(
+    old: PyTree, new: PyTree, values: Entries, carry: Callable[..., tuple[PyTree, ...]]
+) -> tuple[PyTree, Entries]:
+    """Returns the new layer with indices made from those of the old one, and its entries."""
+    indices = _indices(old)
+    for index in indices.values():
+        if index.marker not in values:
+            raise ValueError(
+                f"The state has no entry for this layer ({index.marker!r}): it belongs to "
+                "another model. Pass the state that was made, or returned, with this model."
+            )
+    new = copied(new, **{field: _renamed(indices, field) for field in _indices(new)})
+    carried = carry(old, new, *(values[index.marker] for index in indices.values()))
+    markers = [index.marker for index in _indices(new).values()]
+    return new, dict(zip(markers, carried, strict=True))
 
 
 def over_members(function: Function, number: ArrayLike) -> Function:
@@ -176,22 +193,25 @@ def axes_in_front(layer: PyTree) -> int:
     is_vector = isinstance(layer, eqx.nn.BatchNorm | eqx.nn.GroupNorm)
     shape = getattr(layer, "shape", (None,) if is_vector else (None, None))
     axes = len(shape) + getattr(layer, "num_spatial_dims", 0)
-    weight: Any = getattr(layer, "weight", None)
+    weight: PyTree = getattr(layer, "weight", None)
     return max(weight.ndim - axes, 0) if eqx.is_array(weight) else 0
+
+
+_STACKED_FIX = """Call this function for each member i of stacked=(model, state), or of the \
+blocks alone, and stack the results (from_torch loads blocks.0 by names={"": "blocks.0"}):
+    member = jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, stacked)
+    stack = lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0]
+    stacked = jax.tree.map(stack, *results)"""
 
 
 def check_single(*layers: PyTree) -> None:
     """Raises `ValueError` for layers of an ensemble."""
-    for layer in filter(axes_in_front, layers):
-        raise ValueError(
-            f"{type(layer).__name__} is stacked, as in an ensemble or in blocks for "
-            f"jax.lax.scan: its weight has the shape {layer.weight.shape}. Call this function "
-            "for each member i of stacked=(model, state), or of the blocks alone, and stack "
-            """the results (from_torch loads blocks.0 by names={"": "blocks.0"}):
-    member = jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, stacked)
-    stack = lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0]
-    stacked = jax.tree.map(stack, *results)"""
-        )
+    for layer in layers:
+        if axes_in_front(layer) > 0:
+            raise ValueError(
+                f"{type(layer).__name__} is stacked, as in an ensemble or in blocks for "
+                f"jax.lax.scan: its weight has the shape {layer.weight.shape}. {_STACKED_FIX}"
+            )
 
 
 def is_traced(*given: PyTree) -> bool:
@@ -199,7 +219,7 @@ def is_traced(*given: PyTree) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given))
 
 
-def untraced(*given: PyTree) -> None:
+def check_untraced(*given: PyTree) -> None:
     """Raises `ValueError` inside of `jax.jit`, and if arrays in these trees are traced."""
     # Inside of jit, new arrays and all results computed from arrays are traced, too.
     if is_traced(given, jnp.zeros(())):
@@ -217,21 +237,21 @@ def check_function(argument: str, function: object, hint: str) -> None:
         )
 
 
-def checked_mapping(argument: str, names: object, hint: str) -> Mapping[str, Any]:
+def checked_mapping(argument: str, names: object, hint: str) -> Mapping[str, str | None]:
     """Returns a mapping from paths to names; raises `ValueError` with the hint otherwise."""
     if not isinstance(names, Mapping):
         raise ValueError(f"{argument}={described(names)} is no mapping of {hint}")
-    for pair in names.items():
-        if not (isinstance(pair[0], str) and isinstance(pair[1], str | None)):
-            given = described(dict([pair]))
+    for path, name in names.items():
+        if not (isinstance(path, str) and isinstance(name, str | None)):
+            given = described({path: name})
             raise ValueError(f"{argument}={given} is no mapping of strings: {hint}")
     return names
 
 
-def checked(model: PyTree, state: eqx.nn.State | None, layers: Nodes) -> Entries:
-    """Returns the `entries` of a model's state, `None` only if these layers need none. Raises
-    `ValueError` if model and state are exchanged, for a missing state, and for a stacked state
-    of layers that are not stacked."""
+def checked_entries(model: PyTree, state: eqx.nn.State | None, layers: Nodes) -> Entries:
+    """Returns the `entries` of a model's state, `{}` for `None` if these layers need no state.
+    Raises `ValueError` if model and state are exchanged, for a missing state, and for a stacked
+    state of layers that are not stacked."""
     norms = layers_of(model, eqx.nn.BatchNorm)
     if state is None:
         needing = [p for p, layer in layers.items() if _indices(layer) and not is_part(layer)]
@@ -261,14 +281,23 @@ def entries(state: eqx.nn.State) -> Entries:
     return dict(zip(markers, values, strict=True))
 
 
-def state_of(model: PyTree, values: Entries, dropped: Collection[object] = ()) -> eqx.nn.State:
-    """Returns a state with these entries, in the order of the model's indices, which is the
-    order of `make_with_state` and of checkpoints. Entries without an index come last; those in
-    `dropped` are left out."""
+def with_entries(
+    model: PyTree, state: State, changed: Entries, dropped: Collection[Hashable] = ()
+) -> State:
+    """Returns the state with other or new entries, `None` for `None`.
+
+    The entries are in the order of the model's indices, which is the order of `make_with_state`
+    and of checkpoints. Entries without an index come last; those in `dropped` are left out.
+    """
+    if state is None:
+        return state
+    values = entries(state) | changed
     indices = layers_of(model, eqx.nn.StateIndex).values()
-    order = [index.marker for index in indices if index.marker in values]
-    order = dict.fromkeys([*order, *(marker for marker in values if marker not in dropped)])
-    return eqx.nn.State.tree_unflatten(tuple(order), tuple(values[m] for m in order))
+    indexed = [index.marker for index in indices if index.marker in values]
+    others = [marker for marker in values if marker not in dropped]
+    order = tuple(dict.fromkeys([*indexed, *others]))
+    new = eqx.nn.State.tree_unflatten(order, tuple(values[marker] for marker in order))
+    return cast(State, new)
 
 
 @contextlib.contextmanager
@@ -293,7 +322,7 @@ def path_of(keys: jtu.KeyPath) -> str:
     return jtu.keystr(keys).removeprefix(".")
 
 
-def _fields(layer: PyTree) -> dict[str, Any]:
+def _fields(layer: PyTree) -> dict[str, PyTree]:
     return {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
 
 

@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,10 +18,11 @@ from eqx_norm._compiled import compiled
 from eqx_norm._contract import described
 from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
+from eqx_norm.strategies._moments import select
 from eqx_norm.strategies._numbers import number
 
 from . import _layers
-from ._carry import batches_of, is_new
+from ._carry import batches_of, is_new, new_statistics
 from ._layers import Entries, Nodes
 
 
@@ -65,16 +66,16 @@ def pool_statistics(
     _layers.check_model(model)
     states = _checked_states(states)
     weights = _checked_values(values, len(states))
-    _layers.untraced(model, states, weights)
+    _layers.check_untraced(model, states, weights)
     norms = _layers.chosen(model, BatchNorm, None, "pool", "eqx_norm.BatchNorm")
     ours = {norm.memory_index.marker: path for path, norm in norms.items()}
-    held = list[Entries]()
+    entries_of_states = list[Entries]()
     for i, state in enumerate(states):
         with _layers.located(f"states[{i}]", state):
-            held.append(_held(model, norms, state))
+            entries_of_states.append(_checked_entries(model, norms, state))
     pooled = Entries()
-    for marker in dict.fromkeys(marker for entries in held for marker in entries):
-        found: list[Any] = [entries.get(marker) for entries in held]
+    for marker in dict.fromkeys(itertools.chain(*entries_of_states)):
+        found: list[PyTree] = [entries.get(marker) for entries in entries_of_states]
         if eqx.tree_equal(*found):
             continue
         if marker not in ours:
@@ -88,11 +89,10 @@ def pool_statistics(
         path = ours[marker]
         with _layers.located(path, norms[path]):
             pooled[marker] = _pooled(norms[path], found, weights)
-    return _layers.state_of(model, _layers.entries(states[0]) | pooled)
+    return _layers.with_entries(model, states[0], pooled)
 
 
-def _checked_states(states: Any) -> list[eqx.nn.State]:
-    """Returns the states as a list; raises `ValueError` for anything else."""
+def _checked_states(states: object) -> list[eqx.nn.State]:
     listed = list(states) if isinstance(states, Iterable) else []
     if not listed:
         raise ValueError(
@@ -108,8 +108,7 @@ def _checked_states(states: Any) -> list[eqx.nn.State]:
     return listed
 
 
-def _checked_values(values: Any, states: int) -> list[float]:
-    """Returns the number of values of each state; raises `ValueError` for anything else."""
+def _checked_values(values: PyTree, states: int) -> list[float]:
     try:
         listed = list(values)
     except TypeError:  # no iterable, or an array without axes
@@ -129,9 +128,9 @@ def _checked_values(values: Any, states: int) -> list[float]:
     return weights
 
 
-def _held(model: PyTree, norms: Nodes, state: Any) -> Entries:
+def _checked_entries(model: PyTree, norms: Nodes, state: eqx.nn.State) -> Entries:
     """Returns the entries of a state, as NumPy's arrays; raises for that of another model."""
-    entries = _layers.checked(model, state, norms)
+    entries = _layers.checked_entries(model, state, norms)
     for path, norm in norms.items():
         with _layers.located(path, norm):
             memory = _memory.entry(norm, state)
@@ -142,7 +141,6 @@ def _held(model: PyTree, norms: Nodes, state: Any) -> Entries:
 
 
 def _pooled(norm: BatchNorm, memories: list[Remembered], weights: list[float]) -> Remembered:
-    """Returns the entry of a layer in the new state."""
     if norm.unbiased and min(weights) <= 1:
         raise ValueError(
             f"values={weights}: the layer has unbiased=True, so its variance depends on the "
@@ -174,12 +172,11 @@ def _statistics(
         count = jnp.where(is_new(norm, memory), 0, learnt.known_count)
         return dataclasses.replace(learnt, count=count)
 
-    def one(memories: list[Remembered]) -> PyTree:
+    def pool(memories: list[Remembered]) -> PyTree:
         stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *memories)
-        learnt = jax.vmap(weighed)(stacked, weights).pooled()
-        start = norm.approach.init(norm.input_size, _memory.dtype_of(stacked.statistics))
-        loaded = _contract.load(norm.approach, learnt, start)
-        is_seen = jnp.any(learnt.known_count > 0)
-        return jax.tree.map(lambda a, b: jnp.where(is_seen, a, b), loaded, start)
+        pooled = jax.vmap(weighed)(stacked, weights).pooled()
+        start = new_statistics(norm, stacked.statistics)
+        loaded = _contract.load(norm.approach, pooled, start)
+        return select(jnp.any(pooled.known_count > 0), loaded, start)
 
-    return _layers.over_members(one, memories[0].accepted)(memories)
+    return _layers.over_members(pool, memories[0].accepted)(memories)

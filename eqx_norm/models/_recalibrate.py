@@ -1,9 +1,7 @@
 """Defines `recalibrate`, which computes running statistics anew in a pass over data."""
 
-import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,21 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from eqx_norm import _contract, _memory
+from eqx_norm import _contract
 from eqx_norm._batch_norm import BatchNorm
 from eqx_norm._contract import described
 from eqx_norm._memory import Remembered
+from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import Cumulative
 
 from . import _layers
-from ._carry import batches_of, carry
-from ._layers import layers_of
+from ._carry import batches_of, carry, new_statistics
+from ._layers import LINEAR, Entries, Nodes
 
-Forward = Callable[[Any, eqx.nn.State, Any], object]
+Forward = Callable[[PyTree, eqx.nn.State, PyTree], object]
 
 
 def recalibrate(
-    model: Any, state: eqx.nn.State, batches: Iterable[Any], forward: Forward | None = None
+    model: PyTree,
+    state: eqx.nn.State,
+    batches: Iterable[PyTree],
+    forward: Forward | None = None,
 ) -> eqx.nn.State:
     r"""Returns the state with running statistics computed anew from all data in `batches`.
 
@@ -73,21 +75,26 @@ def recalibrate(
     """
     batches = _checked_batches(batches)
     _layers.check_function("forward", forward, f"of three arguments: {_FORWARD}")
-    _layers.untraced(model, state)
-    what, learns = "eqx_norm.BatchNorm that is not frozen", lambda norm: norm.approach.learns
-    norms = _layers.chosen(model, BatchNorm, None, "recalibrate", what, learns)
-
-    # A batch of one value has no unbiased variance; all batches together have one.
-    settings: Any = {"approach": Cumulative(), "inference": False, "unbiased": False}
+    _layers.check_untraced(model, state)
+    what = "eqx_norm.BatchNorm that is not frozen"
+    norms = _layers.chosen(
+        model, BatchNorm, None, "recalibrate", what, lambda norm: norm.approach.learns
+    )
+    is_mapped = forward is None
     if forward is None:
         axis_name = next(iter(norms.values())).axis_name
         axis_name = axis_name[0] if isinstance(axis_name, tuple) else axis_name
         # Partials of equal arguments are equal, so `_step` is compiled once.
         forward = jax.tree_util.Partial(_over_batch, axis_name)
         batches = map(_first, batches)
-        settings["memory_axis_name"] = ()  # the batch is one group
 
-    pooling = functools.partial(_layers.copied, **settings)
+    def pooling(norm: BatchNorm) -> BatchNorm:
+        # A batch of one value has no unbiased variance; all batches together have one.
+        pooler = _layers.copied(norm, approach=Cumulative(), inference=False, unbiased=False)
+        if is_mapped:  # the batch is one group
+            pooler = _layers.copied(pooler, memory_axis_name=())
+        return pooler
+
     pooler, after = _layers.replaced(model, state, norms, pooling, _empty)
     count = 0
     for batch in batches:
@@ -95,17 +102,30 @@ def recalibrate(
         count += 1
     if not count:
         raise ValueError("batches is empty: there is nothing to compute statistics from.")
-    notes, learnt, unseen = list[str](), dict[Hashable, Remembered](), 0
+    return _with_learnt(model, state, after, norms, count)
+
+
+def _with_learnt(
+    model: PyTree, state: eqx.nn.State, after: eqx.nn.State, norms: Nodes, count: int
+) -> eqx.nn.State:
+    """Returns the state with the statistics of the pass, `after` that number of batches; warns
+    of batches that were skipped, and raises `ValueError` if no norm got a finite batch."""
+    learnt = Entries()
+    notes = list[str]()
+    unseen = 0
     for path, norm in norms.items():
-        old, new = (s.get(norm.memory_index) for s in (state, after))
-        if skipped := np.max(new.rejected - old.rejected):
-            notes.append(f"{path or 'the model'} skipped {skipped} that were not finite")
+        name = path or "the model"
+        old, new = state.get(norm.memory_index), after.get(norm.memory_index)
+        skipped = np.max(new.rejected - old.rejected)
+        if skipped:
+            notes.append(f"{name} skipped {skipped} that were not finite")
         if np.all(new.statistics.count_pair.value > 0):
-            (memory,) = carry(pooling(norm, unbiased=norm.unbiased), norm, new)
+            pooler = _layers.copied(norm, approach=Cumulative())
+            (memory,) = carry(pooler, norm, new)
         else:
             memory = Remembered(old.statistics, jnp.stack([old.accepted, new.rejected], -1))
             unseen += 1
-            notes.append(f"{path or 'the model'} got no finite batch and keeps its statistics")
+            notes.append(f"{name} got no finite batch and keeps its statistics")
         learnt[norm.memory_index.marker] = memory
     note = f"Of {count} batches: {'; '.join(notes)}."
     if unseen == len(norms):
@@ -114,21 +134,20 @@ def recalibrate(
             "the model."
         )
     if notes:
-        warnings.warn(note, stacklevel=2)
-    return _layers.state_of(model, _layers.entries(state) | learnt)
+        warnings.warn(note, stacklevel=stacklevel())
+    return _layers.with_entries(model, state, learnt)
 
 
 def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remembered]:
     """Returns an empty memory. Raises, before any data is read, for a strategy that cannot
     `load` the new statistics."""
 
-    def one(statistics: PyTree) -> PyTree:
-        sizes = old.input_size, _memory.dtype_of(statistics)
-        empty = new.approach.init(*sizes)
-        _contract.load(old.approach, new.approach.infer(empty), old.approach.init(*sizes))
+    def check(statistics: PyTree) -> PyTree:
+        empty = new_statistics(new, statistics)
+        _contract.load(old.approach, new.approach.infer(empty), new_statistics(old, statistics))
         return empty
 
-    statistics = _layers.over_members(one, memory.accepted)(memory.statistics)
+    statistics = _layers.over_members(check, memory.accepted)(memory.statistics)
     counts = jnp.stack([batches_of(old, memory), memory.rejected], -1)
     return (Remembered(statistics, counts),)
 
@@ -136,7 +155,6 @@ def _empty(old: BatchNorm, new: BatchNorm, memory: Remembered) -> tuple[Remember
 # `_step` is compiled once for all calls with the same forward.
 @eqx.filter_jit
 def _step(forward: Forward, model: PyTree, state: eqx.nn.State, batch: PyTree) -> eqx.nn.State:
-    """Returns the state after one batch."""
     structure = jax.tree.structure(state)
     result = forward(model, state, batch)
     result = result[-1] if isinstance(result, tuple) and result else result
@@ -163,7 +181,7 @@ _ENSEMBLE = """The model is an ensemble, so say which member sees which data. If
 Or recalibrate the members one by one, and stack their states."""
 
 
-def _checked_batches(batches: Any) -> Iterable[Any]:
+def _checked_batches(batches: PyTree) -> Iterable[PyTree]:
     """Returns the batches; raises `ValueError` for a single array, and for no iterable."""
     if eqx.is_array(batches) or hasattr(batches, "__array__"):  # PyTorch's, too
         raise ValueError(
@@ -181,7 +199,7 @@ def _checked_batches(batches: Any) -> Iterable[Any]:
 
 def _first(batch: PyTree) -> Array | np.ndarray:
     """Returns the x of a batch as an array."""
-    x: Any = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
+    x: PyTree = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
     if eqx.is_array(x):
         return x
     x = np.asarray(x)
@@ -197,7 +215,7 @@ def _over_batch(axis_name: Hashable, model: PyTree, state: eqx.nn.State, x: Arra
     try:
         return mapped(x, state)
     except Exception as error:
-        layers = layers_of(model, (eqx.nn.Linear, eqx.nn.Conv, BatchNorm)).values()
+        layers = _layers.layers_of(model, (*LINEAR, BatchNorm)).values()
         if any(map(_layers.axes_in_front, layers)):
             raise ValueError(_ENSEMBLE.format(axis_name)) from error
         raise ValueError(

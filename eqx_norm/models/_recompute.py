@@ -1,13 +1,13 @@
 """Defines `recompute_outputs`, a policy for `jax.checkpoint`."""
 
-from typing import Any
+from eqx_norm._jax.registry import Primitive
 
 # These passes of a norm write vectors, which are saved; the norm's outputs are recomputed.
 _VECTORS = "eqx_norm_statistics eqx_norm_moments eqx_norm_dot_products"
 _KEPT = frozenset(f"conv_general_dilated dot_general ragged_dot_general {_VECTORS}".split())
 
 
-def recompute_outputs(primitive: Any, *arrays: object, **parameters: object) -> bool:
+def recompute_outputs(primitive: Primitive, *arrays: object, **parameters: object) -> bool:
     """Tells `jax.checkpoint` to save costly results and to recompute the outputs of norms.
 
     ```python

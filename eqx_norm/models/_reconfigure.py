@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import ArrayLike
+from jaxtyping import ArrayLike, PyTree
 
 from eqx_norm._arguments import checked_activation
 from eqx_norm._batch_norm import BatchNorm
@@ -16,9 +16,11 @@ from eqx_norm.strategies import AbstractStrategy
 
 from . import _layers
 from ._carry import carry
-from ._freeze import freeze, is_frozen
+from ._freeze import freeze, is_frozen, without_frozen
 from ._layers import Model, State, Where
 
+Settings = dict[str, Any]
+Norm = TypeVar("Norm", bound=BatchNorm | AbstractExampleNorm)
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_ALL = ("eps", "activation", "weight_offset", "implementation")
 _OF_BATCH_NORM = ("approach", "momentum", "unbiased", "axis_name", "memory_axis_name")
@@ -95,12 +97,15 @@ def reconfigure(
     return _layers.replaced(model, state, layers, changing, carrying)
 
 
-def _of_arrays(settings: dict[str, Any], layers: _layers.Nodes) -> dict[str, Any]:
+def _of_arrays(settings: Settings, layers: _layers.Nodes) -> Settings:
     """Returns the settings for a gradient or an optimiser's memory, which hold no functions.
     Raises `ValueError` for settings that change the arrays of the model."""
-    offset, activation = settings.get("weight_offset"), settings.get("activation")
-    moves = offset is not None and any(n.weight_offset != offset for n in layers.values())
-    if moves or jax.tree.leaves(eqx.filter(activation, eqx.is_inexact_array)):
+    offset = settings.get("weight_offset")
+    activation = settings.get("activation")
+    changes_weights = offset is not None and any(
+        layer.weight_offset != offset for layer in layers.values()
+    )
+    if changes_weights or jax.tree.leaves(eqx.filter(activation, eqx.is_inexact_array)):
         raise ValueError(
             "weight_offset=, and an activation= with arrays, change the arrays of a model, and "
             "this is a gradient or an optimiser's memory: its layers have no flag inference. "
@@ -108,32 +113,32 @@ def _of_arrays(settings: dict[str, Any], layers: _layers.Nodes) -> dict[str, Any
             "eqx.is_inexact_array)), after weight_offset= with the numbers of the old one: "
             "jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(memory))."
         )
-    has_function = checked_activation(activation) is not None
-    return settings | ({"activation": None} if has_function else {})
+    if checked_activation(activation) is not None:
+        settings = settings | {"activation": None}
+    return settings
 
 
-def _changed(layer: BatchNorm | AbstractExampleNorm, settings: dict[str, Any]) -> Any:
+def _changed(layer: Norm, settings: Settings) -> Norm:
     """Returns the layer with other settings, checked as for a new layer."""
     settings = {"weight_offset": layer.weight_offset} | settings
-    if isinstance(layer, AbstractExampleNorm):
-        settings = {name: value for name, value in settings.items() if name in _OF_ALL}
-        fresh = LayerNorm(1, **settings)
-    else:
+    if isinstance(layer, BatchNorm):
         names = {"axis_name": layer.axis_name, "memory_axis_name": layer.memory_axis_name}
         settings = _with_approach(layer, names | settings)
         fresh = BatchNorm(layer.input_size, **settings)
-    changed = _layers.at_offset(layer, fresh.weight_offset)
+    else:
+        settings = {name: value for name, value in settings.items() if name in _OF_ALL}
+        fresh = LayerNorm(1, **settings)
+    changed = _layers.with_weight_offset(layer, fresh.weight_offset)
     changed = _layers.copied(changed, **{name: getattr(fresh, name) for name in settings})
     if is_frozen(layer) and changed.approach.learns:
         return freeze(changed, weights=not layer.approach.trains_weights)
     return changed
 
 
-def _with_approach(layer: BatchNorm, settings: dict[str, Any]) -> dict[str, Any]:
+def _with_approach(layer: BatchNorm, settings: Settings) -> Settings:
     """Returns the settings with a strategy as the approach, or a name and its momentum."""
-    strategy: Any = layer.approach
-    strategy = strategy.strategy if is_frozen(layer) else strategy
-    approach: Any = settings.get("approach", strategy)
+    strategy = without_frozen(layer.approach)
+    approach = settings.get("approach", strategy)
     if callable(approach) and not isinstance(approach, type):
         approach = approach(strategy)
     if approach is None:
@@ -144,17 +149,21 @@ def _with_approach(layer: BatchNorm, settings: dict[str, Any]) -> dict[str, Any]
     if isinstance(approach, str):
         settings = {"momentum": layer.momentum} | settings
     elif "momentum" in settings and isinstance(approach, AbstractStrategy):
-        approach = _with_momentum(approach, settings.pop("momentum"))
+        approach = _with_momentum(approach, settings["momentum"])
+        settings = {name: value for name, value in settings.items() if name != "momentum"}
     return settings | {"approach": approach}
 
 
-def _with_momentum(approach: AbstractStrategy, momentum: float) -> AbstractStrategy:
+def _with_momentum(
+    approach: AbstractStrategy[PyTree], momentum: float
+) -> AbstractStrategy[PyTree]:
     """Returns the strategy, or the one that it wraps, with another momentum."""
-    fields = {field.name for field in dataclasses.fields(approach)}
-    if "momentum" in fields:
-        return dataclasses.replace(approach, **{"momentum": momentum})
-    if inner := getattr(approach, "strategy", None):
-        return dataclasses.replace(approach, **{"strategy": _with_momentum(inner, momentum)})
+    names = {field.name for field in dataclasses.fields(approach)}
+    if "momentum" in names:
+        return dataclasses.replace(approach, momentum=momentum)
+    inner = getattr(approach, "strategy", None)
+    if isinstance(inner, AbstractStrategy):
+        return dataclasses.replace(approach, strategy=_with_momentum(inner, momentum))
     raise ValueError(
         f"momentum={momentum!r}: the approach {approach} has no momentum. Leave momentum= out, "
         "or pass an approach that has one."

@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, Inexact, Int, PyTree, Shaped
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, _memory
 from eqx_norm._memory import Remembered
 from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import AbstractStrategy, Running, named
+from eqx_norm.strategies._moments import select
 
 from . import _layers
 from ._fold import FoldedBatchNorm
-from ._layers import Model, State, Where, chosen, copied, over_members, replaced
+from ._layers import NORMS, Model, State, Where, chosen, copied, over_members, replaced
 from ._reconfigure import reconfigure
 
 # Maps Equinox's norms of one example to this package's.
@@ -31,13 +32,13 @@ TO_OURS: dict[type, type] = {
 }
 TO_THEIRS: dict[type, type] = {ours: theirs for theirs, ours in TO_OURS.items()}
 TO_THEIRS |= {InstanceNorm: eqx.nn.GroupNorm}
-THEIRS, OURS = (eqx.nn.BatchNorm, *TO_OURS), (BatchNorm, *TO_THEIRS)
+OURS = (BatchNorm, *TO_THEIRS)
 
 
 def swap(
     model: Model,
     state: State = None,  # pyright: ignore[reportArgumentType] (see `State`)
-    approach: str | AbstractStrategy[Any] | None = None,
+    approach: str | AbstractStrategy[PyTree] | None = None,
     *,
     where: Where | None = None,
     **overrides: Any,
@@ -91,7 +92,7 @@ def swap(
         "norm of eqx.nn. Replace the norms of other packages where the model makes them, or as "
         "docs/home_made_norms.md shows"
     )
-    layers = chosen(model, THEIRS, where, "swap", what)
+    layers = chosen(model, NORMS, where, "swap", what)
     theirs = {path: layer for path, layer in layers.items() if not isinstance(layer, OURS)}
     model, state = replaced(model, state, theirs, _ours, _carry)
     if where is None:
@@ -102,10 +103,9 @@ def swap(
 
 
 def _warn_of_other_norms(model: PyTree) -> None:
-    """Warns of layers that stay and are named like norms."""
 
     def is_norm(node: PyTree) -> bool:
-        return isinstance(node, THEIRS) or _is_other_norm(node)
+        return isinstance(node, NORMS) or _is_other_norm(node)
 
     others = list[str]()
     for keys, node in jtu.tree_leaves_with_path(model, is_leaf=is_norm):
@@ -123,16 +123,16 @@ def _warn_of_other_norms(model: PyTree) -> None:
 def _is_other_norm(node: PyTree) -> bool:
     """Returns whether a module is a layer named like a norm, not of `eqx.nn` or this package,
     without layers inside, which `eqx.nn.WeightNorm` and blocks of layers have."""
-    if not isinstance(node, eqx.Module) or isinstance(node, (*THEIRS, FoldedBatchNorm)):
+    if not isinstance(node, eqx.Module) or isinstance(node, (*NORMS, FoldedBatchNorm)):
         return False
 
     def is_inner(inner: PyTree) -> bool:
         is_module = isinstance(inner, eqx.Module) and not isinstance(inner, eqx.nn.StateIndex)
         return is_module and inner is not node
 
-    is_named_so = re.search(r"norm(\d+d)?$", type(node).__name__, re.IGNORECASE)
+    is_named_so = re.search(r"norm(\d+d)?$", type(node).__name__, re.IGNORECASE) is not None
     has_layers = any(map(is_inner, jax.tree.leaves(node, is_leaf=is_inner)))
-    return bool(is_named_so) and callable(node) and not has_layers
+    return is_named_so and callable(node) and not has_layers
 
 
 def refuse_subclass(layer: PyTree, kinds: tuple[type, ...]) -> None:
@@ -155,7 +155,7 @@ def converted(layer: PyTree, kind: type) -> PyTree:
 
 
 def _ours(layer: PyTree) -> PyTree:
-    refuse_subclass(layer, THEIRS)
+    refuse_subclass(layer, NORMS)
     if kind := TO_OURS.get(type(layer)):
         return converted(layer, kind)
     settings = layer.axis_name, layer.eps, layer.channelwise_affine
@@ -173,24 +173,33 @@ def _carry(old: eqx.nn.BatchNorm, new: BatchNorm, *entries: PyTree) -> tuple[Rem
         )
     count, (mean, variance) = entries
 
-    def one(count: Array, mean: Array, variance: Array) -> Remembered:
+    def convert(
+        count: Shaped[Array, ""],
+        mean: Inexact[Array, " channels"],
+        variance: Inexact[Array, " channels"],
+    ) -> Remembered:
         dtype = _memory.statistics_dtype(mean.dtype)
         empty = new.approach.init(old.input_size, dtype)
-        fresh = (mean == 0).all() & (variance == int(old.mode == "batch")).all()
+        initial = 1 if old.mode == "batch" else 0
+        is_untrained = (mean == 0).all() & (variance == initial).all()
         if old.mode == "ema":  # has no count of batches
-            fresh, count = fresh & count, jnp.zeros((), jnp.int32)
+            is_untrained &= count
+            count = jnp.zeros((), jnp.int32)
+        is_untrained &= count == 0
         learnt = Running.loaded(*_debiased(old.momentum, count, mean, variance))
         batches = jnp.where(count == 0, learnt.batches, count.astype(learnt.batches.dtype))
-        fresh, learnt = fresh & (count == 0), learnt._replace(batches=batches)
-        memory = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), empty, learnt)
-        return Remembered(memory, jnp.stack([count, 0 * count]).astype(jnp.int32))
+        memory = select(is_untrained, empty, learnt._replace(batches=batches))
+        return Remembered(memory, jnp.stack([count, jnp.zeros_like(count)]).astype(jnp.int32))
 
-    return (over_members(one, count)(count, mean, variance),)
+    return (over_members(convert, count)(count, mean, variance),)
 
 
 def _debiased(
-    momentum: float, count: Array, mean: Array, variance: Array
-) -> tuple[Array, Array]:
+    momentum: float,
+    count: Int[Array, ""],
+    mean: Inexact[Array, " channels"],
+    variance: Inexact[Array, " channels"],
+) -> tuple[Inexact[Array, " channels"], Float[Array, " channels"]]:
     """Returns the debiased mean and variance for the statistics that `mode="batch"` stores."""
     dtype = _memory.statistics_dtype(float)
     steps = count.astype(dtype)

@@ -1,13 +1,12 @@
 """Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike
+from jaxtyping import ArrayLike, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -16,14 +15,15 @@ from eqx_norm._memory import Remembered
 from eqx_norm.strategies import Moments
 
 from . import _layers
-from ._layers import Model, State, layers_of
+from ._carry import checked_values
+from ._layers import Entries, Model, State, layers_of
 from ._torch_layers import COUNT, MEAN, VARIANCE, Names, Slot, TorchReport, match
 
 
 def from_torch(
     model: Model,
     state: State,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     names: Names = None,
     *,
     strict: bool = True,
@@ -72,7 +72,7 @@ def from_torch(
 
     **Raises:** `ValueError`, which lists everything that does not fit.
     """
-    _layers.untraced(model, state, state_dict)
+    _layers.check_untraced(model, state, state_dict)
     arrays, problems = _arrays(state_dict)
     report, keyed = match(model, state, arrays, names)
     loaded = dict[str, jax.Array]()
@@ -82,34 +82,46 @@ def from_torch(
                 loaded[slot.path] = _loaded(key, arrays[key], slot)
             except ValueError as error:
                 problems.append(str(error))
-    learnt = dict[Hashable, Remembered]()
-    for path, norm in {} if problems else layers_of(model, BatchNorm).items():
-        mean, variance = (loaded.get(f"{path}.{name}") for name in (MEAN, VARIANCE))
-        if mean is not None and variance is not None:
-            with _layers.located(path, norm):
-                before = _memory.recall(norm, state).statistics
-                given = Moments.of(mean, variance, values, int(norm.unbiased))
-                memory = _contract.load(norm.approach, given, before)
-            counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
-            learnt[norm.memory_index.marker] = Remembered(memory, counts)
+    learnt = {} if problems else _loaded_statistics(model, state, loaded, values)
     lines = [_layers.listed(problems, "\n    ")] if problems else []
     if report.leftovers and (strict or not report.matched):
         fixes = ['match them by a mapping, such as names={"head": "fc"}']
-        has_means = any(k.endswith(MEAN) for k in report.unexpected)
+        has_means = any(key.endswith(MEAN) for key in report.unexpected)
         if has_means and layers_of(model, InstanceNorm):
-            fixes += ["load an InstanceNorm's statistics into the layer of docs/own_norm.md"]
-        fixes += ["leave them out by strict=False"] if strict else []
+            fixes.append("load an InstanceNorm's statistics into the layer of docs/own_norm.md")
+        if strict:
+            fixes.append("leave them out by strict=False")
         lines += [*report.leftovers, f"You can {'; or '.join(fixes)}."]
     if lines:
         raise ValueError("\n    ".join(["Nothing was loaded:", *lines]))
-    after: Any = state
-    if state is not None:
-        after = _layers.state_of(model, _layers.entries(state) | learnt)
-    return _layers.with_nodes(model, loaded), after, report
+    model = _layers.with_nodes(model, loaded)
+    return model, _layers.with_entries(model, state, learnt), report
+
+
+def _loaded_statistics(
+    model: PyTree,
+    state: eqx.nn.State | None,
+    loaded: Mapping[str, jax.Array],
+    values: ArrayLike | None,
+) -> Entries:
+    """Returns the entries of the norms whose running mean and variance were loaded."""
+    learnt = Entries()
+    for path, norm in layers_of(model, BatchNorm).items():
+        mean, variance = loaded.get(f"{path}.{MEAN}"), loaded.get(f"{path}.{VARIANCE}")
+        if mean is None or variance is None:
+            continue
+        with _layers.located(path, norm):
+            before = _memory.recall(norm, state).statistics
+            count = None if values is None else checked_values(values, (), norm.input_size)
+            moments = Moments.of(mean, variance, count, int(norm.unbiased))
+            memory = _contract.load(norm.approach, moments, before)
+        counts = jnp.asarray([loaded.get(f"{path}.{COUNT}", 0), 0], jnp.int32)
+        learnt[norm.memory_index.marker] = Remembered(memory, counts)
+    return learnt
 
 
 def to_torch(
-    model: Any, state: eqx.nn.State | None = None, names: Names = None
+    model: PyTree, state: eqx.nn.State | None = None, names: Names = None
 ) -> dict[str, np.ndarray]:
     """Returns the weights and statistics of a model as a `state_dict` for PyTorch.
 
@@ -134,7 +146,7 @@ def to_torch(
 
     **Raises:** `ValueError` if two layers have the same name, or for a state of another model.
     """
-    _layers.untraced(model, state)
+    _layers.check_untraced(model, state)
     state_dict = dict[str, np.ndarray]()
     for key, slot in match(model, state, {}, names)[1]:
         if key in state_dict:
@@ -157,17 +169,17 @@ def _arrays(state_dict: object) -> tuple[dict[str, np.ndarray], list[str]]:
             "as module.state_dict() returns."
         )
     arrays, problems = dict[str, np.ndarray](), list[str]()
-    for k, value in state_dict.items():
+    for key, value in state_dict.items():
         if hasattr(value, "detach"):  # a tensor; NumPy has no bfloat16
             tensor = value.detach().cpu()
             value = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
         array = np.asarray(value)
         if array.dtype.kind in "biufcV":
-            arrays[str(k)] = array
+            arrays[str(key)] = array
         else:
             problems.append(
-                f"{k!r} is a {type(value).__name__}, not an array: leave it out. (If it holds "
-                f"the arrays of a whole checkpoint, pass checkpoint[{k!r}].)"
+                f"{key!r} is a {type(value).__name__}, not an array: leave it out. (If it "
+                f"holds the arrays of a whole checkpoint, pass checkpoint[{key!r}].)"
             )
     return arrays, problems
 
@@ -176,9 +188,7 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
     """Converts PyTorch's array for the model; raises `ValueError` if the array does not fit."""
     if array.shape != slot.shape:
         raise ValueError(f"{key} has the shape {array.shape}, not {slot.shape} as here")
-    if key.endswith(COUNT) and not (
-        array.dtype.kind in "iuf" and 0 <= array < 2**31 and float(array).is_integer()
-    ):
+    if slot.statistic == COUNT and not _is_count(array):
         raise ValueError(
             f"{key} is {array}, not a whole number from 0 to 2**31 - 1. Leave it out of the "
             "state_dict, and the count is 0"
@@ -189,9 +199,15 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
     with np.errstate(over="ignore"):
         # The array is copied, because PyTorch updates its arrays in place.
         new = jnp.asarray(slot.from_torch(array).astype(dtype, order="C"))
-    may_be_infinite = not (key.endswith((MEAN, VARIANCE)) or np.isfinite(array).all())
-    if not (may_be_infinite or jnp.isfinite(new).all()):
+    must_be_finite = slot.statistic is not None or np.isfinite(array).all()
+    if must_be_finite and not jnp.isfinite(new).all():
         raise ValueError(f"{key} is not finite in {dtype}")
-    if key.endswith(VARIANCE) and (new < 0).any():
+    if slot.statistic == VARIANCE and (new < 0).any():
         raise ValueError(f"{key} is negative")
     return new
+
+
+def _is_count(number: np.ndarray) -> bool:
+    if number.dtype.kind not in "iuf":
+        return False
+    return bool(0 <= number < 2**31) and float(number).is_integer()

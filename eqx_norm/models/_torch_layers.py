@@ -2,23 +2,30 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
 
 from ._carry import batches_of
-from ._layers import check_single, checked, checked_mapping, listed, located, path_of
+from ._layers import (
+    LINEAR,
+    NORMS,
+    check_single,
+    checked_entries,
+    checked_mapping,
+    listed,
+    located,
+    path_of,
+)
 
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
-_CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
-_NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
-_KNOWN = (*_CONVS, *_NORMS, eqx.nn.PReLU, eqx.nn.Linear, eqx.nn.Embedding)
+_KNOWN = (*LINEAR, *NORMS, eqx.nn.PReLU, eqx.nn.Embedding)
 # PyTorch's names of the fields of these layers, and of the statistics of a batch norm.
 _FIELDS = {"weight": "weight", "bias": "bias", "negative_slope": "weight"}
 MEAN, VARIANCE, COUNT = "running_mean", "running_var", "num_batches_tracked"
@@ -60,13 +67,15 @@ class Slot(NamedTuple):
 
     **Fields:** `path`: the array's path in the model, or the norm's path and a statistic's
     name; `is_flat`: whether PyTorch's array has one axis; `groups`: for the weight of a
-    transposed convolution, the number of groups.
+    transposed convolution, the number of groups; `statistic`: `MEAN`, `VARIANCE` or `COUNT`
+    for a statistic of a batch norm.
     """
 
     path: str
-    array: Any
+    array: Array | np.ndarray
     is_flat: bool = False
     groups: int | None = None
+    statistic: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,12 +83,12 @@ class Slot(NamedTuple):
         return self.to_torch(np.empty(self.array.shape, bool)).shape
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
-        return self._turned(array).reshape(self.array.shape)
+        return self._of_other_convolution(array).reshape(self.array.shape)
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
-        return array.reshape(-1) if self.is_flat else self._turned(array)
+        return array.reshape(-1) if self.is_flat else self._of_other_convolution(array)
 
-    def _turned(self, weight: np.ndarray) -> np.ndarray:
+    def _of_other_convolution(self, weight: np.ndarray) -> np.ndarray:
         """Converts the weight of a transposed convolution, in either direction: Equinox stores
         the weight of the computed convolution, PyTorch of the convolution to transpose."""
         if self.groups is None:
@@ -92,7 +101,8 @@ class Slot(NamedTuple):
 
 def _nodes_of(model: PyTree, above: jtu.KeyPath = ()) -> dict[str, PyTree]:
     """Returns the layers that PyTorch may have, and the arrays outside of layers, by path."""
-    nodes, owner = dict[str, PyTree](), path_of(above)
+    nodes = dict[str, PyTree]()
+    owner = path_of(above)
 
     def is_inner(node: PyTree) -> bool:
         return node is not model and isinstance(node, _KNOWN)
@@ -101,9 +111,13 @@ def _nodes_of(model: PyTree, above: jtu.KeyPath = ()) -> dict[str, PyTree]:
         if is_inner(node):
             nodes |= _nodes_of(node, (*above, *below))
         elif eqx.is_inexact_array(node):
-            is_field = isinstance(model, _KNOWN) and path_of(below) in _FIELDS
-            nodes |= {owner: model} if is_field else {path_of((*above, *below)): node}
-    return nodes | ({owner: model} if isinstance(model, eqx.nn.BatchNorm) else {})
+            if isinstance(model, _KNOWN) and path_of(below) in _FIELDS:
+                nodes[owner] = model
+            else:
+                nodes[path_of((*above, *below))] = node
+    if isinstance(model, eqx.nn.BatchNorm):  # has statistics, even without weights
+        nodes[owner] = model
+    return nodes
 
 
 def _slots_of(path: str, node: PyTree, state: eqx.nn.State | None) -> dict[str, Slot]:
@@ -114,7 +128,8 @@ def _slots_of(path: str, node: PyTree, state: eqx.nn.State | None) -> dict[str, 
     with located(path, node):
         check_single(node)
         for field, name in _FIELDS.items():
-            if eqx.is_inexact_array(array := getattr(node, field, None)):
+            array: PyTree = getattr(node, field, None)
+            if eqx.is_inexact_array(array):
                 slots[name] = _slot(f"{path}.{field}".removeprefix("."), node, field, array)
         if isinstance(node, eqx.nn.BatchNorm):
             slots |= _statistics(path, node, state)
@@ -132,14 +147,16 @@ def _statistics(path: str, norm: PyTree, state: eqx.nn.State | None) -> dict[str
     moments = _contract.running(norm, memory.statistics)
     count = np.array(batches_of(norm, memory), np.int64)
     arrays = {MEAN: moments.mean, VARIANCE: moments.variance, COUNT: count}
-    return {name: Slot(f"{path}.{name}", array) for name, array in arrays.items()}
+    return {
+        name: Slot(f"{path}.{name}", array, statistic=name) for name, array in arrays.items()
+    }
 
 
-def _slot(path: str, layer: PyTree, field: str, array: Any) -> Slot:
+def _slot(path: str, layer: PyTree, field: str, array: Array | np.ndarray) -> Slot:
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
         return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.
-    is_bias = isinstance(layer, _CONVS) and field == "bias"
+    is_bias = isinstance(layer, eqx.nn.Conv | eqx.nn.ConvTranspose) and field == "bias"
     return Slot(path, array, is_flat=is_bias or isinstance(layer, eqx.nn.PReLU))
 
 
@@ -148,22 +165,28 @@ def match(
 ) -> tuple[TorchReport, list[tuple[str, Slot]]]:
     """Matches layers with the names of a `state_dict`'s arrays. Returns the report, and the
     keys and arrays of all layers that `names` does not leave out."""
-    checked(model, state, {})
+    checked_entries(model, state, {})
     nodes = _nodes_of(model)
     prefixes, skipped = _prefixes_of(nodes, names)
-    matched, keyed = dict[str, str](), list[tuple[str, Slot]]()
-    for path in (path for path in nodes if path not in skipped):
-        slots = _slots_of(path, nodes[path], state)
+    matched = dict[str, str]()
+    keyed = list[tuple[str, Slot]]()
+    for path, node in nodes.items():
+        if path in skipped:
+            continue
+        slots = _slots_of(path, node, state)
         layer = [(_key(prefixes[path], name), slot) for name, slot in slots.items()]
         keyed += layer
-        if any(k in arrays for k, _ in layer):
+        if any(key in arrays for key, _ in layer):
             matched[path] = prefixes[path]
     wanted = dict(keyed)
-    missing = tuple(k for k in wanted if k not in arrays and not k.endswith(COUNT))
+    missing = [k for k, s in wanted.items() if k not in arrays and s.statistic != COUNT]
     left_out = {prefixes[path] for path in skipped}
-    left_over = (k for k in arrays if k not in wanted)
-    unexpected = (k for k in left_over if not any(_begins(k, part) for part in left_out))
-    return TorchReport(matched, tuple(skipped), missing, tuple(unexpected)), keyed
+    unexpected = [
+        key
+        for key in arrays
+        if key not in wanted and not any(_begins(key, prefix) for prefix in left_out)
+    ]
+    return TorchReport(matched, tuple(skipped), tuple(missing), tuple(unexpected)), keyed
 
 
 def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], list[str]]:
@@ -174,23 +197,30 @@ def _prefixes_of(paths: Iterable[str], names: Names) -> tuple[dict[str, str], li
         "function that returns prefixes."
     )
     dotted = {path: _dotted(path) for path in paths}
-    pairs = {path: names(path) for path in dotted} if callable(names) else names
-    pairs = checked_mapping("names", {} if pairs is None else pairs, hint)
-    if unused := [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]:
+    if names is None:
+        names = {}
+    elif callable(names):
+        names = {path: names(path) for path in dotted}
+    pairs = checked_mapping("names", names, hint)
+    unused = [p for p in pairs if not any(_begins(d, _dotted(p)) for d in dotted.values())]
+    if unused:
         raise ValueError(
             f"names has {unused}, but no layer's path begins so. The paths are "
             f"{listed(map(repr, dotted))}."
         )
     # If a path is written in two ways, the last entry decides, as in `report.matched | {...}`.
     rules = {_dotted(part): prefix for part, prefix in pairs.items()}
-    rules = sorted(rules.items(), key=lambda rule: len(rule[0]), reverse=True)  # longest first
-    prefixes, skipped = dict[str, str](), list[str]()
+    prefixes = dict[str, str]()
+    skipped = list[str]()
     for path, name in dotted.items():
-        applicable = [rule for rule in rules if _begins(name, rule[0])]
-        part, prefix = next((rule for rule in applicable if rule[1] is not None), ("", ""))
-        if applicable and applicable[0][1] is None:
-            skipped, name = [*skipped, path], applicable[0][0]
-        prefixes[path] = _key(_dotted(prefix or ""), name[len(part) :].removeprefix("."))
+        parts = [part for part in rules if _begins(name, part)]
+        parts.sort(key=len, reverse=True)  # the longest part decides
+        if parts and rules[parts[0]] is None:
+            skipped.append(path)
+            name = parts[0]
+        part = next((part for part in parts if rules[part] is not None), "")
+        prefix = rules.get(part) or ""
+        prefixes[path] = _key(_dotted(prefix), name[len(part) :].removeprefix("."))
     return prefixes, skipped
 
 

@@ -2,11 +2,11 @@
 
 import functools
 import math
-from typing import Any, cast
+from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from eqx_norm import BatchNorm, _contract
 from eqx_norm._memory import Remembered
@@ -16,6 +16,10 @@ from . import _layers
 from ._carry import batches_of, is_new
 from ._layers import Model, State, Where
 from ._swap import OURS, TO_THEIRS, converted, refuse_subclass
+
+Mode = Literal["batch", "ema"]
+# The mean and variance of a layer, or of the members of an ensemble.
+Statistics = tuple[Inexact[Array, "*members channels"], Inexact[Array, "*members channels"]]
 
 
 def unswap(
@@ -61,17 +65,19 @@ def unswap(
     return _layers.replaced(model, state, layers, theirs, _carry_back)
 
 
-def _theirs(layer: PyTree, mode: str | None) -> PyTree:
+def _theirs(layer: PyTree, mode: Mode | None) -> PyTree:
     refuse_subclass(layer, OURS)
     if layer.activation is not None:
         raise ValueError(
             f"activation={layer.activation}: Equinox's layer has none. Remove it by "
             "eqx_norm.models.reconfigure(model, state, activation=None), and apply it yourself."
         )
-    layer = _layers.at_offset(layer, 0.0)
-    if kind := TO_THEIRS.get(type(layer)):
+    layer = _layers.with_weight_offset(layer, 0.0)
+    kind = TO_THEIRS.get(type(layer))
+    if kind is not None:
         for name, default in (("axis", None), ("axis_name", ())):
-            if (value := getattr(layer, name, default)) != default:
+            value = getattr(layer, name, default)
+            if value != default:
                 raise ValueError(
                     f"{name}={value!r}: Equinox's layer has none. Leave this one out by where=."
                 )
@@ -82,16 +88,19 @@ def _theirs(layer: PyTree, mode: str | None) -> PyTree:
         layer.eps,
         layer.channelwise_affine,
         0.99 if layer.momentum is None else layer.momentum,
-        mode=cast(Any, _mode(layer) if mode is None else mode),
+        mode=_mode(layer) if mode is None else mode,
     )
     return _layers.copied(new, weight=layer.weight, bias=layer.bias, inference=layer.inference)
 
 
-def _mode(layer: BatchNorm) -> str:
-    approach: Any = layer.approach
-    kind = type(approach.strategy if type(approach) is Accumulated else approach)
-    if kind in (Batch, Ema):
-        return "ema" if kind is Ema else "batch"
+def _mode(layer: BatchNorm) -> Mode:
+    approach = layer.approach
+    if type(approach) is Accumulated:
+        approach = approach.strategy
+    if type(approach) is Batch:
+        return "batch"
+    if type(approach) is Ema:
+        return "ema"
     raise ValueError(
         f"approach={layer.approach}: eqx.nn.BatchNorm has no such approach. Choose how it "
         "trains there by unswap(..., mode='batch') or mode='ema'; inference stays the same."
@@ -100,22 +109,23 @@ def _mode(layer: BatchNorm) -> str:
 
 def _carry_back(
     old: BatchNorm, new: eqx.nn.BatchNorm, memory: Remembered
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Shaped[Array, "*members"], Statistics]:
     """Returns the count (`ema`: whether the layer is new) and the statistics."""
     bits = jnp.finfo(float).nmant + 3
     # After this number of batches, 1 - m^t rounds to 1.
     many = min(math.ceil(-bits * math.log(2) / math.log(new.momentum)), 2**31 - 1)
 
-    def one(memory: Remembered, accepted: Array) -> tuple[Array, tuple[Array, Array]]:
-        count = fresh = is_new(old, memory)
+    def convert(
+        memory: Remembered, accepted: Int[Array, ""]
+    ) -> tuple[Shaped[Array, ""], Statistics]:
+        is_untrained = is_new(old, memory)
         moments = _contract.running(old, memory.statistics)
-        mean, variance = moments.mean, moments.variance
+        mean = moments.mean
+        variance = moments.variance.astype(mean.dtype)
         if new.mode == "ema":
-            variance = jnp.where(fresh, 0, variance)
-        else:
-            count = jnp.where(fresh, 0, jnp.maximum(accepted, many))
-            count = count.astype(jnp.result_type(int))
-        return count, (mean, variance.astype(mean.dtype))
+            return is_untrained, (mean, jnp.where(is_untrained, 0, variance))
+        count = jnp.where(is_untrained, 0, jnp.maximum(accepted, many))
+        return count.astype(jnp.result_type(int)), (mean, variance)
 
     batches = batches_of(old, memory)
-    return _layers.over_members(one, batches)(memory, batches)
+    return _layers.over_members(convert, batches)(memory, batches)

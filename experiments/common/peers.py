@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 import eqx_norm
 from eqx_norm import BatchNorm
 
-from . import report
+from . import machine, report
 from .exact import EPS, Answer, Batch
 from .timer import EVICTING, Program
 
@@ -276,7 +276,7 @@ def _evictor_of_torch() -> Callable[[], object]:
 def torch() -> Any:
     """Returns the package torch, set to use as many threads as XLA."""
     package = importlib.import_module("torch")
-    package.set_num_threads(report.cores())
+    package.set_num_threads(machine.cores())
     return package
 
 

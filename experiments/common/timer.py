@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
+
+from .progress import progress
 
 WARM_UPS = 2
 LEAST = 0.005  # seconds: a timing covers as many calls as take this long
@@ -167,8 +168,7 @@ def interleave(
     order = list(programs)
     gc.disable()
     try:
-        repeated = range(WARM_UPS + rounds)
-        for _ in tqdm(repeated, desc=f"{title:>28}", leave=False, disable=None):
+        for _ in progress(range(WARM_UPS + rounds), "round", f"{title:>28}"):
             shuffle(order)
             for key in order:
                 taken[key].append(programs[key].turn(calls[key], cold, each) / calls[key])

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from . import mnist
+from .progress import progress
 
 AXIS = "batch"  # over which the images of a batch are mapped
 BATCH_SIZE = 64  # the issue's
@@ -176,9 +176,8 @@ def run_all(
     settings: Sequence[Setting], seeds: Sequence[int], run: Callable[[Setting, int], Curves]
 ) -> dict[Setting, Curves]:
     """Returns the curves [seeds, steps] of each setting, and shows a progress bar."""
-    runs, every = {}, [*itertools.product(settings, seeds)]
-    for setting, seed in (progress := tqdm(every, unit="run", disable=None)):
-        progress.set_description(", ".join(map(str, setting)))
+    runs = {}
+    for setting, seed in progress([*itertools.product(settings, seeds)], "run"):
         runs.setdefault(setting, []).append(run(setting, seed))
     return {setting: stack(of_seeds) for setting, of_seeds in runs.items()}
 

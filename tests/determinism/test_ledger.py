@@ -146,6 +146,16 @@ def test_compare_exits_with_2_and_one_line_for_incomparable_ledgers(tmp_path, pr
         path = tmp_path / f"changed{len(cases)}"
         path.write_text(a.read_text().replace(old, new, 1))
         cases.append((a, path, "is not an eqx_norm.determinism ledger, version 4, or is dam"))
+    kept, too = (run(tmp_path / n, w, step=keeping) for n, w in (("k", WEIGHT), ("l", CHANGED)))
+    for name, content in (("empty", b""), ("cut", b"PK\3\4"), ("another", None)):
+        damaged = tmp_path / name
+        damaged.write_bytes(kept.read_bytes())
+        values = tmp_path / f"{name}.values"
+        values.mkdir()
+        np.savez(values / "0.npz", other=X)
+        if content is not None:
+            (values / "0.npz").write_bytes(content)
+        cases.append((damaged, too, "0.npz is damaged, or of another ledger: the values of `"))
     for first, second, error in cases:
         status, out, printed = program("compare", first, second)
         assert (status, out, printed.count("\n")) == (2, "", 1)

@@ -55,6 +55,12 @@ def test_deterministic_reports_settings_that_come_too_late():
     assert dict(jax.config.values) == {**before, "jax_enable_pgle": False}
 
 
+def test_seed_may_be_an_integer_of_numpy():
+    deterministic(np.int64(3), cpu_threads=None)
+    drawn = random.random(), np.random.uniform()
+    assert drawn == (random.Random(3).random(), np.random.RandomState(3).uniform())
+
+
 @pytest.mark.parametrize(
     ("flags", "seed", "threads", "error", "says"),
     [

@@ -125,6 +125,14 @@ def test_monitor_changes_no_output_and_records_the_expected_rows(name):
         assert text.count("optimization_barrier") == expected.count("optimization_barrier")
 
 
+def test_keep_values_keeps_a_scalar_that_is_equal_on_all_devices():
+    def loss(x):
+        return monitor(lax.psum(jnp.sum(x), "devices"), "loss")
+
+    y, record = jit(recorded(over_devices(loss), keep_values=True))(X)
+    assert same(record.values, [y])
+
+
 def test_monitor_records_every_dtype_and_a_batch_as_one_value():
     tree = {dtype: X.astype(dtype) for dtype in ("bfloat16", "complex64", "bool")}
     tree["key"] = jax.random.split(jax.random.key(0), (4, 3))

@@ -44,19 +44,6 @@ ENTRY %main (x: f32[4,256], w: f32[256]) -> f32[1,256] {
 """
 
 
-# One of the two products is added to the value of another lane without rounding.
-PTX = """\
-	shfl.sync.bfly.b32	%r13, %r12, 8, 31, -1;
-	add.rn.f32 	%r14, %r12, %r13;
-	fma.rn.f32 	%r15, %r1, %r2, %r13;
-	fma.rn.f32 	%r16, %r1, %r2, %r14;
-"""
-
-
-def test_products_contracted_into_a_sum_over_lanes():
-    assert compiled.contracted(PTX) == 1
-
-
 def test_moved_bytes_of_a_program():
     # x and its view are the same memory. One row of `low` is read, and written as f32.
     expected = {"sums": 4096 + 1024 + 2048, "copy-done": 1024, "slice-done": 1024}

@@ -32,9 +32,9 @@ ARROWS = {
         "strategies",
         r"eqx_norm\b(?!\._jax\.arithmetic\b)",
     ),
-    "wrappers of JAX import only moments from the package": (
+    "wrappers of JAX import nothing else from the package": (
         "eqx_norm/_jax",
-        r"eqx_norm\.(?!_jax\b|strategies\.(Moments|Pair)\b)",
+        r"eqx_norm\.(?!_jax\b)",
     ),
     "the operation imports only moments and wrappers of JAX from the package": (
         "eqx_norm/_normalise",

@@ -15,7 +15,7 @@ from experiments.common.exact import EPS, Answer, Batch
 from tests.compiling import lowered_for
 from tests.layers.norms import NORMS, made, mask_shape, with_parameters
 
-# dweight: x - mean - mean_rest is rounded twice, by half an ulp each, where mean/std is large.
+# dweight: x - mean - mean_lo is rounded twice, by half an ulp each, where mean/std is large.
 BOUNDS = {"y": 1e-6, "variance": 5e-7, "dx": 1e-6, "dweight": 2.0**-23, "dbias": 2e-7}
 MEAN_ULPS = 4
 

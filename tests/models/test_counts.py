@@ -55,6 +55,7 @@ LOADED: dict[str, Any] = {
     "Gymnasium": lambda new: loaded(new, values=np.float64(N)),
     "unbiased": lambda new: loaded(new, unbiased=True, values=N),
     "average": lambda new: reconfigure(*loaded("batch"), approach=new, values=N),
+    "jit": lambda new: eqx.filter_jit(reconfigure)(*loaded("batch"), approach=new, values=N),
     "Equinox": lambda new: swap(*of_equinox(), new, values=N),
     "count": lambda new: reconfigure(*loaded(Loading(), values=N), approach=new),
     "clients": of_two_clients,

@@ -66,6 +66,7 @@ OWN: Any = type("Own", (BatchNorm,), {})(C, "batch", approach="batch")
 LOADING = make(C, "batch", approach=Loading())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
+NEGATIVE: Any = [-1.0, 1.0, 1.0]
 TEXT: Any = "text"
 PAIRS: Any = [("[0]", "[1]")]
 NUMBER: Any = {"[0]": 0}
@@ -105,6 +106,7 @@ NO_WEIGHT, ITS = made(lambda nn, key: nn.BatchNorm(C, "batch", 1e-5, False, mode
 jitted = eqx.filter_jit
 EXCHANGED = r"^The model given is an eqx.nn.State.* \(model, state, "
 STACKED = r"^\[0\]: The state given has one more axis in front: .*not stacked"
+POSITIVE = "give the number of values per channel, above 0"
 UNKNOWN = r"The weight of these moments .* values=n in from_torch, reconfigure or swap"
 STACKED_WEIGHT = r" is stacked, as in an ensemble .*\(3, 3, 3, 3\)\..*blocks.0"
 TRACED = "^This function reads the values of arrays, .* outside of jit"
@@ -161,6 +163,7 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: reconfigure(MODEL, STATE, approach=Cumulative()), rf"^\[0\]: {UNKNOWN}"),
     (lambda: reconfigure(NORM, SMALL, approach=Average()), "weighs .*: batches=n in reconf"),
     (lambda: reconfigure(MODEL, STATE, values=9), r"^\[0\]: values=9, .* a new approach="),
+    (lambda: reconfigure(MODEL, STATE, approach="ema", values=TEXT), f"'text': {POSITIVE}"),
     (lambda: reconfigure(MODEL, STATE, approach="ema", batches=0), "batches=0: .* of 1 or"),
     (lambda: reconfigure(MODEL, STATE, approach=lambda s: None), r"^\[0\]: approach= is None"),
     (lambda: reconfigure(STATE, MODEL, eps=1.0), EXCHANGED),
@@ -235,7 +238,12 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(*UNLOADED, LOADED, strict=False), "^BatchNorm: Cumulative cannot take"),
     (lambda: from_torch(*WRONG, LOADED, strict=False), "^BatchNorm: Wrong.load returned"),
     (lambda: from_torch(*LOADING, LOADED, strict=False), f"^BatchNorm: {UNKNOWN}"),
-    (lambda: from_torch(*LOADING, LOADED, strict=False, values=-5), "-5 is no number of val"),
+    (lambda: from_torch(*LOADING, LOADED, strict=False, values=-5), f"values=-5: {POSITIVE}"),
+    (lambda: from_torch(*LOADING, LOADED, strict=False, values=TEXT), f"'text': {POSITIVE}"),
+    (
+        lambda: from_torch(NORM, NORM_STATE, LOADED, strict=False, values=NEGATIVE),
+        rf"^BatchNorm: values=\[-1.0, 1.0, 1.0\]: {POSITIVE}",
+    ),
     (
         lambda: from_torch(
             NORM, NORM_STATE, {"weight": np.ones(C, np.complex64)}, strict=False

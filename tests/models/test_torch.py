@@ -181,6 +181,15 @@ def test_from_torch_reports_all_problems_in_one_error():
     assert "checkpoint['model']" in error(model, state, checkpoint)
 
 
+def test_arrays_of_other_layers_may_be_named_like_statistics():
+    arrays = {"log_running_var": np.array([-1.0, 2.0]), COUNT: np.array([0.5, np.inf])}
+    model, _, report = from_torch({name: jnp.zeros(2) for name in arrays}, None, arrays)
+    assert same(model, jax.tree.map(floats, arrays))
+    assert report[1:] == ((), (), ())
+    *_, report = from_torch(model, None, {"log_running_var": np.ones(2)}, strict=False)
+    assert report.missing == (COUNT,)
+
+
 def test_num_batches_tracked_must_be_a_non_negative_int32():
     layer, state = built("norm without weights")
     arrays = {"running_mean": np.zeros(C), "running_var": np.ones(C)}

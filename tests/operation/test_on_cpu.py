@@ -13,6 +13,7 @@ from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.variants import on_cpu
 from tests.compiling import jit
 from tests.helpers import f32, make, normal
+from tests.layers.norms import made
 
 RANDOM = np.random.RandomState(0)
 # Sums over examples and places, over either, in groups; empty, odd, prime, whole cache lines.
@@ -111,6 +112,28 @@ def test_loops_and_reads_of_x_without_differentiation(layer, shape, dtype, reads
     assert len(fusions) <= loops
     is_small = math.prod(shape) <= 2**15  # waking a thread takes longer than its work
     assert not (is_small and '"outer_dimension_partitions":["' in body)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("LayerNorm", (64, 384)), ("GroupNorm", (8, 12, 14, 14)), ("BatchNorm", (64, 32))],
+)
+def test_one_loop_computes_the_means(name, shape):
+    """Counts the roundings of float64 means to float32, one in each loop that computes means.
+    If the loops that read means computed them, LLVM would not vectorise these loops."""
+    layer, call = made(name, shape[1:])
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def forward(weights, x):
+        return call(eqx.combine(weights, static), x)[0]
+
+    @jax.jit
+    def y_and_gradients(weights, x):
+        y, pull_back = jax.vjp(forward, weights, x)
+        return y, pull_back(y)
+
+    compiled = y_and_gradients.lower(weights, jnp.zeros(shape)).compile()
+    assert str(compiled.as_text()).count("reduce-precision(") == 1
 
 
 def test_activation_is_called_with_the_shape_of_x():

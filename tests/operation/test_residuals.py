@@ -3,6 +3,7 @@
 import functools
 import math
 from itertools import product
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -79,7 +80,8 @@ def stacked(f, *operands):
 
     closed = jax.make_jaxpr(jax.grad(loss, tuple(range(len(operands)))))(*operands)
     scans = (e for e in jaxprs.equations(closed.jaxpr) if e.primitive.name == "scan")
-    kept = [var.aval for var in next(scans).outvars if var.aval.shape[:1] == (DEPTH,)]
+    types: list[Any] = [var.aval for var in next(scans).outvars]
+    kept = [a for a in types if a.shape[:1] == (DEPTH,)]
     return [(a.shape[1:], a.dtype) for a in kept if a.size >= DEPTH * math.prod(SHAPE)]
 
 

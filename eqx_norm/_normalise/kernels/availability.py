@@ -6,14 +6,18 @@ imported only for a kernel: the import takes several times as long as the rest o
 """
 
 import importlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import jax
+from jaxtyping import Array
 
 from eqx_norm._jax.lowering import Target
 
 Implementation = Literal["auto", "xla", "pallas"]
-Ref = Any  # a reference to memory, which a kernel reads or writes
+ArrayOrType = Array | jax.ShapeDtypeStruct  # an array of which only shape and dtype are read
+Ref = Any  # a reference of Pallas to an array, or to a part of one, in a kernel
 # The oldest jax with which the kernels for CUDA devices were compiled.
 _JAX_OF_CUDA = (0, 11, 2)
 _NAMES = {"cuda": "CUDA devices", "tpu": "TPUs"}
@@ -29,13 +33,13 @@ def check_implementation(implementation: str) -> None:
         )
 
 
-def platform(target: Target, x: Any, dtypes: dict[str, str]) -> str:
+def platform(target: Target, x: ArrayOrType, dtypes: Mapping[str, Sequence[str]]) -> str:
     """Returns the platform of a program; raises `ValueError` if no kernel serves x there.
 
-    **Arguments:** `dtypes`: maps platforms that have a kernel to the dtypes that it takes.
+    **Arguments:** `dtypes`: the dtypes that a kernel takes, for each platform that has one.
     """
-    name, *others = target.platforms
-    if others or name not in dtypes:
+    name = target.platforms[0]
+    if len(target.platforms) > 1 or name not in dtypes:
         served = " and ".join(_NAMES[name] for name in dtypes)
         program = ", ".join(target.platforms)
         raise refusal(x, f"it is for {served}, and this program is for {program}")
@@ -46,21 +50,23 @@ def platform(target: Target, x: Any, dtypes: dict[str, str]) -> str:
             "kernel. Write jax.shard_map around the training step, with its mesh axis in "
             "the axis_name of a BatchNorm",
         )
-    if x.dtype.name not in dtypes[name].split():
-        served = dtypes[name].replace(" ", ", ")
-        raise refusal(x, f"x is {x.dtype}, and the kernel for {_NAMES[name]} takes {served}")
+    if x.dtype.name not in dtypes[name]:
+        taken = ", ".join(dtypes[name])
+        raise refusal(x, f"x is {x.dtype}, and the kernel for {_NAMES[name]} takes {taken}")
     if name == "cuda" and jax.__version_info__ < _JAX_OF_CUDA:
         needs = "the kernels for CUDA devices need jax {}.{}.{} or later".format(*_JAX_OF_CUDA)
         raise refusal(x, f"{needs}, and this is jax {jax.__version__}")
     return name
 
 
-def kernels(module: str) -> Any:
+def kernels(module: str) -> ModuleType:
     """Imports and returns a module of kernels."""
     return importlib.import_module(f".{module}", __package__)
 
 
-def refusal(x: Any, why_not: str, axes: str = "mapped axes, channels, values") -> ValueError:
+def refusal(
+    x: ArrayOrType, why_not: str, axes: str = "mapped axes, channels, values"
+) -> ValueError:
     """Returns the error that no kernel serves x; `axes` says what the axes of x are."""
     return ValueError(
         f"implementation='pallas' cannot serve x of shape {x.shape} and dtype {x.dtype} "

@@ -2,9 +2,10 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from eqx_norm._jax.collectives import AxisName
 from eqx_norm._jax.jaxprs import equations
@@ -22,12 +23,12 @@ exp exp2 ge gt integer_pow jit le log logistic lt max min mul ne neg not one_min
 pjit reshard round rsqrt select_n sin sqrt square sub tanh xor
 """
 _COMPUTED = frozenset(_NAMES.split())
-_DTYPES = {"cuda": "float32 bfloat16 float16", "tpu": "float32 bfloat16"}
+_DTYPES = {"cuda": ("float32", "bfloat16", "float16"), "tpu": ("float32", "bfloat16")}
 
 
 def check(
     x: Array,
-    mask: Array | None,
+    mask: Bool[Array, "..."] | None,
     layout: Layout,
     axis_name: AxisName,
     activation: Activation | None,
@@ -44,54 +45,71 @@ def check(
         raise refused(
             "a kernel normalises contiguous values, not those along the channels (axis=0)"
         )
-    if activation is not None:
-        if elementwise is None:
-            raise refused(f"activation={activation} does not show that it is elementwise")
-        found = equations(elementwise.derivative)
-        if others := {equation.primitive.name for equation in found} - _COMPUTED:
-            names = ", ".join(sorted(others))
-            raise refused(f"no kernel computes {names}, which activation={activation} needs")
+    if activation is None:
+        return
+    if elementwise is None:
+        raise refused(f"activation={activation} does not show that it is elementwise")
+    needed = {equation.primitive.name for equation in equations(elementwise.derivative)}
+    missing = needed - _COMPUTED
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise refused(f"no kernel computes {names}, which activation={activation} needs")
 
 
 class Kernel(NamedTuple):
-    """Computes y and gradients by the kernels of `module`."""
+    """Computes y and gradients by the kernels of `module`, `gpu_rows` or `tpu_rows`."""
 
-    module: Any
+    module: ModuleType
     layout: Layout
     norm: RowNorm
 
     @classmethod
     def of(
-        cls, target: Target, layout: Layout, norm: RowNorm, at: Operands, wanted: Wanted
+        cls, target: Target, layout: Layout, norm: RowNorm, operands: Operands, wanted: Wanted
     ) -> "Kernel | None":
         """Returns the kernels for a platform, or `None` if passes serve: if x is empty, or
         weights differ between examples. Raises `ValueError` if no kernel serves."""
-        name = platform(target, at.x, _DTYPES)
+        x = operands.x
+        name = platform(target, x, _DTYPES)
         if target.over[0]:
             raise refusal(
-                at.x,
+                x,
                 "a kernel needs whole rows on each device, and the mesh splits the values of a "
                 "row. Split the batch instead",
             )
-        # A kernel takes one weight and one bias for all examples.
-        shapes = at.weight.shape, at.bias.shape, wanted.shape
-        mapped = [shape[: len(shape) - layout.ndim] for shape in shapes if shape is not None]
-        if at.x.size == 0 or any(math.prod(sizes) > 1 for sizes in mapped):
+        if x.size == 0:
             return None
+        shapes = [operands.weight.shape, operands.bias.shape]
+        if wanted.shape is not None:
+            shapes.append(wanted.shape)
+        for shape in shapes:
+            mapped = shape[: len(shape) - layout.ndim]
+            if math.prod(mapped) > 1:  # a kernel takes one weight and bias for all examples
+                return None
         return cls(kernels("tpu_rows" if name == "tpu" else "gpu_rows"), layout, norm)
 
-    def y(self, at: Operands) -> Array:
+    def y(self, operands: Operands) -> Float[Array, "*mapped groups n"]:
         """Returns the normalised x."""
-        (y,) = self.module.forward(*self._rows(*at[:3]), norm=self.norm)
+        x, weight, bias = self._in_rows(operands)
+        (y,) = self.module.forward(x, weight, bias, norm=self.norm)
         return y
 
-    def gradients(self, dy: Array, at: Operands, wanted: Wanted) -> list[Array]:
+    def gradients(
+        self, dy: Float[Array, "..."], operands: Operands, wanted: Wanted
+    ) -> list[Float[Array, "..."]]:
         """Returns the gradients of x and weights, as `choose.gradients` does. The
         moments are computed again."""
-        shape = None if wanted.shape is None else self.layout.rows(wanted.shape)
-        arrays = self._rows(dy, *at[:3])
-        dx, *found = self.module.backward(*arrays, norm=self.norm, shape=shape)
-        return [dx, *(wanted.chosen(*found) if found else [])]
+        x, weight, bias = self._in_rows(operands)
+        dy = dy.reshape(x.shape)
+        if wanted.shape is None:
+            return self.module.backward(dy, x, weight, bias, norm=self.norm)
+        shape = self.layout.rows(wanted.shape)
+        dx, dweight, dbias = self.module.backward(
+            dy, x, weight, bias, norm=self.norm, shape=shape
+        )
+        return [dx, *wanted.chosen(dweight, dbias)]
 
-    def _rows(self, *arrays: Array) -> list[Array]:
+    def _in_rows(self, operands: Operands) -> list[Float[Array, "..."]]:
+        """Returns x, weight and bias as `(*mapped, groups, values)`."""
+        arrays = operands.x, operands.weight, operands.bias
         return [array.reshape(self.layout.rows(array.shape)) for array in arrays]

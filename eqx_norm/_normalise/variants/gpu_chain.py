@@ -86,8 +86,10 @@ class Chain(NamedTuple):
         """Returns the gradient of x by the transpose of the tangent, which XLA:GPU fuses for
         more activations than `RowNorm.g`."""
         x, weight, bias, *_ = operands
-        # The barrier separates this kernel's statistics from those of y: XLA would merge both
-        # and write them to memory.
+        # The barrier separates this kernel's statistics from those of y. XLA would merge both
+        # (https://github.com/jax-ml/jax/issues/13999) and write them to memory: LayerNorm
+        # moves 7.0 units in place of 5.0 (jax 0.12.0.1). Without it
+        # tests/operation/test_on_gpu.py, `barriers_between_passes`, fails.
         u, rstd = self._standardised(lax.optimization_barrier(x))
         weight, bias = self._rows(weight), self._rows(bias)
         activation = self.norm.activation
@@ -107,8 +109,11 @@ class Chain(NamedTuple):
         is_coarse = x.dtype == jnp.bfloat16
         x = self._rows(x)
         if not self.norm.centred:
-            # x - min(max(x^2), 0) is x to the bit. XLA:GPU starts a chain only where a row's
-            # result is subtracted.
+            # x - min(max(x^2), 0) is x to the bit. XLA:GPU makes one kernel of a chain only
+            # where a row's result is subtracted (its softmax_rewriter_triton.cc; no issue
+            # upstream). Without it the gradient of x moves 6.0 units in place of 3.0, with y
+            # 8.0 in place of 5.0 (jax 0.12.0.1), and tests/layers/test_platforms.py,
+            # `one_kernel_over_devices`, fails.
             x = x - jnp.minimum((x * x).max(-1, keepdims=True), 0)
         elif is_coarse:
             # In a constant row the sum of up to 2^16 numbers of 8 bits is exact. XLA multiplies

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
-from eqx_norm._jax import collectives
 from eqx_norm._jax.lowering import Target
-from eqx_norm._normalise.formulas import reference
+from eqx_norm._normalise.formulas import merge, reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 
@@ -83,7 +82,7 @@ def pooled(
 ) -> Sequence[Float[Array, "*vectors"]]:
     """Returns count, mean, m2 and mean_lo, merged over devices."""
     over = target.over[0]
-    return collectives.pooled_over(found, over) if over else found
+    return merge.merged_over_devices(found, over) if over else found
 
 
 def _one_value(

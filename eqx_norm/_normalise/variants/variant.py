@@ -35,7 +35,8 @@ class Variant(NamedTuple):
     - `uncontracted`: keeps LLVM from fusing a product with a sum: it does so in some loops
         only, and a row would not have one result.
     - `has_barriers`: whether barriers keep XLA from storing x - mean and an activation's
-        derivative between passes. XLA:CPU removes barriers before it fuses.
+        derivative between passes. XLA:CPU removes barriers before it fuses (jax 0.10.2), or
+        writes what is behind them in a loop of its own (0.12.0.1).
     - `rsqrt`: computes 1 / sqrt: `reference.rsqrt` says why not by the hardware on a CPU.
     """
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -30,8 +29,7 @@ def call(body, arrays, outputs, programs):
     def run(*refs):
         body(pl.program_id(0), *refs)
 
-    types = [jax.ShapeDtypeStruct(*of) for of in outputs]
-    return list(pl.pallas_call(run, types, grid=(programs,), interpret=True)(*arrays))
+    return list(pl.pallas_call(run, outputs, grid=(programs,), interpret=True)(*arrays))
 
 
 def load(ref, tile=None):

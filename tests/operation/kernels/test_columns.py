@@ -112,7 +112,7 @@ def test_column_statistics_are_summed_over_axes_of_size_1(shape):
         return [jnp.asarray(v) for v in (mean, ((x - mean) ** 2).sum(axes, keepdims=True))]
 
     x = normal(0, (2, 3, 6, 7))
-    count, *got = columns.by_columns(moments, x, shape=shape)
+    count, *got = columns.computed(moments, x, shape=shape)
     summed = tuple(axis for axis, size in enumerate(shape) if size == 1)
     expected = moments(x, summed)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
