@@ -46,7 +46,9 @@ def checked_names(**arguments: object) -> list[AxisName]:
     """Returns names of axes, or tuples of names; raises `ValueError` for a value that is no
     name, and for a name that is given twice."""
     # A list of names would make the layer unhashable.
-    axes = [tuple(axis) if isinstance(axis, list) else axis for axis in arguments.values()]
+    axes: list[AxisName] = [
+        tuple(axis) if isinstance(axis, list) else axis for axis in arguments.values()
+    ]
     quoted = " and ".join(f"{name}={value!r}" for name, value in arguments.items())
     names = [name for axis in axes for name in names_of(axis)]
     for name in names:
@@ -113,11 +115,11 @@ def affine(
     """Returns the weight (with the offset added), the bias and the activation for a call. The
     weight and bias given replace the layer's own, of `shape`. Raises `ValueError` or
     `TypeError` for arrays that do not fit."""
-    weight = _weight_or_bias(layer, "weight", weight, shape, x)
-    bias = _weight_or_bias(layer, "bias", bias, shape, x)
-    if weight is not None and layer.weight_offset != 0:
-        weight = layer.weight_offset + upcast(weight)
-    return Affine(weight, bias, comparable(layer.activation))
+    gamma = _weight_or_bias(layer, "weight", weight, shape, x)
+    beta = _weight_or_bias(layer, "bias", bias, shape, x)
+    if gamma is not None and layer.weight_offset != 0:
+        gamma = layer.weight_offset + upcast(gamma)
+    return Affine(gamma, beta, comparable(layer.activation))
 
 
 def _weight_or_bias(

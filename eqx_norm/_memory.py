@@ -2,14 +2,14 @@
 
 import functools
 import textwrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, PyTree, PyTreeDef
+from jaxtyping import Array, Bool, Int, PyTree
 
 from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy, Moments
@@ -129,7 +129,7 @@ def _one_ends_with_the_other(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return a[len(a) - axes :] == b[len(b) - axes :]
 
 
-def form(memory: PyTree) -> tuple[PyTreeDef, list[tuple[int, ...]], list[np.dtype]]:
+def form(memory: PyTree) -> tuple[Any, list[tuple[int, ...]], list[np.dtype]]:
     """Returns the tree structure of a memory, and its arrays' shapes and dtypes."""
     leaves, structure = jax.tree.flatten(memory)
     return structure, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves]

@@ -26,7 +26,7 @@ _MANY = 9
 def merged(moments: Moments, axis_name: AxisName) -> Moments:
     """Returns the moments, without derivatives, of all examples along the named axes."""
     vmapped, mesh = collectives.split_names(axis_name)
-    counts = jnp.broadcast_to(moments.count, moments.m2.shape)
+    counts = jnp.broadcast_to(moments.known_count, moments.m2.shape)
     vectors = [counts, moments.mean, moments.m2, moments.mean_pair.rest]
     for name in vmapped:
         vectors = _merged_sets([collectives.gathered(vector, name) for vector in vectors])
@@ -35,7 +35,7 @@ def merged(moments: Moments, axis_name: AxisName) -> Moments:
         count = counts[0]
     else:
         # Without a mask the count is known while tracing, and stays a NumPy number.
-        count = moments.count * collectives.size(axis_name)
+        count = moments.known_count * collectives.size(axis_name)
     return Moments(count, Pair.of(mean, mean_lo), m2)
 
 
@@ -97,4 +97,4 @@ def _merged_sets(vectors: Vectors) -> Vectors:
     """Returns the four vectors, merged along their first axis."""
     count, mean, m2, mean_lo = vectors
     moments = Moments(count, Pair.of(mean, mean_lo), m2).pooled()
-    return [moments.count, moments.mean, moments.m2, moments.mean_pair.rest]
+    return [jnp.asarray(moments.known_count), moments.mean, moments.m2, moments.mean_pair.rest]
