@@ -145,6 +145,7 @@ def test_the_type_of_a_memory_is_found_once_for_each_of_many_layers(monkeypatch)
     assert len(calls) == MANY
 
 
+@pytest.mark.long  # compiles each of them
 @pytest.mark.x32
 def test_many_operations_without_jit_compile_once():
     compiled, before = [], 0
