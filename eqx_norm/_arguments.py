@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Hashable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +46,9 @@ def checked_names(**arguments: object) -> list[AxisName]:
     """Returns names of axes, or tuples of names; raises `ValueError` for a value that is no
     name, and for a name that is given twice."""
     # A list of names would make the layer unhashable.
-    axes: list[Any] = [tuple(a) if isinstance(a, list) else a for a in arguments.values()]
+    axes: list[AxisName] = [
+        tuple(axis) if isinstance(axis, list) else axis for axis in arguments.values()
+    ]
     quoted = " and ".join(f"{name}={value!r}" for name, value in arguments.items())
     names = [name for axis in axes for name in names_of(axis)]
     for name in names:
@@ -114,11 +115,11 @@ def affine(
     """Returns the weight (with the offset added), the bias and the activation for a call. The
     weight and bias given replace the layer's own, of `shape`. Raises `ValueError` or
     `TypeError` for arrays that do not fit."""
-    used_weight = _weight_or_bias(layer, "weight", weight, shape, x)
-    used_bias = _weight_or_bias(layer, "bias", bias, shape, x)
-    if used_weight is not None and layer.weight_offset != 0:
-        used_weight = layer.weight_offset + upcast(used_weight)
-    return Affine(used_weight, used_bias, comparable(layer.activation))
+    gamma = _weight_or_bias(layer, "weight", weight, shape, x)
+    beta = _weight_or_bias(layer, "bias", bias, shape, x)
+    if gamma is not None and layer.weight_offset != 0:
+        gamma = layer.weight_offset + upcast(gamma)
+    return Affine(gamma, beta, comparable(layer.activation))
 
 
 def _weight_or_bias(

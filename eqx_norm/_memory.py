@@ -2,20 +2,17 @@
 
 import functools
 import textwrap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
 from eqx_norm._compiled import is_fixed
 from eqx_norm.strategies import AbstractStrategy, Moments
-
-# The tree structure of a memory (of a class that type checkers do not know), and the shapes and
-# dtypes of its arrays.
-Form: TypeAlias = tuple[Any, list[tuple[int, ...]], list[jnp.dtype]]
 
 STACKED = (
     "The state given has one more axis in front: a jax.vmap without out_axes=(0, None) has "
@@ -132,7 +129,8 @@ def _one_ends_with_the_other(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return a[len(a) - axes :] == b[len(b) - axes :]
 
 
-def form(memory: PyTree) -> Form:
+def form(memory: PyTree) -> tuple[Any, list[tuple[int, ...]], list[np.dtype]]:
+    """Returns the tree structure of a memory, and its arrays' shapes and dtypes."""
     leaves, structure = jax.tree.flatten(memory)
     return structure, [leaf.shape for leaf in leaves], [leaf.dtype for leaf in leaves]
 

@@ -1,6 +1,6 @@
 """Checks arguments that are numbers; the caller raises an error that explains the number."""
 
-from typing import Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-# Arrays of floats that may be NumPy's, as a count that is known while tracing.
-Floats: TypeAlias = Float[Array | np.ndarray | np.floating, "..."]
+# Arrays of floats that may be NumPy's, as a count that is known while tracing. NumPy returns
+# some of them as scalars, which differ from arrays only for type checkers.
+if TYPE_CHECKING:
+    Floats: TypeAlias = Array | np.ndarray
+else:
+    Floats = Float[Array | np.ndarray | np.floating, "..."]
 Scalar: TypeAlias = Float[Array | np.ndarray | np.floating | float, ""]
 
 
