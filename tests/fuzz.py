@@ -207,6 +207,13 @@ def draw(seed: int) -> Case:
     return case
 
 
+def small(case: Case) -> Case:
+    """Returns the case with at most two steps and two transformations, which compiles faster."""
+    outer = () if case.inner else case.outer[:1]
+    shorter = {"steps": case.steps[-2:], "inner": case.inner[:1], "outer": outer}
+    return feasible(replace(case, **shorter, around=case.around[-1:]))
+
+
 def normal(case: Case, random: Any, shape: Any) -> Any:
     real, imaginary = random.standard_normal((2, *shape))
     return real + 1j * imaginary if case.dtype == "complex64" else real
@@ -546,6 +553,12 @@ def smaller(case: Case) -> Iterator[Case]:
         yield from (replace(case, **{name: v}) for v in simple if v != now)
 
 
+def command(case: Case) -> str:
+    """Returns the command that runs the case."""
+    given = {k: v for k, v in vars(case).items() if v != getattr(Case, k)}
+    return f"python -m tests.fuzz --case '{json.dumps(given)}'"
+
+
 def shrunk(case: Case, problem: str, end: float) -> tuple[Case, str]:
     """Returns the smallest case found that fails in the same result, and its problem."""
     for candidate in smaller(case):
@@ -571,9 +584,7 @@ def main() -> None:
         if found := run(case):
             failed += 1
             case, problem = shrunk(case, found[0], time.time() + options.seconds)
-            given = {k: v for k, v in vars(case).items() if v != getattr(Case, k)}
-            again = f"python -m tests.fuzz --case '{json.dumps(given)}'"
-            tqdm.write(f"seed {seed}: {problem}\n    {again}")
+            tqdm.write(f"seed {seed}: {problem}\n    {command(case)}")
         if seed % 25 == 24:
             jax.clear_caches()  # the caches would take gigabytes
     print(f"{options.cases} cases, of which {failed} fail")

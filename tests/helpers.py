@@ -45,6 +45,12 @@ def _call_and_grad(
     return y, state, gradients
 
 
+def y_and_gradients(f: Any, dy: Any, *arrays: Any) -> tuple[Any, ...]:
+    """Returns `f(*arrays)`, and the gradients of sum(f * dy) in each argument."""
+    y, pull_back = jax.vjp(f, *arrays)
+    return y, *pull_back(dy)
+
+
 call, call_and_grad = eqx.filter_jit(_call), eqx.filter_jit(_call_and_grad)
 quick_call, quick_call_and_grad = filter_jit(_call), filter_jit(_call_and_grad)
 

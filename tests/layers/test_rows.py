@@ -1,22 +1,22 @@
 """Tests that y and dx of a row depend on that row, weight, bias and dy's row alone, to the bit.
 
 A row is an example of `LayerNorm` and `RMSNorm`, a group of `GroupNorm` and `InstanceNorm`.
-tests/devices/over_uses.py has programs for several devices.
+tests/devices/over_uses.py has programs for several devices, tests/layers/test_fuzz.py random shapes,
+masks and activations.
 """
 
 import functools
-import random
 from pathlib import Path
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 from jax import export
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from tests import helpers
 from tests.helpers import make, normal, same
-from tests.layers.norms import EXAMPLE_NORMS, made, mask_shape, moved, over_examples
+from tests.layers.norms import moved, over_examples
 from tests.processes import python
 
 N = 70
@@ -68,9 +68,8 @@ def y_alone(layer, x):
 def y_and_gradients(layer, x, dy):
     """Returns y and the gradients of x, and of weight and bias."""
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
-    y, pull_back = jax.vjp(lambda w, x: over_examples(eqx.combine(w, static), x), weights, x)
-    d_weights, dx = pull_back(dy)
-    return y, dx, d_weights
+    of_arrays = lambda x, w: over_examples(eqx.combine(w, static), x)  # noqa: E731
+    return helpers.y_and_gradients(of_arrays, dy, x, weights)
 
 
 @each_case
@@ -83,33 +82,6 @@ def test_a_row_does_not_depend_on_other_rows(layer, shape, dtype):
     for n in (1, 16):
         assert same(y_alone(layer, x[:n]), y[:n]), n
         assert same(y_and_gradients(layer, x[:n], dy[:n])[:2], (y[:n], dx[:n])), n
-
-
-ACTIVATIONS = None, None, jax.nn.relu, SILU, jax.nn.gelu, jnp.tanh
-
-
-@pytest.mark.filterwarnings("ignore:.*one value per group")
-@pytest.mark.parametrize("seed", range(40))
-def test_a_row_of_random_shape_does_not_depend_on_other_rows(seed):
-    """Tests odd sizes and groups of several channels, each with an activation and a mask or
-    not."""
-    r = random.Random(seed)
-    name, activation = r.choice(EXAMPLE_NORMS), r.choice(ACTIVATIONS)
-    sizes = [r.choice([1, 2, 3, 5, 7, 8, 13, 16, 24]) for _ in range(r.choice([0, 0, 1, 2]))]
-    shape = (3 * r.choice([1, 2, 3, 8, 11, 32, 65]), *sizes)  # norms.GROUPS groups
-    layer, _ = made(name, shape, activation=activation)
-    x, dy = arrays(shape, r.choice(DTYPES))
-    mask = normal(2, mask_shape(name, x.shape)) < 1 if r.random() < 0.3 else None
-    y, dx = y_and_dx_of_masked(layer, x, dy, mask)
-    n = r.choice([1, 2, 3, 5, 31, 63])
-    some = y_and_dx_of_masked(layer, *jax.tree.map(lambda a: a[:n], (x, dy, mask)))
-    assert same(some, (y[:n], dx[:n]))
-
-
-@eqx.filter_jit
-def y_and_dx_of_masked(layer, x, dy, mask):
-    y, pull_back = jax.vjp(lambda x: over_examples(layer, x, mask), x)
-    return y, pull_back(dy)[0]
 
 
 CPU = Path("/proc/cpuinfo")
@@ -131,8 +103,8 @@ def test_a_row_with_its_own_mask_and_weights_does_not_depend_on_other_rows(layer
 
     @jax.jit
     def y_and_dx(x, dy, mask, weights):
-        y, pull_back = jax.vjp(lambda x: over_examples(layer, x, mask, **weights), x)
-        return y, pull_back(dy)[0]
+        of_x = functools.partial(over_examples, layer, mask=mask, **weights)
+        return helpers.y_and_gradients(of_x, dy, x)
 
     given = x, dy, mask, weights
     expected = y_and_dx(*given)
@@ -174,8 +146,7 @@ def of_one(layer, x):
 
 @eqx.filter_jit
 def y_and_dx(way, layer, x, dy):
-    y, pull_back = jax.vjp(lambda x: way(layer, x).reshape(x.shape), x)
-    return y, pull_back(dy)[0]
+    return helpers.y_and_gradients(lambda x: way(layer, x).reshape(x.shape), dy, x)
 
 
 WAYS = [over_examples, eqx.filter_checkpoint(over_examples), nested, scanned, of_one]
@@ -213,8 +184,7 @@ def test_an_example_in_inference_of_batch_norm_does_not_depend_on_other_examples
         def one(x, mask):
             return layer(x, state, mask=mask)[0]
 
-        y, pull_back = jax.vjp(lambda x: jax.vmap(one)(x, mask), x)
-        return y, pull_back(y)[0]
+        return helpers.y_and_gradients(lambda x: jax.vmap(one)(x, mask), x, x)
 
     for whole, part in ((None, None), (mask, mask[:3])):
         y, dx = y_and_dx(x, whole)

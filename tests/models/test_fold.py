@@ -110,8 +110,10 @@ def close(ours, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(abs(b).max()))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("linear", True), ("grouped", False), ("transposed, grouped", False)],
+)
 def test_gradients_through_a_folded_layer_are_those_through_the_norm(name, frozen):
     layer, spatial = LAYERS[name]
     x = floats(normal(1, (5, getattr(layer, "in_channels", 3), *spatial), 1, 2))

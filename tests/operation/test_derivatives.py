@@ -1,6 +1,6 @@
 """Compares derivatives of all orders, by every transformation, with the written-out formula.
 
-tests/fuzz.py tests derivatives of all layers up to second order, also over a mesh.
+tests/layers/test_fuzz.py tests derivatives of all layers up to second order.
 """
 
 import jax
@@ -31,12 +31,18 @@ def assert_agree(transforms, case, tolerance=1e-10):
             np.testing.assert_allclose(a, b, tolerance, tolerance, transform.__name__)
 
 
-@pytest.mark.parametrize(
-    "transforms",
-    [(*BASIC, in_one_operand), REPEATED, pytest.param(HIGHER, marks=pytest.mark.long)],
-    ids=["basic", "repeated", "n"],
-)
-@pytest.mark.parametrize("name", LAYERS)
+# Moments that are given, and those of x itself, with an activation that is elementwise or not.
+TRANSFORMED = [
+    ("BatchNorm, mask", (*BASIC, in_one_operand)),
+    ("RMSNorm, mask", (*BASIC, in_one_operand)),
+    ("LayerNorm", BASIC),
+    ("BatchNorm, mask", REPEATED),
+    ("LayerNorm", REPEATED),
+    *(pytest.param(name, HIGHER, marks=pytest.mark.long) for name in LAYERS),
+]
+
+
+@pytest.mark.parametrize(("name", "transforms"), TRANSFORMED)
 def test_derivatives_of_layers(name, transforms):
     """Tests every rule that JAX requires of a primitive. JAX may change the interface for new
     primitives; this test then fails."""
