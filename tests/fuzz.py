@@ -208,7 +208,7 @@ def draw(seed: int) -> Case:
 
 
 def small(case: Case) -> Case:
-    """Returns the case with at most two steps and two transformations, which compiles faster."""
+    """Returns the case with at most two steps and transformations, which compiles faster."""
     outer = () if case.inner else case.outer[:1]
     shorter = {"steps": case.steps[-2:], "inner": case.inner[:1], "outer": outer}
     return feasible(replace(case, **shorter, around=case.around[-1:]))

@@ -28,7 +28,6 @@ from tests.layers.norms import (
     with_parameters,
 )
 from tests.processes import ROOT
-from tests.strategies.recursions import STRATEGIES
 
 from .ways import (
     CASES,
@@ -121,27 +120,6 @@ def test_examples_in_the_documents(tmp_path, monkeypatch):
     one, _ = make(C, "batch", approach=CASE.approach)
     expected = jax.jit(forward)(one, state, x)
     assert error((names["y"], names["state"]), expected) < 1e-6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("approach", STRATEGIES)
-def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach, unchecked):
-    """Tests derivatives in each x of two training steps and an inference, with a mask, over a
-    mesh."""
-    case = fuzz.Case(
-        approach=approach,
-        channels=2,
-        axes=(("batch", 4),),
-        devices="checked",
-        weights="own",
-        spatial=(3,),
-        mask="position",
-        activation="gelu",
-        steps=("train", "train", "infer"),
-        of="vjp of vjp",
-        through=True,
-    )
-    assert not fuzz.run(case)
 
 
 @pytest.mark.parametrize("seed", [39, 41, 44, 53, 54, 59, 70, 78])

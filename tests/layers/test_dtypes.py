@@ -11,7 +11,7 @@ import pytest
 import eqx_norm
 from eqx_norm import LayerNorm
 from eqx_norm.strategies import Moments, Running
-from tests.helpers import APPROACHES, cast, copy, normal, over_batch
+from tests.helpers import APPROACHES, cast, copy, normal, over_batch, y_and_gradients
 from tests.layers.norms import made
 
 pytestmark = pytest.mark.x32  # has its own dtypes, in 64 bits and with strict promotion
@@ -47,11 +47,11 @@ def test_dtypes_of_outputs_gradients_and_memory(name, dtype, weights, x64, maske
 
         def train_and_infer(layer, x):
             forward = functools.partial(call, mask=mask)
-            y, pull_back, state = eqx.filter_vjp(forward, layer, x, has_aux=True)
+            y, state, *gradients = y_and_gradients(forward, x, layer, x, has_aux=True)
             ys = [y]
             if state is not None:
                 ys += over_batch(eqx.nn.inference_mode(layer))(x, copy(state))[:1]
-            return ys, pull_back(y), state
+            return ys, gradients, state
 
         outputs, (gradient, dx), state = eqx.filter_eval_shape(train_and_infer, layer, x)
     assert float_dtypes((outputs, dx)) == {jnp.dtype(dtype)}

@@ -1,8 +1,8 @@
 """Tests that the norms of one example replace Equinox's, in values and gradients.
 
-tests/layers/test_fuzz.py tests all norms by their formulas, also of complex numbers and of parts of an
-example. The files named after accuracy, platforms, export, dtypes and errors test all norms with
-BatchNorm.
+test_fuzz.py tests all norms by their formulas, also of complex numbers and of parts of an
+example. The files named after accuracy, platforms, export, dtypes and errors test all norms
+with BatchNorm.
 """
 
 import chex

@@ -1,7 +1,7 @@
 """Tests that running statistics are right from the first step on, and updated once per call.
 
-tests/strategies/test_recursions.py tests them over many steps, tests/layers/test_fuzz.py their values
-and derivatives.
+tests/strategies/test_recursions.py tests them over many steps, test_fuzz.py in layers, with
+derivatives.
 """
 
 import functools

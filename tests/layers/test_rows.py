@@ -1,8 +1,8 @@
 """Tests that y and dx of a row depend on that row, weight, bias and dy's row alone, to the bit.
 
 A row is an example of `LayerNorm` and `RMSNorm`, a group of `GroupNorm` and `InstanceNorm`.
-tests/devices/over_uses.py has programs for several devices, tests/layers/test_fuzz.py random shapes,
-masks and activations.
+tests/devices/over_uses.py has programs for several devices, test_fuzz.py random shapes, masks
+and activations.
 """
 
 import functools
@@ -67,9 +67,7 @@ def y_alone(layer, x):
 @eqx.filter_jit
 def y_and_gradients(layer, x, dy):
     """Returns y and the gradients of x, and of weight and bias."""
-    weights, static = eqx.partition(layer, eqx.is_inexact_array)
-    of_arrays = lambda x, w: over_examples(eqx.combine(w, static), x)  # noqa: E731
-    return helpers.y_and_gradients(of_arrays, dy, x, weights)
+    return helpers.y_and_gradients(lambda x, layer: over_examples(layer, x), dy, x, layer)
 
 
 @each_case
