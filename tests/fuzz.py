@@ -14,6 +14,7 @@ exit status is 1 if a case fails. Examples:
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -35,6 +36,7 @@ from tqdm import tqdm
 
 from eqx_norm import models, strategies
 from experiments.common.exact import half_ulp
+from tests.compiling import unoptimised
 from tests.helpers import Loading, make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle
@@ -442,15 +444,17 @@ def run(case: Case) -> list[str]:
     """Returns the problems of a case, in words."""
     # XLA's optimisation takes most of the time; bits are those of optimised programs.
     is_quick = not any(promises_bits(case, mode) for mode in case.steps)
-    jax.config.update("jax_disable_most_optimizations", is_quick)
     try:
-        with warnings.catch_warnings(), jax.enable_x64(case.x64), np.errstate(all="ignore"):
+        with (
+            unoptimised() if is_quick else contextlib.nullcontext(),
+            warnings.catch_warnings(),
+            jax.enable_x64(case.x64),
+            np.errstate(all="ignore"),
+        ):
             warnings.simplefilter("ignore")
             return list(problems(case))
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def problems(case: Case) -> Iterator[str]:

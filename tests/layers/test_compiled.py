@@ -14,6 +14,8 @@ from tests.compiling import filter_jit
 from tests.helpers import copy, each_approach, make, normal, over_batch, same
 from tests.layers.norms import made
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 X = normal(0, (4, 3))
 FACTOR = np.ones(3, np.float32)
 

@@ -14,6 +14,8 @@ from eqx_norm.strategies import Moments, Running
 from tests.helpers import APPROACHES, cast, copy, normal, over_batch, y_and_gradients
 from tests.layers.norms import made
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 pytestmark = pytest.mark.x32  # has its own dtypes, in 64 bits and with strict promotion
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 

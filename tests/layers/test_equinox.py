@@ -18,6 +18,8 @@ from tests.helpers import quick_call as call
 from tests.helpers import quick_call_and_grad as call_and_grad
 from tests.layers.norms import with_parameters
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 pytestmark = pytest.mark.x32  # Equinox's layer promotes
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
 

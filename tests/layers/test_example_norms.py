@@ -17,6 +17,8 @@ from tests.compiling import jit
 from tests.helpers import bits, normal, over_batch, y_and_gradients
 from tests.layers.norms import moved, over_examples
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 SHAPE = (6, 5, 7)
 
 

@@ -27,6 +27,8 @@ from tests.helpers import (
 from tests.helpers import quick_call as call
 from tests.models.nested import KEY, THEIRS, C, made, norm
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 MEAN, VARIANCE, N = np.array([1.0, -2, 3]), np.array([4.0, 1, 9]), 16_000
 COUNTING = [Cumulative(), VarianceClip(Loading(), start=9), Accumulated(Cumulative(), 1)]
 each_that_counts = pytest.mark.parametrize("approach", COUNTING, ids=str)

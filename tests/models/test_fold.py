@@ -16,6 +16,8 @@ from tests.compiling import filter_jit
 from tests.helpers import bits, cast, floats, normal, over_batch, random_layer, remember, same
 from tests.models.nested import donatable
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 
 def trained(layers: Any) -> tuple[Any, Any]:
     """Returns layers in inference mode and their state, with random values, so that no

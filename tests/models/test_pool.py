@@ -16,6 +16,8 @@ from tests.helpers import Loading, copy, floats, make, normal, remembered, same
 from tests.helpers import quick_call as call
 from tests.models.nested import OURS, THEIRS, C, donatable, forward, made, norm
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 SIZES = (16, 8, 24)
 MEANS = (0.0, 5.0, 10.0)
 # Batches of clients, whose means differ by more than their standard deviations of 1 to 3.

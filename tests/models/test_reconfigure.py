@@ -28,6 +28,8 @@ from tests.helpers import APPROACHES, Loading, normal, same
 from tests.helpers import Cumulative as Unloaded
 from tests.models.nested import OURS, C, call, donatable, made, shapes
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 
 def trained(approach: Any = "batch", members=0, steps=2) -> Any:
     def build(nn, key):

@@ -17,6 +17,8 @@ from tests.helpers import f32, normal, remembered, same
 from tests.layers.norms import moved
 from tests.models.nested import KEY, OURS, THEIRS, C, call, donatable, made, norm, shapes
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 NORMS = (eqx.nn.BatchNorm, eqx.nn.LayerNorm, eqx.nn.GroupNorm, eqx.nn.RMSNorm)
 ULP = float(np.finfo(np.float32).eps)
 

@@ -16,6 +16,8 @@ from tests.helpers import Cumulative as Unloaded
 from tests.helpers import copy, floats, make, normal, remember, remembered, same
 from tests.helpers import quick_call as call
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 C, SIZES = 3, (6, 2, 2)
 
 

@@ -12,6 +12,8 @@ from eqx_norm.strategies import Moments
 from tests.compiling import jit
 from tests.helpers import f32, normal
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 pytestmark = pytest.mark.x32  # has its own dtypes
 
 
