@@ -1,22 +1,23 @@
 """Tests that y and dx of a row depend on that row, weight, bias and dy's row alone, to the bit.
 
 A row is an example of `LayerNorm` and `RMSNorm`, a group of `GroupNorm` and `InstanceNorm`.
-tests/devices/over_uses.py has programs for several devices, test_fuzz.py random shapes, masks
-and activations.
+tests/devices/over_uses.py has programs for several devices.
 """
 
 import functools
+import random
 from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import export
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests import helpers
 from tests.helpers import make, normal, same
-from tests.layers.norms import moved, over_examples
+from tests.layers.norms import EXAMPLE_NORMS, made, mask_shape, moved, over_examples
 from tests.processes import python
 
 N = 70
@@ -80,6 +81,32 @@ def test_a_row_does_not_depend_on_other_rows(layer, shape, dtype):
     for n in (1, 16):
         assert same(y_alone(layer, x[:n]), y[:n]), n
         assert same(y_and_gradients(layer, x[:n], dy[:n])[:2], (y[:n], dx[:n])), n
+
+
+ACTIVATIONS = None, None, jax.nn.relu, SILU, jax.nn.gelu, jnp.tanh
+
+
+@pytest.mark.filterwarnings("ignore:.*one value per group")
+@pytest.mark.parametrize("seed", range(40))
+def test_a_row_of_random_shape_does_not_depend_on_other_rows(seed):
+    """Tests odd sizes and groups of several channels, each with an activation and a mask or
+    not."""
+    r = random.Random(seed)
+    name, activation = r.choice(EXAMPLE_NORMS), r.choice(ACTIVATIONS)
+    sizes = [r.choice([1, 2, 3, 5, 7, 8, 13, 16, 24]) for _ in range(r.choice([0, 0, 1, 2]))]
+    shape = (3 * r.choice([1, 2, 3, 8, 11, 32, 65]), *sizes)  # norms.GROUPS groups
+    layer, _ = made(name, shape, activation=activation)
+    x, dy = arrays(shape, r.choice(DTYPES))
+    mask = normal(2, mask_shape(name, x.shape)) < 1 if r.random() < 0.3 else None
+    y, dx = y_and_dx_of_masked(layer, x, dy, mask)
+    n = r.choice([1, 2, 3, 5, 31, 63])
+    some = y_and_dx_of_masked(layer, *jax.tree.map(lambda a: a[:n], (x, dy, mask)))
+    assert same(some, (y[:n], dx[:n]))
+
+
+@eqx.filter_jit
+def y_and_dx_of_masked(layer, x, dy, mask):
+    return helpers.y_and_gradients(lambda x: over_examples(layer, x, mask), dy, x)
 
 
 CPU = Path("/proc/cpuinfo")
