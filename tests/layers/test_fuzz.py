@@ -17,7 +17,7 @@ SEEDS = [seed for seed in range(87) if str(seed) not in SLOW.split()]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_uses_of_layers_equal_their_formulas(seed):
+def test_random_uses_of_layers_equal_their_formulas(seed, unchecked):
     """Tests values, dtypes, derivatives, running statistics and counts, and bits of rows."""
     case = fuzz.small(replace(fuzz.draw(seed), devices=""))
     problems = fuzz.run(case)
