@@ -24,3 +24,11 @@ def test_random_uses_of_layers_equal_their_formulas(seed, unchecked):
     assert not problems, fuzz.command(case)
     if seed in SEEDS[24::25]:
         jax.clear_caches()  # the caches would take gigabytes
+
+
+@pytest.mark.parametrize("approach", ["ema", "smooth_start", "renorm", "clip", "accumulated"])
+def test_gradients_through_the_memory_equal_those_of_the_formula(approach, unchecked):
+    """Tests the gradients in x of two training steps."""
+    steps = {"axes": (("batch", 4),), "steps": ("train", "train")}
+    case = fuzz.Case(approach=approach, channels=2, of="vjp", through=True, **steps)
+    assert not fuzz.run(case), fuzz.command(case)
