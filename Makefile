@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 # The tests of a file share compiled programs: a process for each core, up to 8, and each file
-# in one of them.
-PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist loadfile
+# in one of them, by name: by number of tests, one of the longest would be last.
+PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # float64 is the default; implicit promotion of dtypes or ranks is an error, and so is a NaN that
 # the test does not make. Tests that depend on none of these, or set them themselves, are marked x32.
 X64 := JAX_ENABLE_X64=1 JAX_NUMPY_DTYPE_PROMOTION=strict JAX_NUMPY_RANK_PROMOTION=raise \

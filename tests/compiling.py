@@ -2,15 +2,19 @@
 
 XLA:CPU spends most of a test's time on optimising small programs: without it a test takes a
 fifth. Tests of bits, accuracy, memory and the compiled program use `jax.jit` and
-`eqx.filter_jit`, as users do.
+`eqx.filter_jit`, as users do. In a file with `UNOPTIMISED = True` (conftest.py) no program is
+optimised, nor is any operation outside of programs.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.export
+from jax._src import compiler
 
 OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -28,6 +32,22 @@ def filter_jit(function: Any) -> Any:
     """Returns `eqx.filter_jit(function)` with options, which its annotations leave out."""
     options: Any = {"compiler_options": OPTIONS}
     return eqx.filter_jit(function, **options)
+
+
+@contextlib.contextmanager
+def unoptimised() -> Iterator[None]:
+    """Compiles without optimisation whatever is compiled meanwhile."""
+    options_of: Any = compiler.get_compile_options
+
+    def with_options(*args: Any, **kwargs: Any) -> Any:
+        kwargs["env_options_overrides"] = OPTIONS | (kwargs["env_options_overrides"] or {})
+        return options_of(*args, **kwargs)
+
+    setattr(compiler, "get_compile_options", with_options)  # noqa: B010 (for type checkers)
+    try:
+        yield
+    finally:
+        setattr(compiler, "get_compile_options", options_of)  # noqa: B010
 
 
 def lowered_for(platform: str, function: Any) -> Any:

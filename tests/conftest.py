@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.compiling import unoptimised
 from tests.processes import ROOT
 
 # Before anything imports eqx_norm.
@@ -46,7 +47,8 @@ def _nans_are_made_on_purpose(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_programs(request):
-    """Reads a file's compiled programs, and drops them afterwards; all together take 5 GB.
+    """Reads a file's compiled programs, and drops them afterwards; all together take 5 GB. In a
+    file with `UNOPTIMISED = True` they are compiled without optimisation.
 
     A folder for each file of tests, which one process runs: JAX's cache does not keep a process
     from reading what another has half written.
@@ -54,6 +56,8 @@ def _compiled_programs(request):
     folder = ROOT / "build" / "jax-cache" / request.module.__name__
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()
-    yield
+    is_quick = getattr(request.module, "UNOPTIMISED", False)
+    with unoptimised() if is_quick else contextlib.nullcontext():
+        yield
     jax.clear_caches()
     gc.collect()

@@ -14,6 +14,7 @@ exit status is 1 if a case fails. Examples:
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -35,6 +36,7 @@ from tqdm import tqdm
 
 from eqx_norm import models, strategies
 from experiments.common.exact import half_ulp
+from tests.compiling import unoptimised
 from tests.helpers import Loading, make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle
@@ -205,6 +207,13 @@ def draw(seed: int) -> Case:
         case = feasible(replace(case, axes=axes, spatial=some([1, 2, 3, 5, 7, 16, 0], 0, 1, 2)))
         size = np.prod([*case.shape, *(n for _, n in axes)])
     return case
+
+
+def small(case: Case) -> Case:
+    """Returns the case with at most two steps and transformations, which compiles faster."""
+    outer = () if case.inner else case.outer[:1]
+    shorter = {"steps": case.steps[-2:], "inner": case.inner[:1], "outer": outer}
+    return feasible(replace(case, **shorter, around=case.around[-1:]))
 
 
 def normal(case: Case, random: Any, shape: Any) -> Any:
@@ -435,15 +444,17 @@ def run(case: Case) -> list[str]:
     """Returns the problems of a case, in words."""
     # XLA's optimisation takes most of the time; bits are those of optimised programs.
     is_quick = not any(promises_bits(case, mode) for mode in case.steps)
-    jax.config.update("jax_disable_most_optimizations", is_quick)
     try:
-        with warnings.catch_warnings(), jax.enable_x64(case.x64), np.errstate(all="ignore"):
+        with (
+            unoptimised() if is_quick else contextlib.nullcontext(),
+            warnings.catch_warnings(),
+            jax.enable_x64(case.x64),
+            np.errstate(all="ignore"),
+        ):
             warnings.simplefilter("ignore")
             return list(problems(case))
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def problems(case: Case) -> Iterator[str]:
@@ -546,6 +557,12 @@ def smaller(case: Case) -> Iterator[Case]:
         yield from (replace(case, **{name: v}) for v in simple if v != now)
 
 
+def command(case: Case) -> str:
+    """Returns the command that runs the case."""
+    given = {k: v for k, v in vars(case).items() if v != getattr(Case, k)}
+    return f"python -m tests.fuzz --case '{json.dumps(given)}'"
+
+
 def shrunk(case: Case, problem: str, end: float) -> tuple[Case, str]:
     """Returns the smallest case found that fails in the same result, and its problem."""
     for candidate in smaller(case):
@@ -571,9 +588,7 @@ def main() -> None:
         if found := run(case):
             failed += 1
             case, problem = shrunk(case, found[0], time.time() + options.seconds)
-            given = {k: v for k, v in vars(case).items() if v != getattr(Case, k)}
-            again = f"python -m tests.fuzz --case '{json.dumps(given)}'"
-            tqdm.write(f"seed {seed}: {problem}\n    {again}")
+            tqdm.write(f"seed {seed}: {problem}\n    {command(case)}")
         if seed % 25 == 24:
             jax.clear_caches()  # the caches would take gigabytes
     print(f"{options.cases} cases, of which {failed} fail")

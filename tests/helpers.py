@@ -31,18 +31,23 @@ def _call(model: Any, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.Stat
     return over_batch(model)(x, state)
 
 
+def y_and_gradients(f: Any, dy: Any, *arrays: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """Returns `f(*arrays)`, and the gradients of sum(y * dy) in each argument, which may be a
+    layer. With `has_aux`, f returns y and a state, say, and the state comes before these."""
+    y, pull_back, *aux = eqx.filter_vjp(f, *arrays, has_aux=has_aux)
+    return y, *aux, *pull_back(jnp.asarray(dy, y.dtype))
+
+
 def _call_and_grad(
     model: Any, state: eqx.nn.State, x: Array, dy: Array
 ) -> tuple[Array, eqx.nn.State, tuple[Any, Array]]:
     """Returns output, state, and the gradients of sum(output * dy) in (model, x)."""
 
-    def loss(model_and_x: tuple[Any, Array]) -> tuple[Array, tuple[Array, eqx.nn.State]]:
-        model, x = model_and_x
-        y, new_state = over_batch(model)(x, state)
-        return jnp.sum(y * dy), (y, new_state)
+    def forward(model: Any, x: Array) -> tuple[Array, eqx.nn.State]:
+        return over_batch(model)(x, state)
 
-    gradients, (y, state) = eqx.filter_grad(loss, has_aux=True)((model, x))
-    return y, state, gradients
+    y, state, *gradients = y_and_gradients(forward, dy, model, x, has_aux=True)
+    return y, state, (gradients[0], gradients[1])
 
 
 call, call_and_grad = eqx.filter_jit(_call), eqx.filter_jit(_call_and_grad)

@@ -111,6 +111,22 @@ def group_norm(batch: Batch, groups: int, mask: Any = None) -> Exact:
     return Exact(*map(joined, parts))
 
 
+def standardised(
+    x: Any, axes: Any, counted: Any = True, *, centred: bool = True
+) -> tuple[Any, Any]:
+    """Returns (x - mean) / sqrt(variance + EPS) and the variance of counted values, each along
+    the axes, which are kept with size 1. If not `centred`, the mean is 0. Takes arrays of NumPy
+    or of JAX; x is finite where it does not count, too, and so is the result."""
+    count = (0 * x + counted).sum(axes, keepdims=True).clip(min=1)
+
+    def mean(values: Any) -> Any:
+        return (values * counted).sum(axes, keepdims=True) / count
+
+    x = x - mean(x) if centred else x
+    variance = mean(x**2)
+    return x / (variance + EPS) ** 0.5, variance
+
+
 def counted(batch: Batch, mask: Any) -> NDArray:
     """Returns whether each value of x counts."""
     shape = batch.x.shape
@@ -144,10 +160,10 @@ def _exact(
         default if values is None else np.expand_dims(values, parameters)
         for values, default in ((batch.weight, 1), (batch.bias, 0))
     )
-    deviation = centre(centre(x))  # the second removes the rounding of the first
-    variance = mean(deviation**2)
+    # Centred twice: the second time removes the rounding of the first.
+    xhat, variance = standardised(centre(x), statistics, counted, centred=centred)
+    xhat, g = np.where(counted, xhat, 0), dy * weight
     rstd = 1 / np.sqrt(variance + np.longdouble(EPS))
-    xhat, g = deviation * rstd, dy * weight
     variance = variance.squeeze(statistics)
     sum_dy = np.abs(dy).sum(parameters)
     both = tuple(set(statistics) & set(parameters))  # axes with the same rstd

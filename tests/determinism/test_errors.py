@@ -18,6 +18,8 @@ from eqx_norm.determinism import (
     recorded,
 )
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 X = jnp.ones(3)
 MODEL = [eqx.nn.LayerNorm(3)]
 RECORD = recorded(lambda x: monitor(x, "x"))(X)[1]

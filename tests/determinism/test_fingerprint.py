@@ -10,6 +10,8 @@ from eqx_norm.determinism._fingerprint import hexadecimal
 from tests.compiling import jit
 from tests.helpers import normal
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 
 def digits(tree):
     # The tree is no argument, because JAX would round numbers of 64 bits.

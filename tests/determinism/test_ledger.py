@@ -18,6 +18,8 @@ from eqx_norm.determinism._compare import difference
 from tests.compiling import jit
 from tests.helpers import bits, f32, normal
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 X = normal(0, (2, 3))
 WEIGHT, CHANGED = f32([1, 2, 3]), f32([1, 2, 3 + 3 * 2**-22])  # 3 ulp more
 

@@ -17,6 +17,8 @@ from eqx_norm.determinism import fingerprint, monitor, monitor_module, recorded
 from tests.compiling import filter_jit, jit
 from tests.helpers import normal, over_batch, random_layer, same
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 W, X = normal(0, (3, 3)), normal(1, (4, 3))
 MESH = Mesh(np.array(jax.devices()[:1]), ("devices",))
 over_devices: Any = partial(jax.shard_map, mesh=MESH, in_specs=P("devices"), out_specs=P())

@@ -18,7 +18,7 @@ from eqx_norm import LayerNorm, RMSNorm
 from tests import fuzz
 from tests.documents import programs_in
 from tests.documents import run as run_program
-from tests.helpers import make, normal, over_batch, same
+from tests.helpers import make, normal, over_batch, same, y_and_gradients
 from tests.layers import test_rows
 from tests.layers.norms import (
     NAMES,
@@ -28,7 +28,6 @@ from tests.layers.norms import (
     with_parameters,
 )
 from tests.processes import ROOT
-from tests.strategies.recursions import STRATEGIES
 
 from .ways import (
     CASES,
@@ -123,25 +122,13 @@ def test_examples_in_the_documents(tmp_path, monkeypatch):
     assert error((names["y"], names["state"]), expected) < 1e-6
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("approach", STRATEGIES)
-def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach, unchecked):
-    """Tests derivatives in each x of two training steps and an inference, with a mask, over a
-    mesh."""
-    case = fuzz.Case(
-        approach=approach,
-        channels=2,
-        axes=(("batch", 4),),
-        devices="checked",
-        weights="own",
-        spatial=(3,),
-        mask="position",
-        activation="gelu",
-        steps=("train", "train", "infer"),
-        of="vjp of vjp",
-        through=True,
-    )
-    assert not fuzz.run(case)
+@pytest.mark.parametrize("seed", [39, 41, 44, 53, 54, 59, 70, 78])
+def test_random_uses_over_devices_equal_their_formulas(seed, unchecked):
+    """Tests a few cases of tests/fuzz.py, as tests/layers/test_fuzz.py does on one device."""
+    case = fuzz.small(fuzz.draw(seed))
+    problems = fuzz.run(case)
+    assert case.devices
+    assert not problems, fuzz.command(case)
 
 
 @pytest.mark.parametrize(
@@ -334,8 +321,8 @@ def test_a_row_has_the_bits_of_one_device(layer, shape, dtype):
     arrays, static = eqx.partition(layer, eqx.is_array)
 
     def y_and_dx(arrays, x, dy):
-        y, pull_back = jax.vjp(lambda x: over_examples(eqx.combine(arrays, static), x), x)
-        return y, pull_back(dy)[0]
+        layer = eqx.combine(arrays, static)
+        return y_and_gradients(functools.partial(over_examples, layer), dy, x)
 
     specs: Any = {"in_specs": (P(), P("devices"), P("devices")), "out_specs": P("devices")}
     mapped = jax.shard_map(y_and_dx, mesh=mesh, **specs)
@@ -376,8 +363,7 @@ def test_gradients_inside_of_shard_map_of_parts_of_an_example(kind, check_vma):
     layer = with_parameters(layer, whole.weight, whole.bias)
 
     def step(layer, x, dy):
-        y, pull_back = jax.vjp(over_examples, layer, x)
-        return y, *pull_back(dy)
+        return y_and_gradients(over_examples, dy, layer, x)
 
     features = P(None, "devices")
     f = jax.shard_map(

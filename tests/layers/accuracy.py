@@ -13,6 +13,7 @@ import numpy as np
 from experiments.common import exact
 from experiments.common.exact import EPS, Answer, Batch
 from tests.compiling import lowered_for
+from tests.helpers import y_and_gradients
 from tests.layers.norms import NORMS, made, mask_shape, with_parameters
 
 # dweight: x - mean - mean_lo is rounded twice, by half an ulp each, where mean/std is large.
@@ -102,8 +103,8 @@ def _step(norm, platform, frozen):
             return call(with_parameters(layer, *affine or (batch.weight, batch.bias)), x, mask)
 
         affine = () if frozen else (batch.weight, batch.bias)
-        y, pull_back, state = jax.vjp(forward, batch.x, *affine, has_aux=True)
-        dx, *gradients = pull_back(batch.dy)
+        results = y_and_gradients(forward, batch.dy, batch.x, *affine, has_aux=True)
+        y, state, dx, *gradients = results
         mean = variance = None
         if state is not None:
             statistics = state.get(layer.memory_index).statistics

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eqx_norm._jax import jaxprs
-from tests.helpers import bits, normal
+from tests.helpers import bits, normal, y_and_gradients
 from tests.layers.norms import each_layout, made, with_parameters
 
 N, SHAPE = 4, (6, 5, 7)
@@ -81,7 +81,7 @@ def test_residuals_and_passes_with_call_weights(name):
         return call(functools.partial(layer, weight=weight, bias=bias), x)[0]
 
     def passes(f, *arrays):
-        traced = jax.make_jaxpr(lambda *arrays: jax.vjp(f, *arrays)[1](dy))(*arrays)
+        traced = jax.make_jaxpr(functools.partial(y_and_gradients, f))(dy, *arrays)
         names = [equation.primitive.name for equation in jaxprs.equations(traced.jaxpr)]
         return names.count("eqx_norm_dot_products"), names.count("eqx_norm_affine")
 
@@ -90,9 +90,6 @@ def test_residuals_and_passes_with_call_weights(name):
     assert sum(leaf is x for leaf in kept) == 1
     assert len(kept) == 1 + 2 * (weight.size == x.size)  # and weights of all values
     assert passes(of_each, x, weight, bias) == passes(of_all, x, weight[0], bias[0])
-
-
-# --- Weights around one, with `weight_offset`.
 
 
 @pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm"])

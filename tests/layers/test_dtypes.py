@@ -11,8 +11,10 @@ import pytest
 import eqx_norm
 from eqx_norm import LayerNorm
 from eqx_norm.strategies import Moments, Running
-from tests.helpers import APPROACHES, cast, copy, normal, over_batch
-from tests.layers.norms import NAMES, made
+from tests.helpers import APPROACHES, cast, copy, normal, over_batch, y_and_gradients
+from tests.layers.norms import made
+
+UNOPTIMISED = True  # compares values: tests/compiling.py
 
 pytestmark = pytest.mark.x32  # has its own dtypes, in 64 bits and with strict promotion
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
@@ -27,12 +29,11 @@ def float_dtypes(tree):
     ("name", "dtype", "weights", "x64", "masked"),
     [
         *((approach, BF16, F16, False, False) for approach in APPROACHES),
-        *((approach, F64, None, True, True) for approach in APPROACHES),
-        ("batch", F16, BF16, False, False),
-        ("batch", F16, None, False, True),
+        ("batch", F64, None, True, True),
+        ("renorm", F16, None, False, True),
         ("batch", F32, None, True, False),
-        *((name, BF16, BF16, False, False) for name in ("LayerNorm", "RMSNorm", "GroupNorm")),
-        *((name, F16, F32, False, False) for name in ("LayerNorm, axis=0", "InstanceNorm")),
+        ("LayerNorm", BF16, BF16, False, False),
+        ("GroupNorm", F16, F32, False, False),
     ],
 )
 def test_dtypes_of_outputs_gradients_and_memory(name, dtype, weights, x64, masked):
@@ -48,11 +49,11 @@ def test_dtypes_of_outputs_gradients_and_memory(name, dtype, weights, x64, maske
 
         def train_and_infer(layer, x):
             forward = functools.partial(call, mask=mask)
-            y, pull_back, state = eqx.filter_vjp(forward, layer, x, has_aux=True)
+            y, state, *gradients = y_and_gradients(forward, x, layer, x, has_aux=True)
             ys = [y]
             if state is not None:
                 ys += over_batch(eqx.nn.inference_mode(layer))(x, copy(state))[:1]
-            return ys, pull_back(y), state
+            return ys, gradients, state
 
         outputs, (gradient, dx), state = eqx.filter_eval_shape(train_and_infer, layer, x)
     assert float_dtypes((outputs, dx)) == {jnp.dtype(dtype)}
@@ -75,7 +76,7 @@ COMPLEX = {
 
 
 @pytest.mark.parametrize("field", COMPLEX)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm", "LayerNorm, axis=0"])
 def test_complex_numbers_for_real_x_are_an_error_that_names_the_field(name, field):
     """Includes both modes of a batch norm, and half precision."""
     changed, given, words = COMPLEX[field]

@@ -15,6 +15,8 @@ from tests.helpers import Cumulative, cast, make, normal, over_batch, random_lay
 from tests.layers.norms import with_parameters
 from tests.processes import ROOT, python
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 X = normal(0, (6, 3, 2))
 
 

@@ -1,7 +1,8 @@
 """Tests that the norms of one example replace Equinox's, in values and gradients.
 
-tests/fuzz.py tests second derivatives, tests/operation/test_residuals.py residuals. The files
-named after accuracy, platforms, export, dtypes and errors test all norms with BatchNorm.
+test_fuzz.py tests all norms by their formulas, also of complex numbers and of parts of an
+example. The files named after accuracy, platforms, export, dtypes and errors test all norms
+with BatchNorm.
 """
 
 import chex
@@ -13,8 +14,10 @@ import pytest
 
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests.compiling import jit
-from tests.helpers import bits, normal, over_batch
-from tests.layers.norms import NORMS, each_example_norm, moved, over_examples, with_parameters
+from tests.helpers import bits, normal, over_batch, y_and_gradients
+from tests.layers.norms import moved, over_examples
+
+UNOPTIMISED = True  # compares values: tests/compiling.py
 
 SHAPE = (6, 5, 7)
 
@@ -22,8 +25,7 @@ SHAPE = (6, 5, 7)
 @jit
 def train(layer, x, dy):
     """Returns y, and the gradients of weights and x."""
-    y, pull_back = jax.vjp(lambda layer, x: jax.vmap(layer)(x), layer, x)
-    return y, *pull_back(dy.astype(y.dtype))
+    return y_and_gradients(lambda layer, x: jax.vmap(layer)(x), dy, layer, x)
 
 
 @pytest.mark.x32  # has its own dtypes
@@ -64,14 +66,6 @@ def test_example_norms_equal_equinox(kind, arguments, shape):
     )
 
 
-def test_rms_norm_of_complex_numbers():
-    """Compares with the formula: Equinox's layer divides by the root of a complex number."""
-    x = jax.lax.complex(normal(0, (5, 6), 1.0), normal(1, (5, 6), -2.0, 3.0))
-    scale = np.sqrt((np.abs(np.asarray(x)) ** 2).mean(1, keepdims=True) + 1e-5)
-    y = jax.vmap(RMSNorm(6, dtype=jnp.complex64))(x)
-    np.testing.assert_allclose(y, np.asarray(x) / scale, rtol=1e-5)
-
-
 @pytest.mark.x32  # Equinox's layer promotes
 def test_example_norms_take_and_return_the_state_of_a_batch_norm():
     layer = moved(LayerNorm(6))
@@ -85,36 +79,9 @@ def test_example_norms_take_and_return_the_state_of_a_batch_norm():
     assert bits(y) == bits(layer(x[0], key=jax.random.key(0)))
 
 
-@each_example_norm
-def test_norm_of_parts_of_an_example_equals_the_norm_of_the_whole(name):
-    """Tests two parts along a mapped axis: halves of the rows of channels that share a weight,
-    or of the first axis. tests/fuzz.py tests masks, and tests/devices a mesh."""
-    axis = 2 if name in ("GroupNorm", "InstanceNorm") else 1  # of a batch
-    x, dy = normal(0, (4, 6, 4, 7), 3, 2), normal(1, (4, 6, 4, 7))
-
-    def weightless(shape, **options):
-        return with_parameters(NORMS[name].make(shape, **options), None, None)
-
-    @jit
-    @jax.value_and_grad
-    def of_whole(x):
-        return jnp.vdot(over_examples(weightless(x.shape[1:]), x), dy)
-
-    @jit
-    @jax.value_and_grad
-    def of_parts(x):
-        halves = jnp.stack(jnp.split(x, 2, axis))
-        part = weightless(halves.shape[2:], axis_name="part")
-        y = jax.vmap(lambda x: over_examples(part, x), axis_name="part")(halves)
-        return jnp.vdot(jnp.concatenate(y, axis), dy)
-
-    chex.assert_trees_all_close(of_parts(x), of_whole(x), rtol=1e-5, atol=1e-5)
-    of_parts.trace(x).lower(lowering_platforms=("cuda", "tpu"))
-
-
 def test_group_norm_of_empty_arrays():
     for shape in ((0, 6, 2), (4, 6, 0)):
-        y, pull_back = jax.vjp(over_examples, GroupNorm(2, 6), jnp.ones(shape))
-        gradient, dx = pull_back(y)
+        x = jnp.ones(shape)
+        y, gradient, dx = y_and_gradients(over_examples, x, GroupNorm(2, 6), x)
         assert y.shape == dx.shape == shape
         assert not np.any(gradient.weight)

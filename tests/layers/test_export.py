@@ -13,6 +13,8 @@ from tests.compiling import jit
 from tests.helpers import copy, make, normal
 from tests.layers.norms import made, mask_shape
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 N, C = 3, 6
 PLATFORMS = "cpu", "cuda", "tpu"
 # Symbolic shapes, and one that fits each. (The batch is symbolic only without a named axis:

@@ -1,10 +1,11 @@
 """Tests the programs that JAX lowers for GPUs and TPUs, on a machine without either.
 
-Every layer is lowered for both, in each direction and dtype. test_accuracy.py checks the errors
+Every layer is lowered for both, in each direction. test_accuracy.py checks the errors
 of lowered programs; `make gpu-compile-check` and `make tpu-compile-check` count the bytes that
 compiled programs read and write.
 """
 
+import contextlib
 import functools
 import re
 from typing import Any
@@ -21,14 +22,16 @@ import eqx_norm
 from eqx_norm import GroupNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.variants.gpu_chain import FEW
 from tests.compiling import jit, lowered_for
-from tests.helpers import make, over_batch
+from tests.helpers import make, over_batch, y_and_gradients
 from tests.layers.norms import (
+    NAMES,
     each_example_norm,
     each_norm,
     made,
     mask_shape,
     moved,
     over_examples,
+    with_parameters,
 )
 
 pytestmark = pytest.mark.x32  # has its own dtypes
@@ -40,8 +43,8 @@ close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
 
 
 def lower(forward, *point, platforms=("cuda", "tpu")):
-    """Lowers y, the gradients in weights and x and in x alone, and the forward derivative;
-    returns the program's text."""
+    """Lowers y, the gradients in weights and x and in x alone, and the forward derivative,
+    without implicit promotion; returns the program's text."""
 
     def every_direction(*point):
         def loss(*point):
@@ -50,34 +53,30 @@ def lower(forward, *point, platforms=("cuda", "tpu")):
         gradients = [jax.grad(loss, argnums)(*point) for argnums in ((0, 1), 1)]
         return forward(*point), gradients, jax.jvp(forward, point, point)
 
-    return jax.jit(every_direction).trace(*point).lower(lowering_platforms=platforms).as_text()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(every_direction).trace(*point)
+        return traced.lower(lowering_platforms=platforms).as_text()
 
 
-def halves(*shape):
-    return jax.ShapeDtypeStruct((N, *shape), jnp.bfloat16)
+# The dtype of x; whether there is a mask; the devices over which `jit` splits x, unless there
+# is one; the platforms.
+LOWERED = [
+    ("float32", True, 1, ("cuda", "tpu")),
+    ("complex64", True, 1, ("cuda", "tpu")),
+    ("bfloat16", False, 1, ("cuda", "tpu")),
+    ("bfloat16", True, 2, ("cuda",)),
+    ("bfloat16", False, 2, ("tpu",)),
+    ("bfloat16", False, 4, ("cuda",)),
+]
 
 
 @each_norm
-@pytest.mark.parametrize(
-    ("dtype", "masked"),
-    [(jnp.float32, True), (jnp.bfloat16, True), (jnp.bfloat16, False), (jnp.complex64, True)],
-)
-def test_layers_are_lowered_for_every_platform(name, dtype, masked):
-    is_complex = dtype == jnp.complex64
-    options = {"dtype": dtype} if is_complex else {"activation": SILU}
-    layer, call = made(name, SHAPE, **options)
-    weights, static = eqx.partition(layer, eqx.is_inexact_array)
-    mask = jnp.broadcast_to(jnp.arange(W) > 0, mask_shape(name, (N, *SHAPE)))
-    mask, x = mask if masked else None, jax.ShapeDtypeStruct((N, *SHAPE), dtype)
-    lower(lambda w, x: call(eqx.combine(w, static), x, mask)[0], weights, x)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@each_norm
-def test_layers_are_lowered_for_gpus_and_tpus_over_which_jit_splits_x(name, masked):
+@pytest.mark.parametrize(("dtype", "masked", "devices", "platforms"), LOWERED)
+def test_layers_are_lowered_for_gpus_and_tpus(name, dtype, masked, devices, platforms):
     """Tests that each GPU computes passes on its shard of x, and that XLA splits them for TPUs,
-    and where the GPUs' shares would be uneven."""
-    layer, call = made(name, SHAPE)
+    and where the GPUs' shards would be uneven."""
+    options = {"dtype": dtype} if dtype == "complex64" else {"activation": SILU}
+    layer, call = made(name, SHAPE, **options)
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
     mask = jnp.broadcast_to(jnp.arange(W) > 0, mask_shape(name, (N, *SHAPE)))
     mask = mask if masked else None
@@ -85,40 +84,70 @@ def test_layers_are_lowered_for_gpus_and_tpus_over_which_jit_splits_x(name, mask
     def forward(weights, x):
         return call(eqx.combine(weights, static), x, mask)[0]
 
-    for devices, platform in ((2, "cuda"), (2, "tpu"), (4, "cuda")):
-        mesh = jax.sharding.AbstractMesh((devices,), ("x",), (AxisType.Auto,))
-        where = jax.NamedSharding(mesh, jax.P("x" if N % devices == 0 else None))
-        x = jax.ShapeDtypeStruct((N, *SHAPE), jnp.bfloat16, sharding=where)
-        with jax.sharding.use_abstract_mesh(mesh):
-            text = lower(forward, weights, x, platforms=(platform,))
-        on_shares = (devices, platform) == (2, "cuda")
-        assert ("@CustomSPMDPartitioning(" in text) == on_shares
+    mesh = jax.sharding.AbstractMesh((devices,), ("x",), (AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P("x" if N % devices == 0 else None))
+    x = jax.ShapeDtypeStruct((N, *SHAPE), dtype, sharding=where if devices > 1 else None)
+    with jax.sharding.use_abstract_mesh(mesh) if devices > 1 else contextlib.nullcontext():
+        text = lower(forward, weights, x, platforms=platforms)
+    assert ("@CustomSPMDPartitioning(" in text) == (devices == 2 and "cuda" in platforms)
 
 
-@each_norm
-def test_layers_with_call_weights_are_lowered_for_every_platform(name):
+def halves(*shape):
+    return jax.ShapeDtypeStruct((N, *shape), jnp.bfloat16)
+
+
+def of_call(name):
+    """Returns a norm with weight and bias of each example."""
     layer, call = made(name, SHAPE)
     weights = {"weight": halves(*layer.weight.shape), "bias": halves(*SHAPE)}
-    lower(lambda weights, x: call(layer, x, **weights)[0], weights, halves(*SHAPE))
+    return lambda weights, x: call(layer, x, **weights)[0], weights
 
 
-@pytest.mark.parametrize("axis", [(0, 2, 3), 1])
-def test_both_halves_are_lowered_for_every_platform(axis):
-    """Tests a mask for each value, and derivatives through the memory of a layer."""
-    norm, state = make(C, "batch", approach="ema", memory_axis_name="more")
+def of_halves(axis):
+    """Returns the two halves of a norm, with a mask for each value."""
 
     def halved(weight, x):
         mask, options = x > 0, {"axis": axis, "activation": SILU}
         moments = eqx_norm.moments(x, axis, mask=mask)
         return eqx_norm.normalise(x, moments, weight, weight, mask=mask, **options)
 
-    def remembered(weight, x):
-        _, after = over_batch(over_batch(norm), "more")(weight * x[None], state)
-        return norm.running(after).variance
+    return halved, jax.ShapeDtypeStruct((1, 1, H, 1), jnp.float32)
 
-    x, weight = halves(*SHAPE), jax.ShapeDtypeStruct((H, 1), jnp.float32)
-    lower(halved, weight, x)
-    lower(remembered, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+def inverse(weight, y):
+    used = eqx_norm.moments(y, 1)
+    return eqx_norm.denormalise(y, used, weight, weight, axis=1, mask=y > 0)
+
+
+def remembered(weight, x):
+    """Returns a running variance, whose derivatives pass through the memory of a layer."""
+    norm, state = make(C, "batch", approach="ema", memory_axis_name="more")
+    _, after = over_batch(over_batch(norm), "more")(weight.astype(x.dtype) * x[None], state)
+    return norm.running(after).variance
+
+
+def of_parts(weight, x):
+    """Returns a norm of examples of which each is split along a mapped axis."""
+    norm = GroupNorm(3, C, axis_name="part")
+    norm = with_parameters(norm, weight, weight)
+    return jax.vmap(lambda x: over_examples(norm, x), axis_name="part")(x[:, None])
+
+
+NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
+FUNCTIONS = {
+    **{f"{name}, weights of a call": of_call(name) for name in NAMES},
+    "halves of a batch norm": of_halves((0, 2, 3)),
+    "halves of a layer norm": of_halves(1),
+    "inverse": (inverse, jax.ShapeDtypeStruct((H, 1), jnp.float32)),
+    "memory": (remembered, NUMBER),
+    "parts": (of_parts, jax.ShapeDtypeStruct((C,), jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_lowered_for_gpus_and_tpus(name):
+    function, weights = FUNCTIONS[name]
+    lower(function, weights, halves(*SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +167,8 @@ def test_axis_0_norms_transpose_vectors_only(kind, shape):
 
 def y_and_dx(layer):
     def f(x, dy=None):
-        y, pull_back = jax.vjp(functools.partial(over_examples, layer), x)
-        return y, pull_back(x if dy is None else dy)
+        of_x = functools.partial(over_examples, layer)
+        return y_and_gradients(of_x, x if dy is None else dy, x)
 
     return f
 
@@ -194,12 +223,10 @@ def test_y_has_one_form_with_a_gradient_and_without(name, platform):
         return call(eqx.combine(weights, static), x)[0]
 
     def in_x(weights, x):
-        y, pull_back = jax.vjp(functools.partial(forward, weights), x)
-        return y, pull_back(y)
+        return y_and_gradients(functools.partial(forward, weights), x, x)
 
     def in_all(weights, x):
-        y, pull_back = jax.vjp(forward, weights, x)
-        return y, pull_back(y)
+        return y_and_gradients(forward, x, weights, x)
 
     def tangent(*point):
         return jax.jvp(forward, point, point)

@@ -15,6 +15,7 @@ import pytest
 from jax import export
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from tests import helpers
 from tests.helpers import make, normal, same
 from tests.layers.norms import EXAMPLE_NORMS, made, mask_shape, moved, over_examples
 from tests.processes import python
@@ -67,10 +68,7 @@ def y_alone(layer, x):
 @eqx.filter_jit
 def y_and_gradients(layer, x, dy):
     """Returns y and the gradients of x, and of weight and bias."""
-    weights, static = eqx.partition(layer, eqx.is_inexact_array)
-    y, pull_back = jax.vjp(lambda w, x: over_examples(eqx.combine(w, static), x), weights, x)
-    d_weights, dx = pull_back(dy)
-    return y, dx, d_weights
+    return helpers.y_and_gradients(lambda x, layer: over_examples(layer, x), dy, x, layer)
 
 
 @each_case
@@ -108,8 +106,7 @@ def test_a_row_of_random_shape_does_not_depend_on_other_rows(seed):
 
 @eqx.filter_jit
 def y_and_dx_of_masked(layer, x, dy, mask):
-    y, pull_back = jax.vjp(lambda x: over_examples(layer, x, mask), x)
-    return y, pull_back(dy)[0]
+    return helpers.y_and_gradients(lambda x: over_examples(layer, x, mask), dy, x)
 
 
 CPU = Path("/proc/cpuinfo")
@@ -131,8 +128,8 @@ def test_a_row_with_its_own_mask_and_weights_does_not_depend_on_other_rows(layer
 
     @jax.jit
     def y_and_dx(x, dy, mask, weights):
-        y, pull_back = jax.vjp(lambda x: over_examples(layer, x, mask, **weights), x)
-        return y, pull_back(dy)[0]
+        of_x = functools.partial(over_examples, layer, mask=mask, **weights)
+        return helpers.y_and_gradients(of_x, dy, x)
 
     given = x, dy, mask, weights
     expected = y_and_dx(*given)
@@ -174,8 +171,7 @@ def of_one(layer, x):
 
 @eqx.filter_jit
 def y_and_dx(way, layer, x, dy):
-    y, pull_back = jax.vjp(lambda x: way(layer, x).reshape(x.shape), x)
-    return y, pull_back(dy)[0]
+    return helpers.y_and_gradients(lambda x: way(layer, x).reshape(x.shape), dy, x)
 
 
 WAYS = [over_examples, eqx.filter_checkpoint(over_examples), nested, scanned, of_one]
@@ -214,8 +210,7 @@ def test_an_example_in_inference_of_batch_norm_does_not_depend_on_other_examples
         def one(x, mask):
             return layer(x, state, mask=mask)[0]
 
-        y, pull_back = jax.vjp(lambda x: jax.vmap(one)(x, mask), x)
-        return y, pull_back(y)[0]
+        return helpers.y_and_gradients(lambda x: jax.vmap(one)(x, mask), x, x)
 
     for whole, part in ((None, None), (mask, mask[:3])):
         y, dx = y_and_dx(x, whole)

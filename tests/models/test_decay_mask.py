@@ -15,6 +15,8 @@ from tests.compiling import filter_jit
 from tests.helpers import random_layer
 from tests.models.nested import KEY, C
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 
 class Own(eqx.nn.Linear):
     """Has a norm and an array of its own, as a user's subclass may."""

@@ -35,6 +35,8 @@ from tests.helpers import Cumulative as Unloaded
 from tests.helpers import Loading, copy, load, make, normal, random_layer
 from tests.models.nested import KEY, OURS, THEIRS, C, call, made, norm
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 
 def two(nn, key):
     return [norm(nn), {"row": nn.LayerNorm(C)}]

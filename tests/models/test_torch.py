@@ -21,6 +21,8 @@ from tests.helpers import floats, make, member, same
 from tests.helpers import quick_call as call
 from tests.models.nested import KEY, donatable, shapes
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 C, COUNT = 4, "num_batches_tracked"
 
 

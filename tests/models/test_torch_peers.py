@@ -16,7 +16,7 @@ import pytest
 from eqx_norm import LayerNorm
 from eqx_norm.models import from_torch, swap, to_torch
 from tests.compiling import filter_jit
-from tests.helpers import make, over_batch, quick_call, random_layer
+from tests.helpers import make, over_batch, quick_call, random_layer, y_and_gradients
 from tests.models.nested import KEY
 
 pytestmark = pytest.mark.peers
@@ -219,8 +219,7 @@ def outputs_and_gradient(model: dict[str, Any], x: Any, dy: Any) -> tuple[Any, A
             x = layer(x)
         return model["head"](model["norm"](x.mean((1, 2), keepdims=True))[:, 0, 0])
 
-    y, pull = jax.vjp(jax.vmap(logits), x)
-    return y, pull(dy)[0]
+    return y_and_gradients(jax.vmap(logits), dy, x)
 
 
 def test_convnext_infers_as_torchvision():

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_norm import LayerNorm, RMSNorm
+from experiments.common.exact import standardised
 from tests.helpers import make
 from tests.layers.norms import over_examples, with_parameters
 
 N, C, H, W = 8, 4, 2, 3
 FULL = N, C, H, W
-EPS = 1e-5
 RANDOM = np.random.RandomState(0)
 MASKS = jnp.asarray(RANDOM.random_sample((2, N, 1, H, W)) < 0.6)
 
@@ -52,17 +52,12 @@ def branch(slope):
     return jax.jit(lambda u: jax.lax.cond(u.sum() > 0, jnp.sin, jnp.tanh, slope * u))
 
 
-def standardised(x, axes, centred=True, mask=True):
-    u = x - centred * x.mean(axes, keepdims=True, where=mask)
-    return u / jnp.sqrt((u**2).mean(axes, keepdims=True, where=mask) + EPS)
-
-
 def formula(activation, axes, centred=True):
     """Returns the formula of a layer that normalises over these axes."""
 
     def f(weight, bias, slope, x, mask=True):
         weight, bias = (v.reshape(-1, 1, 1) if v.ndim == 1 else v for v in (weight, bias))
-        u = standardised(x, axes, centred, mask) * weight + bias
+        u = standardised(x, axes, mask, centred=centred)[0] * weight + bias
         return jnp.where(mask, jax.vmap(activation(slope))(u), 0)
 
     return f

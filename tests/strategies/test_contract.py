@@ -28,6 +28,8 @@ from eqx_norm.strategies import (
 from tests.helpers import Cumulative, at_step, copy, f32, floats, make, normal, over_batch
 from tests.helpers import quick_call as call
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 C = 3
 X = normal(0, (6, C, 4), 1, 2)
 ALL = [*(made(0.9) for made in NAMED.values()), Average(), strategies.Cumulative()]

@@ -114,8 +114,7 @@ def test_repeated_first_batch_is_remembered_to_the_bit(strategy):
             np.testing.assert_array_equal(moments.variance, [first.variance] * 50)
 
 
-@pytest.mark.parametrize("momentum", [0.75, 1e-6])
-@pytest.mark.parametrize("given", [float, f32])
+@pytest.mark.parametrize(("momentum", "given"), [(0.75, float), (1e-6, f32)])
 def test_running_averages_of_two_batches(momentum, given):
     """Fails for an array of a schedule, and if r + share (b - r) cancels: near a momentum of 0
     that loses 4% of the variance."""

@@ -10,6 +10,8 @@ from tests.helpers import bits, f32, normal
 
 from .interpreted import take_the_cpu_for
 
+UNOPTIMISED = True  # compares values: tests/compiling.py
+
 # Ways to split the work, by which few values reach all parts of a kernel. With "loops", each
 # program loops over all rows of its columns; with "slices", each program has one step, and many
 # slices are merged.
@@ -50,16 +52,14 @@ def each(*cases):
     return pytest.mark.parametrize(("statistics", "shape"), cases, indirect=["statistics"])
 
 
-# Fewer rows than a tile; one tile; several tiles of few or all columns, with rows left or
-# without; ensembles; slices of a few tiles; more slices than the second kernel merges at once.
+# Fewer rows than a tile; several tiles of few or all columns, with rows left or without, in an
+# ensemble; more slices than the second kernel merges at once.
 @each(
     ("default", (3, 37, 6)),
-    ("default", (6, 129, 12)),
     ("default", (2, 1023, 4)),
     ("default", (1, 256, 64)),
     ("default", (1, 1021, 96)),
     ("loops", (1, 300, 32)),
-    ("slices", (2, 2500, 4)),
     ("slices", (1, 4099, 32)),
 )
 def test_column_statistics(statistics, shape):
@@ -83,7 +83,7 @@ def test_column_statistics_of_outliers_in_the_first_rows(statistics, shape, firs
     check(statistics, normal(0, shape).at[:, :rows].set(first))
 
 
-@each(("default", (6, 7, 2)), ("loops", (1, 397, 32)), ("slices", (6, 300, 2)))
+@each(("loops", (1, 397, 32)), ("slices", (6, 300, 2)))
 def test_column_statistics_of_constants_are_exact(statistics, shape):
     """Tests the failure reported in https://github.com/BVLC/caffe/pull/3963."""
     constants = f32([1e-3, 0.1, 1.0, -3.3, 65504.0, 16777213.0])

@@ -11,14 +11,16 @@ from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.formulas.row_norm import RowNorm
 from eqx_norm._normalise.kernels import gpu_rows, tile, tpu_rows
 from experiments.common import exact
+from experiments.common.exact import standardised
 from tests.compiling import jit
-from tests.helpers import bits, normal
+from tests.helpers import bits, normal, y_and_gradients
 from tests.layers import accuracy
 from tests.layers.norms import with_parameters
-from tests.operation.cases import standardised
 from tests.operation.derivatives import BASIC, REPEATED, gradient, gradient_of_gradient
 
 from .interpreted import take_the_cpu_for
+
+UNOPTIMISED = True  # compares values: tests/compiling.py
 
 pytestmark = pytest.mark.x32  # kernels serve no float64
 
@@ -50,12 +52,8 @@ def mapped(kind, shape, ndim=1, activation=None):
 def train(f, dy, *arrays):
     """Returns y, and the gradients of all arrays."""
 
-    def step(dy, *arrays):
-        y, pull_back = jax.vjp(f, *arrays)
-        return y, *pull_back(dy)
-
     # Only a new function is traced with constants that a test has changed.
-    return jax.jit(step)(dy, *arrays)
+    return jax.jit(lambda *arrays: y_and_gradients(f, *arrays))(dy, *arrays)
 
 
 def check(kind, x, dy=None):
@@ -152,7 +150,8 @@ def test_derivatives_of_row_kernels(platform):
     arrays = [[random.normal(size=n) for n in ((2, 2), (2, 2), (3, 2, 2))] for _ in range(2)]
 
     def written_out(weight, bias, x):
-        return jax.nn.silu(standardised(x, (-2, -1), kind is LayerNorm) * weight + bias)
+        u, _ = standardised(x, (-2, -1), centred=kind is LayerNorm)
+        return jax.nn.silu(u * weight + bias)
 
     def derived(f, dtype):
         operands, tangents = jax.tree.map(lambda v: jnp.asarray(v, dtype), arrays)
