@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import LayerNorm
 from experiments.common import exact
-from experiments.common.exact import EPS, Answer
+from experiments.common.exact import EPS, Answer, Batch
 from tests.helpers import bits, make, over_batch
 from tests.layers.accuracy import BOUNDS, Case, cases, far_from_zero, with_outlier
 from tests.layers.norms import EXAMPLE_NORMS, NORMS, made, with_parameters
@@ -152,6 +153,38 @@ def test_y_without_differentiation(case, dtype, seed):
 def undifferentiated(batch, norm):
     layer, call = made(norm, batch.x.shape[1:], eps=EPS)
     return call(with_parameters(layer, batch.weight, batch.bias), batch.x)[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_pair_of_oneflow_6149(dtype):
+    """Checks that y is right, and dx 0: https://github.com/Oneflow-Inc/oneflow/issues/6149."""
+    x = np.array([-1.83965693, -1.82964566], dtype)
+    with jax.enable_x64(dtype == np.float64):
+        y, pull_back = jax.vjp(LayerNorm(2, use_weight=False, use_bias=False), x)
+        (dx,) = pull_back(jnp.ones_like(y))
+    expected = exact.layer_norm(Batch(x[None], np.ones_like(x[None]), None, None)).answer.y[0]
+    np.testing.assert_allclose(y, expected.astype(float), rtol=1e-6)
+    np.testing.assert_allclose(expected.astype(float), [-0.8454, 0.8454], atol=5e-5)
+    np.testing.assert_array_equal(dx, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@each_case(VECTORS[1], SPATIAL[0], ROWS[1])
+def test_non_finite_values_stay_in_their_channel_or_example(case, bad):
+    random = np.random.default_rng(0)
+    batch = case.batch(random, far_from_zero)
+    place = tuple(random.integers(case.shape))
+    spoilt = batch._replace(x=batch.x.copy())
+    spoilt.x[place] = bad
+    others = np.arange(case.shape[case.axis]) != place[case.axis]
+    clean, affected = (case.train(b)[0] for b in (batch, spoilt))
+    # Weight and bias of a layer norm have gradients from all examples.
+    of_channels = ("dweight", "dbias") if case.norm == "BatchNorm" else ()
+    for name in ("y", "dx", *of_channels):
+        arrays = (np.asarray(getattr(answer, name)) for answer in (clean, affected))
+        unaffected = [np.compress(others, a, case.axis if a.ndim > 1 else 0) for a in arrays]
+        assert bits(unaffected[0]) == bits(unaffected[1]), name
+    assert not np.isfinite(np.compress(~others, affected.y, case.axis)).any()
 
 
 # All float32 numbers in the range may be drawn, also those without a short decimal form.

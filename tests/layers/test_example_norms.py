@@ -1,8 +1,7 @@
 """Tests that the norms of one example replace Equinox's, in values and gradients.
 
-test_fuzz.py tests all norms by their formulas, also of complex numbers and of parts of an
-example. The files named after accuracy, platforms, export, dtypes and errors test all norms
-with BatchNorm.
+test_fuzz.py tests all norms by their formulas, also of complex numbers. The files named after
+accuracy, platforms, export, dtypes and errors test all norms with BatchNorm.
 """
 
 import chex
@@ -15,7 +14,13 @@ import pytest
 from eqx_norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests.compiling import jit
 from tests.helpers import bits, normal, over_batch, y_and_gradients
-from tests.layers.norms import moved, over_examples
+from tests.layers.norms import (
+    NORMS,
+    each_example_norm,
+    moved,
+    over_examples,
+    with_parameters,
+)
 
 UNOPTIMISED = True  # compares values: tests/compiling.py
 
@@ -77,6 +82,33 @@ def test_example_norms_take_and_return_the_state_of_a_batch_norm():
     y, after = layer(x[0], state)
     assert after is state
     assert bits(y) == bits(layer(x[0], key=jax.random.key(0)))
+
+
+@each_example_norm
+def test_norm_of_parts_of_an_example_equals_the_norm_of_the_whole(name):
+    """Tests two parts along a mapped axis: halves of the rows of channels that share a weight,
+    or of the first axis. tests/fuzz.py tests masks, and tests/devices a mesh."""
+    axis = 2 if name in ("GroupNorm", "InstanceNorm") else 1  # of a batch
+    x, dy = normal(0, (4, 6, 4, 7), 3, 2), normal(1, (4, 6, 4, 7))
+
+    def weightless(shape, **options):
+        return with_parameters(NORMS[name].make(shape, **options), None, None)
+
+    @jit
+    @jax.value_and_grad
+    def of_whole(x):
+        return jnp.vdot(over_examples(weightless(x.shape[1:]), x), dy)
+
+    @jit
+    @jax.value_and_grad
+    def of_parts(x):
+        halves = jnp.stack(jnp.split(x, 2, axis))
+        part = weightless(halves.shape[2:], axis_name="part")
+        y = jax.vmap(lambda x: over_examples(part, x), axis_name="part")(halves)
+        return jnp.vdot(jnp.concatenate(y, axis), dy)
+
+    chex.assert_trees_all_close(of_parts(x), of_whole(x), rtol=1e-5, atol=1e-5)
+    of_parts.trace(x).lower(lowering_platforms=("cuda", "tpu"))
 
 
 def test_group_norm_of_empty_arrays():

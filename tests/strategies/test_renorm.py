@@ -3,6 +3,7 @@
 test_recursions.py tests the formula over many steps, tests/operation its derivatives.
 """
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +35,19 @@ def test_renorm_equals_batch_to_the_bit_if_closed_or_at_the_first_batch(approach
         y, state, (gradient, dx) = call_and_grad(layer, state, x, DY)
         results.append((y, gradient.weight, gradient.bias, dx, state))
     assert same(*results)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_renorm_of_a_constant_channel_gives_the_bias_and_finite_gradients(steps):
+    layer, state = make(C, "batch", approach=OPEN)
+    layer = eqx.tree_at(lambda m: m.bias, layer, f32([0.3, -1, 2]))
+    x = jnp.broadcast_to(f32([[1e-3], [121.0], [65504.0]]), DY.shape)
+    for _ in range(steps):
+        _, state, _ = call_and_grad(layer, state, x, DY)
+    y, _, (gradient, dx) = call_and_grad(layer, state, x, DY)
+    np.testing.assert_array_equal(y, np.broadcast_to(layer.bias[:, None], x.shape))
+    assert np.isfinite(dx).all()
+    np.testing.assert_array_equal(gradient.weight, np.zeros(C))
 
 
 PUBLISHED = (Renorm(), [(0, 1, 0), (5_000, 1, 0), (15_000, 11 / 7, 2.5), (40_000, 3, 5)])
