@@ -14,7 +14,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.export
-from jax._src import compiler
 
 OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -37,17 +36,11 @@ def filter_jit(function: Any) -> Any:
 @contextlib.contextmanager
 def unoptimised() -> Iterator[None]:
     """Compiles without optimisation whatever is compiled meanwhile."""
-    options_of: Any = compiler.get_compile_options
-
-    def with_options(*args: Any, **kwargs: Any) -> Any:
-        kwargs["env_options_overrides"] = OPTIONS | (kwargs["env_options_overrides"] or {})
-        return options_of(*args, **kwargs)
-
-    setattr(compiler, "get_compile_options", with_options)  # noqa: B010 (for type checkers)
+    jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
-        setattr(compiler, "get_compile_options", options_of)  # noqa: B010
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def lowered_for(platform: str, function: Any) -> Any:
