@@ -55,7 +55,7 @@ def moments(
     """
     values = _checked(x, axis, mask)
     (names,) = _arguments.checked_names(axis_name=axis_name)
-    _normalise.size(names, of_examples=True)
+    _normalise.size(names, counts_parts=True)
     kept = values.layout.kept
     if values.x.size == 0:
         return Moments.zero(kept, values.x_upcast.dtype)

@@ -33,8 +33,8 @@ def joined(of_parts: Moments) -> Moments:
 
 
 def concatenated_parts(vector: Inexact[Array, " groups"]) -> Float[Array, " 2*groups"]:
-    """Returns the real and the imaginary parts, which are 0 if the vector is real. (Of m2 only
-    the sum of both counts.)"""
+    """Returns the real and the imaginary parts, which are 0 if the vector is real. (For m2,
+    only the sum of the two parts matters.)"""
     imaginary = vector.imag if jnp.iscomplexobj(vector) else 0 * vector
     return jnp.concatenate([vector.real, imaginary])
 

@@ -104,8 +104,9 @@ def differentiable(
     centred: bool,
     safe: bool = False,
 ) -> Moments:
-    """Returns moments as differentiable functions of x. Without a mask, `full_count` replaces
-    `count`. If `safe`, the derivative of moments that are not finite is 0."""
+    """Returns moments as differentiable functions of x. Without a mask, or with one of whole
+    positions, `full_count` replaces `count`. If `safe`, the derivative of moments that are not
+    finite is 0."""
     x, x_upcast, mask, layout = values
     shape, ones = layout.moments_shape, (1,) * x.ndim
     if mask is None or _has_all_values_or_none(mask, layout, axis_name):
@@ -138,7 +139,7 @@ def differentiable(
 def _has_all_values_or_none(
     mask: Bool[Array, "..."], layout: Layout, axis_name: AxisName
 ) -> bool:
-    """Returns whether a mask leaves all of a position's values or none: moments along given
-    axes, if no axis has a name and the mask is one of positions."""
+    """Returns whether the mask keeps each position's values all or not at all; false for groups
+    and for named axes."""
     is_of_positions = all(mask.shape[axis] == 1 for axis in layout.axes)
     return layout.groups is None and axis_name == () and is_of_positions

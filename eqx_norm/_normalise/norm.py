@@ -46,8 +46,11 @@ def normalise(
     \text{bias})$, with $\text{rstd} = 1 / \sqrt{\text{variance} + \varepsilon}$, in the dtype
     of `x`; 0 where the mask is false.
 
-    **Arguments:** `used`: moments with one number per group; by default those of the example
-    itself, over all its parts along `axis_name`, and not `centred` if its mean counts as 0.
+    **Arguments:**
+
+    - `used`: moments with one number per group; by default those of the example itself, over
+        all its parts along `axis_name`.
+    - `centred`: if false, the example's mean counts as 0.
     """
     x, x_upcast, mask, layout = values
     weight, bias, activation = affine
@@ -97,8 +100,8 @@ def _weights(
     bias: Inexact[Array, "..."] | None,
     is_kernel: bool,
 ) -> list[Float[Array, "..."]]:
-    """Returns weight and bias, 1 and 0 by default, with as many axes as x. If either has a
-    number for each value, both have."""
+    """Returns weight and bias with as many axes as x; a missing one is a scalar 1 or 0. If one
+    has a number for each value, the other, if given, is broadcast to x."""
     x, layout = values.x, values.layout
     weight, bias = _like_x(values, weight, bias)
     # A kernel takes a weight of each value, or one of each group.

@@ -1,12 +1,13 @@
 """Defines the passes of `normalise` as primitives of JAX, and their derivatives.
 
-    norm(x, weight, bias, ...)            y = f(weight (x - mean) rstd + bias)
-    d_norm(tangents; x, weight, bias)     the derivative of norm, linear in the tangents
-    d_norm_t(dy; x, weight, bias, ...)    the transpose of d_norm: gradients
+    norm(x, weight, bias, given)                 y = f(weight (x - mean) rstd + bias)
+    d_norm(tangents; x, weight, bias, moments)   the derivative of norm, linear in the tangents
+    d_norm_t(dy; x, weight, bias, moments)       the transpose of d_norm: gradients
 
-`...` are moments that are given (of a batch, chosen by a strategy), or none: then the pass
-takes the moments of x itself, and its derivatives take `STATISTICS`. All may have a mask, which
-is last. rstd is computed from the variance in each pass, by the platform's function.
+`given` are moments that a strategy has chosen, or none: then the pass computes the moments of x
+itself. `moments` are the given ones without `x_upcast`, or those of x by `STATISTICS`; with a
+Pallas kernel, none. All may have a mask, which is last. rstd is computed from the variance in
+each pass, by the platform's function.
 
 Given moments are `x_upcast, variance, mean, mean_lo`. `x_upcast` is x in the compute dtype.
 No pass reads `x_upcast`: it is there to be differentiated with respect to, in place of x. A
@@ -55,7 +56,7 @@ def _in_passes(
     options: Options,
 ) -> Callable[..., Float[Array, "*x"]]:
     """Returns y as a function of `x_upcast`, weight and bias, and of variance and mean if they
-    are given. `others` are variance, mean and mean_lo, if given, and the mask, if there is
+    are given. `others` are moments, which are read only if given, and the mask, if there is
     one."""
     norm, given = options.norm, options.given
     mean_lo = list(others[2:3]) if given else []
@@ -234,8 +235,7 @@ def _norm_jvp(
 def _own_moments(
     x: Float[Array, "*x"], mask: Sequence[Bool[Array, "*#x"]], layout: Layout, options: Options
 ) -> list[Float[Array, "..."]]:
-    """Returns the variance of each example's groups and, if `centred`, the mean as two
-    words."""
+    """Returns the variance of each example's groups and, if `centred`, mean and mean_lo."""
     count, *found = bind(
         STATISTICS,
         lax.stop_gradient(x),

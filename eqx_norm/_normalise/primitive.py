@@ -67,7 +67,7 @@ def new_primitive(
         if sums and is_known and choose.can_split(target, x[:mapped]):
             split = lowering.with_mesh(context)
             if split is not None:
-                of_shards = shards.computed(on_shard, sums, avals, full[0], **params)
+                of_shards = shards.on_each_shard(on_shard, sums, avals, full[0], **params)
                 return lowering.lowered(of_shards, split, *arrays)
 
         def results(*arrays: Array) -> list[Array]:
@@ -131,7 +131,8 @@ def _batch(
     **params: Any,
 ) -> tuple[Args, Args]:
     """Maps a primitive: the mapped axis goes in front of all operands and of the shapes among
-    the parameters, or is summed over if its name is one of `names`."""
+    the parameters, with size 1 in these if it is summed over, because its name is one of
+    `names`."""
     names = params.get("names", ())
     is_summed = axis.name in names
     if not is_summed and all(place is None for place in places):

@@ -28,11 +28,11 @@ from eqx_norm._jax.lowering import Aval, Over, without_mesh
 from .formulas.reference import Shape
 
 # Given `Over`, returns the pass: a function of its operands and parameters.
-Pass = Callable[[Over], Callable[..., Sequence[Array]]]
+PassOver = Callable[[Over], Callable[..., Sequence[Array]]]
 
 
-def computed(
-    compute: Pass,
+def on_each_shard(
+    compute: PassOver,
     vectors: Sequence[Shape],
     results: Sequence[Aval],
     full: int,
@@ -64,9 +64,9 @@ def computed(
 
 
 class _Sharded(NamedTuple):
-    """Holds the arguments of `computed`."""
+    """Holds the arguments of `on_each_shard`."""
 
-    compute: Pass
+    compute: PassOver
     vectors: Sequence[Shape]
     results: Sequence[Aval]
     full: int
@@ -80,17 +80,17 @@ class _Sharded(NamedTuple):
         if options is not None and options.kernel:
             over[0] = ()  # a kernel needs whole rows
 
-        def computed(*arrays: Array) -> Sequence[Array]:
+        def on_two_devices(*arrays: Array) -> Sequence[Array]:
             with without_mesh():
                 return list(self.compute(over)(*arrays, **self.params))
 
-        jaxpr = jax.make_jaxpr(computed, axis_env=[("devices", 2)])(*arrays)
+        jaxpr = jax.make_jaxpr(on_two_devices, axis_env=[("devices", 2)])(*arrays)
         text = re.sub("0x[0-9a-f]+", "", str(jaxpr))  # without the addresses of functions
         return np.int32(zlib.crc32(text.encode()) >> 1)
 
     def rule(self, _: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
-        """Returns Shardy's rule. Axes of one size are split alike. If an axis of vectors has
-        one number for each block of an axis of x, the blocks are split alike."""
+        """Returns Shardy's rule, and the sizes of its factors. Axes at one position are sharded
+        alike if their sizes are equal, or if one has a number for each block of the other."""
         shapes = [tuple(t.shape) for t in (*operands, *results)]
         x, vectors, sizes = shapes[self.full], self.vectors[0], {}
 

@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     - `groups`: the number of moments; x is cut into this number of equal, consecutive blocks.
         If `None`, each position along the other axes has its own moments, taken along `axes`.
-    - `channels`: the number of weights and biases: the size of the first axis of x, or 1.
+    - `channels`: the number of per-channel weights: the size of the first axis of x, or 1.
     - `axes`: by default the first axis, as of the channels of an image.
     """
 
@@ -68,14 +68,14 @@ class Layout(NamedTuple):
         return (1,) * (self.ndim - 1)
 
     @property
-    def size(self) -> int:
-        """Returns the number of groups."""
+    def moments_size(self) -> int:
+        """Returns how many means there are: of groups, or of positions."""
         return math.prod(self.moments_shape)
 
     @property
     def length(self) -> Size:
         """Returns the number of values in a group."""
-        return math.prod(self.shape) // self.size
+        return math.prod(self.shape) // self.moments_size
 
     def of_shard(self, x: Shape, shard: Shape) -> "Layout":
         """Returns the layout of a device's shard of x, which cuts no group."""
@@ -91,9 +91,9 @@ class Layout(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """Returns the number of the last axes that are summed together, or, if the last axis
-        is not summed, from the last summed axis on. Axes before may be treated as mapped axes,
-        which they all are if x has groups."""
+        """Returns the length of the last run of summed axes, if x ends with it; else the number
+        of axes from the last summed axis on. All axes before may be treated as mapped axes. If
+        x has groups, returns the number of all axes of an example."""
         if self.groups is not None:
             return self.ndim
         if self.ndim == 0:
@@ -115,10 +115,11 @@ class Layout(NamedTuple):
         return (*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
 
     def rows(self, shape: Shape, *, by_channel: bool = False) -> Shape:
-        """Returns the shape of an array with the axes of an example merged along which values
-        share moments, and those along which they do not: `(*mapped, groups, values)`. If
-        `by_channel`, the channels of a group are an axis between the two. XLA:CPU loops over an
-        array's axes, and rows of 7 or 8 values are too short for a vector unit."""
+        """Returns the shape with runs of adjacent axes merged: axes that are summed for moments
+        ("values"), and axes that are not ("groups"). With groups it is `(*mapped, groups,
+        values)`; along `axes` the runs stay in the order of x. If `by_channel`, the channels of
+        a group are an axis between the two. XLA:CPU loops over an array's axes, and rows of 7
+        or 8 values are too short for a vector unit."""
         mapped, sizes = self._sizes(shape)
         return (*mapped, *self._merged(sizes, by_channel))
 
@@ -161,7 +162,7 @@ class Layout(NamedTuple):
         return mapped, [number, example[0] // number, *example[1:]]
 
     def _runs(self, by_channel: bool) -> list[list[int]]:
-        """Returns the axes of `_sizes` that are merged into one, for each one."""
+        """Returns, for each merged axis, the axes of `_sizes` that form it."""
         if self.ndim == 0:
             kinds = ["values"]
         elif self.groups is None:
@@ -230,4 +231,4 @@ class Values(NamedTuple):
 def full_count(values: Values, axis_name: AxisName) -> Size:
     """Returns the number of values in each group, over all examples along the named axes: an
     int, or a symbol of `jax.export`. Raises `NameError` if `axis_name` is not bound."""
-    return values.x.size // values.layout.size * collectives.size(axis_name)
+    return values.x.size // values.layout.moments_size * collectives.size(axis_name)

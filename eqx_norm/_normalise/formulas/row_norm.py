@@ -27,7 +27,7 @@ class RowNorm(NamedTuple):
     $$y = f(w u + b), \quad dx = r \, \big(h - \overline{h} - u \, \overline{h u}\big), \quad
       h = w g, \quad g = f'(w u + b) \, dy, \quad dw = \sum g u, \quad db = \sum g.$$
 
-    Unless `centred`, $\mu$ and $\overline{h}$ are 0. All arrays are float32.
+    Unless `centred`, $\mu$ and $\overline{h}$ are 0. Arrays are in the compute dtype.
     """
 
     eps: float
@@ -126,8 +126,8 @@ class Operands(NamedTuple):
     """Holds the operands of a norm, with as many axes as x, `(*mapped, *example)`, and size 1
     where they are broadcast.
 
-    **Fields:** `mask`: one mask or none. `moments`: variance, and the mean as two words if
-    there is one; empty if the moments of x are still to be computed.
+    **Fields:** `mask`: one mask or none. `moments`: variance, and mean and mean_lo if there
+    is a mean; empty if the moments of x are still to be computed.
     """
 
     x: Float[Array, "*x"]

@@ -23,7 +23,7 @@ from .availability import ArrayOrType, Ref, refusal
 from .tile import Tile
 
 # The most values of x that a thread can hold in the forward and in the backward pass, and the
-# fewest that it should hold. Two rows in one thread take more registers than one.
+# number to aim for. Two rows in one thread take more registers than one.
 _MOST, _MOST_OF_ROWS, _MOST_BACKWARD = 64, 40, 36
 _AIM, _AIM_BACKWARD = 32, 16
 _ADDED = 64  # blocks that a program adds up, at most: rounding grows with their number

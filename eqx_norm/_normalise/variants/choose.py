@@ -1,8 +1,9 @@
-"""Chooses how each pass over x is computed. No other file asks which platform a program is for.
+"""Chooses how each pass over x is computed. Only this file and `kernels` ask for the platform.
 
-All variants compute the formulas of `formulas`. The choice depends on the platform, on an
-example's shape, and on which values share moments or a weight; not on the number of examples,
-nor on whether y is differentiated. Units are bytes moved by those of x (docs/gpu.md).
+All variants compute the formulas of `formulas`. The choice depends on the platform, on the
+layout, shape, dtype, mask, activation and sharding of an example, and on the gradients wanted;
+not on the number of examples, nor, for y, on whether y is differentiated. One unit is as many
+bytes as x has (docs/gpu.md).
 
 | moments of | CPU | GPU | TPU |
 | --- | --- | --- | --- |
@@ -67,8 +68,8 @@ _PLATFORMS = {
 }
 
 
-def variant_of(target: Target) -> Variant:
-    """Returns what passes do on the platform."""
+def platform_variant(target: Target) -> Variant:
+    """Returns how passes differ on the target's platform."""
     variant = _PLATFORMS[target.platform]
     if target.is_known and not target.is_partitioned:
         return variant
@@ -100,7 +101,7 @@ def statistics(
         arrays = map(layout.in_rows, (x, *mask))
         found = columns.statistics(target, *arrays, shape=layout.rows(shape))
         return moments_passes.pooled(target, found)
-    variant = variant_of(target)
+    variant = platform_variant(target)
     found = moments_passes.statistics(
         variant, target, x, *mask, layout=layout, shape=shape, centred=centred
     )
@@ -124,7 +125,7 @@ def dot_products(
 ) -> Sequence[Float[Array, "..."]]:
     """Computes `reference.dot_products`; `arrays` are x, mean, mean_lo and any mask."""
     return moments_passes.dot_products(
-        variant_of(target), target, g, *arrays, layout=layout, shape=shape, both=both
+        platform_variant(target), target, g, *arrays, layout=layout, shape=shape, both=both
     )
 
 
@@ -138,7 +139,7 @@ def affine(
 ) -> list[Float[Array, "..."]]:
     """Computes `reference.affine`; `arrays` are x, mean, mean_lo and any mask."""
     del x_upcast
-    return moments_passes.affine(variant_of(target), bias, scale, *arrays, layout=layout)
+    return moments_passes.affine(platform_variant(target), bias, scale, *arrays, layout=layout)
 
 
 def norm(
@@ -155,8 +156,8 @@ def norm(
     if options.given:
         others = others[1:]
     operands = Operands.of(x, weight, bias, others)
-    variant = _variant_of_norm(target, operands, Wanted(), layout, options)
-    return [variant.y(operands).astype(options.dtype)]
+    method = _method_of_norm(target, operands, Wanted(), layout, options)
+    return [method.y(operands).astype(options.dtype)]
 
 
 def gradients(
@@ -173,12 +174,12 @@ def gradients(
     """Returns the gradient of x and those that are wanted, of weight and bias, and of variance
     and mean. `others` are moments and mask."""
     operands = Operands.of(x, weight, bias, others)
-    variant = _variant_of_norm(target, operands, wanted, layout, options)
-    dx, *of_vectors = variant.gradients(dy, operands, wanted)
+    method = _method_of_norm(target, operands, wanted, layout, options)
+    dx, *of_vectors = method.gradients(dy, operands, wanted)
     return [dx.astype(wanted.x_dtype), *of_vectors]
 
 
-def _variant_of_norm(
+def _method_of_norm(
     target: Target, operands: Operands, wanted: Wanted, layout: Layout, options: Options
 ) -> rows.Kernel | Chain | Passes:
     if options.kernel:
@@ -190,7 +191,7 @@ def _variant_of_norm(
         has_whole_rows = options.contiguous and not target.over[0]
         if has_whole_rows and chain.serves(operands, wanted):
             return chain
-    return Passes(variant_of(target), target, layout, options)
+    return Passes(platform_variant(target), target, layout, options)
 
 
 def can_split(target: Target, mapped: Shape) -> bool:

@@ -26,14 +26,16 @@ LONGEST, FEW = 2**14, 32
 
 
 class Chain(NamedTuple):
-    """Holds the norm of x, `(*mapped, *example)`, in float32. A weight or bias has one number
-    for each value, each block of consecutive values, or each example."""
+    """Computes y and gradients of x, `(*mapped, *example)`, in float32, in one kernel each. A
+    weight or bias has one number for each value, each block of consecutive values, or each
+    example."""
 
     layout: Layout
     norm: RowNorm
 
     def serves(self, operands: Operands, wanted: Wanted) -> bool:
-        """Returns whether the kernel has less memory traffic than the passes."""
+        """Returns whether XLA:GPU makes one kernel of the chain, which should move less than
+        passes."""
         layout = self.layout
         if layout.groups is None or layout.ndim == 0:
             return False
@@ -76,7 +78,7 @@ class Chain(NamedTuple):
         dx = self._dx(dy, operands)
         if wanted.shape is None:
             return [dx]
-        # Two barriers: an x other than those of y and dx.
+        # Two barriers, so that XLA merges this x neither with that of y nor with that of dx.
         x = lax.optimization_barrier(lax.optimization_barrier(x))
         weights = [jnp.broadcast_to(w, wanted.shape) for w in (weight, bias)]
         pull_back = jax.vjp(lambda *weights: self.y(Operands(x, *weights)), *weights)[1]
@@ -126,8 +128,8 @@ class Chain(NamedTuple):
         return self.norm.scaled(x, _mean, hardware_rsqrt)
 
     def _repeats(self, shape: Shape) -> bool:
-        """Returns whether a weight of this shape is one of a block of values in a row."""
-        values, size = math.prod(self.layout.shape), self.layout.size
+        """Returns whether each weight of this shape belongs to a block of values in a row."""
+        values, size = math.prod(self.layout.shape), self.layout.moments_size
         return math.prod(shape[len(shape) - self.layout.ndim :]) not in (1, size, values)
 
     def _rows(self, array: Float[Array, "*#x"]) -> Float[Array, "*rows n"]:

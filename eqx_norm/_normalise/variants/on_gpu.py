@@ -1,4 +1,4 @@
-"""Sums two arrays on a GPU in one reduction of one array.
+"""Sums on a GPU: two arrays in one reduction of one array, and few rows in two steps.
 
 XLA:GPU fuses the computation of an array into the reductions that read the array if its cost
 model (gpu_hlo_cost_analysis.cc) says so. The model counts the arithmetic once for each operand

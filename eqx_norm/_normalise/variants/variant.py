@@ -10,8 +10,8 @@ from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Reduction, Shape
 
 
-def _unchanged(x: Inexact[Array, "*x"], *, once: bool = False) -> Inexact[Array, "*x"]:
-    del once
+def _unchanged(x: Inexact[Array, "*x"], *, is_read_once: bool = False) -> Inexact[Array, "*x"]:
+    del is_read_once
     return x
 
 
@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     - `has_barriers`: whether barriers keep XLA from storing x - mean and an activation's
         derivative between passes. XLA:CPU removes barriers before it fuses (jax 0.10.2), or
         writes what is behind them in a loop of its own (0.12.0.1).
-    - `rsqrt`: computes 1 / sqrt: `reference.rsqrt` says why not by the hardware on a CPU.
+    - `rsqrt`: computes 1 / sqrt. `reference.reciprocal_sqrt` says why a CPU needs its own.
     """
 
     is_flat: bool = False

@@ -1,8 +1,9 @@
-"""Computes the norm of one example and its gradients by passes over x.
+"""Computes y and its gradients by passes over x.
 
-The formulas are those of `row_norm`, for any layout, mask, dtype, and for weights of each
-example. y and the gradient of x depend on an example alone: on a CPU, sums are in an order
-given by the example's shape.
+The formulas are those of `row_norm`, for any layout, mask and dtype, for moments that are given
+or x's own, and for weights that differ between examples. With x's own moments, y and the
+gradient of x depend on an example alone: on a CPU, sums are in an order given by the example's
+shape.
 """
 
 import functools
@@ -45,7 +46,7 @@ class Passes(NamedTuple):
         x, norm = operands.x, self.options.norm
         if not self.options.given:
             # The squares of RMSNorm are read by XLA's library, which converts x itself.
-            x = self.variant.convert_small(x, once=not norm.centred)
+            x = self.variant.convert_small(x, is_read_once=not norm.centred)
         arranged = functools.partial(self._arranged, operands)
         rstd, *mean = arranged(*self._rstd_and_mean(operands))
         x, *mask = arranged(x, *operands.mask)
@@ -163,7 +164,7 @@ class Passes(NamedTuple):
         return rstd * (h - self._product(d, rstd * rstd * (totals[0] / n)))
 
     def _rstd_and_mean(self, operands: Operands) -> list[Float[Array, "*vectors"]]:
-        """Returns rstd and, if there is one, the mean as two words."""
+        """Returns rstd and, if there is one, mean and mean_lo."""
         variance, *mean = operands.moments or self._own_moments(operands)
         rstd = self._rstd(variance)
         if self.options.given or not self.options.norm.centred:
@@ -171,7 +172,7 @@ class Passes(NamedTuple):
         return [*self.variant.materialised(rstd, *mean)]
 
     def _own_moments(self, operands: Operands) -> list[Float[Array, "*vectors"]]:
-        """Returns the variance of x itself and, if `centred`, the mean as two words."""
+        """Returns the variance of x itself and, if `centred`, mean and mean_lo."""
         x, mask, centred = operands.x, operands.mask, self.options.norm.centred
         shape = self.layout.own_shape(x.shape)
         found = moments_passes.statistics(
