@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eqx_norm import LayerNorm
 from eqx_norm._jax import jaxprs
 from tests.helpers import bits, normal, y_and_gradients
 from tests.layers.norms import each_layout, made, with_parameters
@@ -100,3 +101,17 @@ def test_new_layer_with_weight_offset_multiplies_by_one(name):
     assert not layer.weight.any()
     x, plain = normal(0, (N, *SHAPE)), made(name, SHAPE, dtype=jnp.bfloat16)[0]
     assert bits(call(layer, x)[0]) == bits(call(plain, x)[0])
+
+
+def test_gradient_of_a_bias_that_examples_along_two_axes_share():
+    """Tests that the cotangent of a bias is summed over both axes along which only the weight
+    has values of its own."""
+    x, dy, weight = normal(0, (2, 3, 5)), normal(1, (2, 3, 5)), normal(2, (2, 3, 5))
+    layer = LayerNorm(5)
+
+    def loss(bias):
+        y = jax.vmap(jax.vmap(lambda x, w: layer(x, weight=w, bias=bias)))(x, weight)
+        return jnp.vdot(y, dy)
+
+    gradient = jax.grad(loss)(jnp.zeros(5))
+    np.testing.assert_allclose(gradient, dy.sum((0, 1)), rtol=1e-6, atol=1e-6)
