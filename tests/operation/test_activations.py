@@ -31,6 +31,18 @@ def straight_through(u):
 
 straight_through.defvjp(lambda u: (jnp.round(u), None), lambda _, g: (g,))
 
+
+@jax.custom_jvp
+def centred_derivative(u):
+    return jnp.sin(u)
+
+
+@centred_derivative.defjvp
+def _(primals, tangents):
+    (u,), (du,) = primals, tangents
+    return jnp.sin(u), du - du.mean()
+
+
 FUNCTIONS = {
     "relu": jax.nn.relu,
     # Depends on the shape: the layer must call it on an example, not on the batch or on rows.
@@ -38,6 +50,8 @@ FUNCTIONS = {
     # Elementwise functions with results of another dtype, and one without forward derivative.
     "float64 constant": lambda u: u * np.sqrt(2),
     "int": lambda u: jnp.floor(u).astype(jnp.int32),
+    # Elementwise, with a derivative that is not.
+    "centred derivative": centred_derivative,
     "straight-through of channels": lambda u: straight_through(jnp.cumsum(u, axis=0)),
     # An activation with parameters, which are differentiated as well.
     "prelu of channels": eqx.nn.PReLU(jnp.full((C, 1), 0.3)),
