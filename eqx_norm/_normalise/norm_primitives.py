@@ -109,10 +109,9 @@ def _split_operands(
 
 
 def _tangent(
-    target: Target | None, *arrays: Shaped[Array, "..."], layout: Layout, options: Options
+    *arrays: Shaped[Array, "..."], layout: Layout, options: Options
 ) -> list[Float[Array, "*x"]]:
     """Computes `d_norm`."""
-    del target
     tangents, (x, weight, bias, *others) = _split_operands(arrays, options.given)
     primals = [x.astype(tangents[0].dtype), weight, bias]
     if options.given:
@@ -196,8 +195,15 @@ def _shapes_of_gradients(
     return [moments_shape] if shape is None else [moments_shape, shape]
 
 
+def _lower_tangent(
+    target: Target, *arrays: Shaped[Array, "..."], layout: Layout, options: Options
+) -> list[Float[Array, "*x"]]:
+    del target
+    return _tangent(*arrays, layout=layout, options=options)
+
+
 NORM = new_primitive("norm", choose.norm, _type, full=[0], vectors=_shapes_of_moments)
-D_NORM = new_primitive("d_norm", _tangent, _type, full=[0, 1])
+D_NORM = new_primitive("d_norm", _lower_tangent, _type, full=[0, 1])
 D_NORM_T = new_primitive(
     "d_norm_t", choose.gradients, _gradient_types, full=[0, 1], vectors=_shapes_of_gradients
 )
@@ -223,10 +229,10 @@ def _norm_jvp(
     else:
         mask = others
         moments = [] if options.kernel else _own_moments(x, mask, layout, options)
+    dx, *vector_tangents = map(registry.instantiate_zeros, [dx, *vector_tangents])
     # `x_upcast` may have size 1 along a mapped axis where x has the full size: `vmap` of an x
     # that all members of an ensemble share.
-    dx = jnp.broadcast_to(registry.instantiate_zeros(dx), x.shape)
-    vector_tangents = map(registry.instantiate_zeros, vector_tangents)
+    dx = jnp.broadcast_to(dx, x.shape)
     (y,) = NORM.bind(x, weight, bias, *others, layout=layout, options=options)
     operands = dx, x, *vector_tangents, weight, bias, *moments, *mask
     return [y], bind(D_NORM, *operands, layout=layout, options=options)
@@ -321,7 +327,7 @@ def _jvp_of(
 def _d_norm_jvp(
     primals: Args, tangents: Args, *, layout: Layout, options: Options
 ) -> tuple[Args, Args]:
-    passes = functools.partial(_tangent, None, layout=layout, options=options)
+    passes = functools.partial(_tangent, layout=layout, options=options)
     return _jvp_of(passes, primals, tangents)
 
 

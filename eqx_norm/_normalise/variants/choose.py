@@ -116,30 +116,21 @@ def statistics(
 
 
 def dot_products(
-    target: Target,
-    g: Float[Array, "*x"],
-    *arrays: Shaped[Array, "..."],
-    layout: Layout,
-    shape: Shape,
-    both: bool,
+    target: Target, *arrays: Shaped[Array, "..."], layout: Layout, shape: Shape, both: bool
 ) -> Sequence[Float[Array, "..."]]:
-    """Computes `reference.dot_products`; `arrays` are x, mean, mean_lo and any mask."""
+    """Computes `moments_passes.dot_products` in the platform's variant."""
+    variant = platform_variant(target)
     return moments_passes.dot_products(
-        platform_variant(target), target, g, *arrays, layout=layout, shape=shape, both=both
+        variant, target, *arrays, layout=layout, shape=shape, both=both
     )
 
 
 def affine(
-    target: Target,
-    bias: Float[Array, "*#vectors"],
-    scale: Float[Array, "*#vectors"],
-    x_upcast: Float[Array, "*#x"],
-    *arrays: Shaped[Array, "..."],
-    layout: Layout,
+    target: Target, *arrays: Shaped[Array, "..."], layout: Layout
 ) -> list[Float[Array, "..."]]:
-    """Computes `reference.affine`; `arrays` are x, mean, mean_lo and any mask."""
-    del x_upcast
-    return moments_passes.affine(platform_variant(target), bias, scale, *arrays, layout=layout)
+    """Computes `moments_passes.affine` in the platform's variant."""
+    bias, scale, _x_upcast, *others = arrays
+    return moments_passes.affine(platform_variant(target), bias, scale, *others, layout=layout)
 
 
 def norm(
