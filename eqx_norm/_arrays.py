@@ -12,7 +12,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from eqx_norm import _arguments, _normalise
 from eqx_norm._contract import described
-from eqx_norm._normalise import Activation, Affine, Values
+from eqx_norm._normalise import Activation, Affine, Example
 from eqx_norm.strategies import Moments, Pair
 from eqx_norm.strategies._numbers import Floats, cast
 
@@ -53,29 +53,29 @@ def moments(
     **Raises:** `ValueError` or `TypeError` for an invalid argument; `NameError` for an
     `axis_name` that is not bound.
     """
-    values = _checked(x, axis, mask)
+    example = _checked(x, axis, mask)
     (names,) = _arguments.checked_names(axis_name=axis_name)
     _normalise.size(names, counts_parts=True)
-    kept = values.layout.kept
-    if values.x.size == 0:
-        return Moments.zero(kept, values.x_upcast.dtype)
-    found = _normalise.moments(values, names)
+    kept = example.layout.kept
+    if example.x.size == 0:
+        return Moments.zero(kept, example.x_upcast.dtype)
+    found = _normalise.moments(example, names)
     hi = found.mean.reshape(kept)
     lo = found.mean_pair.rest.reshape(kept)
     m2 = found.m2.reshape(kept)
-    return Moments(_expanded_count(found.known_count, values), Pair.of(hi, lo), m2)
+    return Moments(_expanded_count(found.known_count, example), Pair.of(hi, lo), m2)
 
 
-def _expanded_count(count: Floats, values: Values) -> Floats:
+def _expanded_count(count: Floats, example: Example) -> Floats:
     """Returns the count in the shape of the moments; a scalar if that has one axis and there is
     no mask."""
-    shape = values.layout.kept
-    if values.mask is not None:
+    shape = example.layout.kept
+    if example.mask is not None:
         # A count without axes is that of positions that are not masked.
         if count.ndim == 0:
-            count = jnp.where(values.mask, count, 0)
+            count = jnp.where(example.mask, count, 0)
         if count.size != math.prod(shape):
-            count = jnp.broadcast_to(count, values.layout.moments_shape)
+            count = jnp.broadcast_to(count, example.layout.moments_shape)
         return count.reshape(shape)
     if len(shape) == 1:
         return count
@@ -116,15 +116,15 @@ def normalise(
 
     **Raises:** `ValueError` or `TypeError` for an invalid argument.
     """
-    values = _checked(x, axis, mask)
-    _check_moments(moments, values, axis)
+    example = _checked(x, axis, mask)
+    _check_moments(moments, example, axis)
     if weight is not None:
-        weight = _expand_dims("weight", jnp.asarray(weight), values)
+        weight = _expand_dims("weight", jnp.asarray(weight), example)
     if bias is not None:
-        bias = _expand_dims("bias", jnp.asarray(bias), values)
+        bias = _expand_dims("bias", jnp.asarray(bias), example)
     activation = _arguments.comparable(_arguments.checked_activation(activation))
     eps = _arguments.checked_number("eps", eps)
-    return _normalise.normalise(values, Affine(weight, bias, activation), moments, eps=eps)
+    return _normalise.normalise(example, Affine(weight, bias, activation), moments, eps=eps)
 
 
 def denormalise(
@@ -159,61 +159,61 @@ def denormalise(
 
     Kim et al., "Reversible Instance Normalization", https://openreview.net/forum?id=cGDAkQo1C0p.
     """
-    values = _checked(y, axis, mask, name="y")
-    _check_moments(moments, values, axis)
+    example = _checked(y, axis, mask, name="y")
+    _check_moments(moments, example, axis)
     eps = _arguments.checked_number("eps", eps)
-    dtype = values.x_upcast.dtype
+    dtype = example.x_upcast.dtype
     std = jnp.sqrt(moments.variance + eps)
-    shape = values.layout.moments_shape
+    shape = example.layout.moments_shape
     vectors = std, *moments.mean_pair.words(dtype)
     columns = [vector.astype(dtype).reshape(shape) for vector in vectors]
-    gamma = _expand_dims("weight", jnp.asarray(1.0 if weight is None else weight), values)
+    gamma = _expand_dims("weight", jnp.asarray(1.0 if weight is None else weight), example)
     gamma = cast("weight", gamma, dtype)
-    beta = _expand_dims("bias", jnp.asarray(0.0 if bias is None else bias), values)
+    beta = _expand_dims("bias", jnp.asarray(0.0 if bias is None else bias), example)
     beta = cast("bias", beta, dtype)
 
     @jax.checkpoint
     def inverse(y: Array, columns: list[Array], gamma: Array, beta: Array) -> Array:
         std, mean_hi, mean_lo = columns
-        if values.mask is not None:
-            y = jnp.where(values.mask, y, 0)
+        if example.mask is not None:
+            y = jnp.where(example.mask, y, 0)
         x = ((y.astype(dtype) - beta) * (std / gamma) + mean_lo) + mean_hi
-        if values.mask is not None:
-            x = jnp.where(values.mask, x, 0)
+        if example.mask is not None:
+            x = jnp.where(example.mask, x, 0)
         return x.astype(y.dtype)
 
-    return inverse(values.x, columns, gamma, beta)
+    return inverse(example.x, columns, gamma, beta)
 
 
-def _check_moments(moments: Moments, values: Values, axis: Axis) -> None:
+def _check_moments(moments: Moments, example: Example, axis: Axis) -> None:
     """Raises `TypeError` or `ValueError` unless x of these values has moments of this shape."""
     if not isinstance(moments, Moments):
         raise TypeError(
             f"moments is {described(moments)}: give Moments, as moments(x, axis) returns. Of a "
             "mean and a variance, eqx_norm.strategies.Moments.of(mean, variance) makes some."
         )
-    kept = values.layout.kept
+    kept = example.layout.kept
     if not moments.m2.shape == moments.mean.shape == kept:
         raise ValueError(
             f"moments have a mean of shape {moments.mean.shape}, but for x of shape "
-            f"{values.x.shape} and axis={axis!r} a mean and m2 have the shape {kept}. Give the "
+            f"{example.x.shape} and axis={axis!r} a mean and m2 have the shape {kept}. Give the "
             "axis= of moments(x, axis)."
         )
 
 
-def _checked(x: object, axis: Axis, mask: ArrayLike | None, name: str = "x") -> Values:
+def _checked(x: object, axis: Axis, mask: ArrayLike | None, name: str = "x") -> Example:
     x = _arguments.checked_x(x, name)
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim, "axis")
-    values = Values.along(x, axes)
+    example = Example.along(x, axes)
     if mask is None:
-        return values
+        return example
     mask = _arguments.checked_bools(mask)
-    return values._replace(mask=_expand_dims("mask", mask, values))
+    return example._replace(mask=_expand_dims("mask", mask, example))
 
 
-def _expand_dims(name: str, array: Array, values: Values) -> Array:
+def _expand_dims(name: str, array: Array, example: Example) -> Array:
     """Returns the array with as many axes as x; raises unless it broadcasts to x."""
-    x = values.x
+    x = example.x
     shape = (*[1] * (x.ndim - array.ndim), *array.shape)
     if not _arguments.broadcasts(shape, x.shape):
         raise ValueError(

@@ -7,20 +7,20 @@ from jaxtyping import Array, Complex, Float, Inexact
 
 from eqx_norm.strategies import Moments, Pair
 
-from .formulas.layout import Values
+from .formulas.layout import Example
 
 
-def parts(values: Values) -> Values:
+def parts(example: Example) -> Example:
     """Returns the real and imaginary parts, as twice as many groups."""
-    x, mask, groups = values.x, values.mask, values.layout.groups
+    x, mask, groups = example.x, example.mask, example.layout.groups
     both = [x.real, x.imag]
     if groups is None:
-        axes = tuple(axis + 1 for axis in values.layout.axes)
-        return Values.along(jnp.stack(both), axes, None if mask is None else mask[None])
+        axes = tuple(axis + 1 for axis in example.layout.axes)
+        return Example.along(jnp.stack(both), axes, None if mask is None else mask[None])
     if groups > 1:  # both parts share a mask of positions
         mask = None if mask is None else mask[0]
-        return Values.of(jnp.concatenate(both), mask, groups=2 * groups, channels=2 * groups)
-    return Values.of(jnp.stack(both), mask, groups=2, channels=2)
+        return Example.of(jnp.concatenate(both), mask, groups=2 * groups, channels=2 * groups)
+    return Example.of(jnp.stack(both), mask, groups=2, channels=2)
 
 
 def joined(of_parts: Moments) -> Moments:

@@ -14,13 +14,13 @@ from eqx_norm.strategies._numbers import Floats
 
 from . import complex_numbers
 from .formulas import merge
-from .formulas.layout import Layout, Values, full_count
+from .formulas.layout import Example, Layout, full_count
 from .moments_primitives import MOMENTS, STATISTICS
 from .primitive import bind
 
 
 def moments(
-    values: Values,
+    example: Example,
     axis_name: AxisName = (),
     *,
     centred: bool = True,
@@ -39,29 +39,29 @@ def moments(
     - `safe`: as for `differentiable`.
     - `implementation`: as for the layers; see `kernels.availability`.
     """
-    if jnp.iscomplexobj(values.x):
+    if jnp.iscomplexobj(example.x):
         of_parts = moments(
-            complex_numbers.parts(values),
+            complex_numbers.parts(example),
             axis_name,
             centred=centred,
             safe=safe,
             implementation=implementation,
         )
         return complex_numbers.joined(of_parts)
-    vectors = _statistics(values, axis_name, centred, implementation)
-    return differentiable(values, axis_name, *vectors, centred=centred, safe=safe)
+    vectors = _statistics(example, axis_name, centred, implementation)
+    return differentiable(example, axis_name, *vectors, centred=centred, safe=safe)
 
 
 def _statistics(
-    values: Values, axis_name: AxisName, centred: bool, implementation: str
+    example: Example, axis_name: AxisName, centred: bool, implementation: str
 ) -> Sequence[Inexact[Array, " groups"]]:
     """Returns count, mean, m2 and mean_lo."""
     names, mesh = collectives.split_names(axis_name)
-    x, layout = lax.stop_gradient(values.x), values.layout
+    x, layout = lax.stop_gradient(example.x), example.layout
     found = bind(
         STATISTICS,
         x,
-        values.mask,
+        example.mask,
         layout=layout,
         shape=layout.moments_shape,
         names=names,
@@ -76,25 +76,25 @@ def _statistics(
     return [count, zero, m2, zero]
 
 
-def differentiable_moments(values: Values, axis_name: AxisName, moments: Moments) -> Moments:
+def differentiable_moments(example: Example, axis_name: AxisName, moments: Moments) -> Moments:
     """Returns constant moments of x as differentiable functions of x. The derivative of moments
     that are not finite is 0."""
-    dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(values.x)
-    moments = moments.astype(values.x_upcast.dtype)
+    dtype, is_complex = moments.mean.dtype, jnp.iscomplexobj(example.x)
+    moments = moments.astype(example.x_upcast.dtype)
     count, vectors = moments.known_count, [moments.mean, moments.m2, moments.mean_pair.rest]
-    if values.mask is not None:
+    if example.mask is not None:
         count = jnp.expand_dims(count, 0)
     if is_complex:
         vectors = [*map(complex_numbers.concatenated_parts, vectors)]
-        values = complex_numbers.parts(values)
-    found = differentiable(values, axis_name, count, *vectors, centred=True, safe=True)
+        example = complex_numbers.parts(example)
+    found = differentiable(example, axis_name, count, *vectors, centred=True, safe=True)
     if is_complex:
         found = complex_numbers.joined(found)
     return found.astype(dtype)
 
 
 def differentiable(
-    values: Values,
+    example: Example,
     axis_name: AxisName,
     count: Floats,
     mean: Inexact[Array, " groups"],
@@ -107,10 +107,10 @@ def differentiable(
     """Returns moments as differentiable functions of x. Without a mask, or with one of whole
     positions, `full_count` replaces `count`. If `safe`, the derivative of moments that are not
     finite is 0."""
-    x, x_upcast, mask, layout = values
+    x, x_upcast, mask, layout = example
     shape, ones = layout.moments_shape, (1,) * x.ndim
     if mask is None or _has_all_values_or_none(mask, layout, axis_name):
-        size = full_count(values, axis_name)
+        size = full_count(example, axis_name)
         full = np.full if isinstance(size, int) else jnp.full
         count, n = full((), size, m2.dtype), full(ones, size, m2.dtype)
     elif layout.groups is None:

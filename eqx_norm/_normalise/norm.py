@@ -14,7 +14,7 @@ from eqx_norm.strategies._numbers import cast
 
 from .formulas import reference
 from .formulas.activation import Activation, applied, elementwise
-from .formulas.layout import Values
+from .formulas.layout import Example
 from .formulas.reference import masked
 from .formulas.row_norm import Options, RowNorm
 from .kernels import rows
@@ -33,7 +33,7 @@ class Affine(NamedTuple):
 
 
 def normalise(
-    values: Values,
+    example: Example,
     affine: Affine,
     used: Moments | None = None,
     axis_name: AxisName = (),
@@ -52,7 +52,7 @@ def normalise(
         all its parts along `axis_name`.
     - `centred`: if false, the example's mean counts as 0.
     """
-    x, x_upcast, mask, layout = values
+    x, x_upcast, mask, layout = example
     weight, bias, activation = affine
     is_complex = jnp.iscomplexobj(x)
     function = None
@@ -62,16 +62,16 @@ def normalise(
     if is_kernel:
         rows.check(x, mask, layout, axis_name, activation, function)
     if used is None and (is_complex or axis_name != ()):
-        used = moments(values, axis_name, centred=centred)
+        used = moments(example, axis_name, centred=centred)
     if is_complex and used is not None:
-        y = functools.partial(_in_jax_numpy, values, activation=activation)
+        y = functools.partial(_in_jax_numpy, example, activation=activation)
         # A barrier before each vector, but not before x, which would then be saved twice.
         y = jax.checkpoint(y, prevent_cse=(True, True, True))
-        columns = _columns(used, eps, values, reference.rsqrt)
-        return y(columns, *_like_x(values, weight, bias))
+        columns = _columns(used, eps, example, reference.rsqrt)
+        return y(columns, *_like_x(example, weight, bias))
 
-    given = [] if used is None else [x_upcast, *_moments(used, values)]
-    vectors = _weights(values, weight, bias, is_kernel)
+    given = [] if used is None else [x_upcast, *_moments(used, example)]
+    vectors = _weights(example, weight, bias, is_kernel)
     norm = RowNorm(eps, centred or used is not None, function)
     options = Options(norm, x.dtype, given=used is not None, kernel=is_kernel)
     if activation is None or function is not None:
@@ -87,23 +87,23 @@ def normalise(
     return jax.checkpoint(applied_after)(vectors, given)
 
 
-def _moments(used: Moments, values: Values) -> list[Inexact[Array, "..."]]:
+def _moments(used: Moments, example: Example) -> list[Inexact[Array, "..."]]:
     """Returns variance, mean and mean_lo of each group, with as many axes as x."""
-    dtype, shape = values.x_upcast.dtype, values.layout.moments_shape
+    dtype, shape = example.x_upcast.dtype, example.layout.moments_shape
     vectors = used.variance.astype(dtype), *used.mean_pair.words(dtype)
     return [v.reshape(shape) for v in vectors]
 
 
 def _weights(
-    values: Values,
+    example: Example,
     weight: Inexact[Array, "..."] | None,
     bias: Inexact[Array, "..."] | None,
     is_kernel: bool,
 ) -> list[Float[Array, "..."]]:
     """Returns weight and bias with as many axes as x; a missing one is a scalar 1 or 0. If one
     has a number for each value, the other, if given, is broadcast to x."""
-    x, layout = values.x, values.layout
-    weight, bias = _like_x(values, weight, bias)
+    x, layout = example.x, example.layout
+    weight, bias = _like_x(example, weight, bias)
     # A kernel takes a weight of each value, or one of each group.
     in_full = is_kernel and (layout.groups == 1 or layout.channels != layout.groups)
     for vector in (weight, bias):
@@ -112,7 +112,7 @@ def _weights(
 
     def vector_or(default: int, vector: Array | None) -> Array:
         if vector is None:
-            return jnp.full((1,) * x.ndim, default, values.x_upcast.dtype)
+            return jnp.full((1,) * x.ndim, default, example.x_upcast.dtype)
         if in_full:
             return jnp.broadcast_to(vector, x.shape)
         return layout.weights(vector)
@@ -121,47 +121,47 @@ def _weights(
 
 
 def _like_x(
-    values: Values,
+    example: Example,
     weight: Inexact[Array, "..."] | None,
     bias: Inexact[Array, "..."] | None,
 ) -> tuple[Inexact[Array, "..."] | None, Inexact[Array, "..."] | None]:
     """Returns weight and bias with as many axes as x, in the compute dtype; raises `TypeError`
     for complex ones if x is real."""
     if weight is not None:
-        weight = cast("weight", _with_axes_of_x(values, weight), values.x_upcast.dtype)
+        weight = cast("weight", _with_axes_of_x(example, weight), example.x_upcast.dtype)
     if bias is not None:
-        bias = cast("bias", _with_axes_of_x(values, bias), values.x_upcast.dtype)
+        bias = cast("bias", _with_axes_of_x(example, bias), example.x_upcast.dtype)
     return weight, bias
 
 
-def _with_axes_of_x(values: Values, vector: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-    if vector.size == values.x.size:
-        return vector.reshape(values.x.shape)
-    if vector.ndim == values.x.ndim:
+def _with_axes_of_x(example: Example, vector: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+    if vector.size == example.x.size:
+        return vector.reshape(example.x.shape)
+    if vector.ndim == example.x.ndim:
         return vector
-    return vector.reshape(values.layout.weights_shape)
+    return vector.reshape(example.layout.weights_shape)
 
 
 def normalise_in_jax_numpy(
-    values: Values, used: Moments, affine: Affine, *, eps: float
+    example: Example, used: Moments, affine: Affine, *, eps: float
 ) -> Inexact[Array, "*example"]:
     """Returns the result of `normalise`, computed by JAX's own operations, so that other tools
     can read the program."""
-    columns = _columns(used, eps, values, reference.reciprocal_sqrt)
-    weight, bias = _like_x(values, affine.weight, affine.bias)
-    return _in_jax_numpy(values, columns, weight, bias, activation=affine.activation)
+    columns = _columns(used, eps, example, reference.reciprocal_sqrt)
+    weight, bias = _like_x(example, affine.weight, affine.bias)
+    return _in_jax_numpy(example, columns, weight, bias, activation=affine.activation)
 
 
 def _columns(
-    used: Moments, eps: float, values: Values, rsqrt: Callable[[Array], Array]
+    used: Moments, eps: float, example: Example, rsqrt: Callable[[Array], Array]
 ) -> list[Inexact[Array, "..."]]:
     """Returns rstd, mean and mean_lo of each channel, with as many axes as x."""
-    variance, *mean = _moments(used, values)
-    return [*map(values.layout.spread, (rsqrt(variance + eps), *mean))]
+    variance, *mean = _moments(used, example)
+    return [*map(example.layout.spread, (rsqrt(variance + eps), *mean))]
 
 
 def _in_jax_numpy(
-    values: Values,
+    example: Example,
     columns: list[Inexact[Array, "*#example"]],
     weight: Inexact[Array, "*#example"] | None,
     bias: Inexact[Array, "*#example"] | None,
@@ -169,7 +169,7 @@ def _in_jax_numpy(
     activation: Activation | None,
 ) -> Inexact[Array, "*example"]:
     """Returns y by one formula; `columns` are rstd, mean and mean_lo."""
-    x, x_upcast, mask, _ = values
+    x, x_upcast, mask, _ = example
     rstd, mean, mean_lo = columns
     # JAX's derivative of a selection is NaN where the unselected value is NaN.
     u = reference.centred(masked(x_upcast, mask), mean, mean_lo)

@@ -37,7 +37,7 @@ from eqx_norm._jax import registry
 from eqx_norm._jax.lowering import Args, Aval, Target
 
 from .formulas import reference
-from .formulas.layout import Layout, Values
+from .formulas.layout import Example, Layout
 from .formulas.reference import Shape, masked, upcast
 from .formulas.row_norm import Options, Wanted
 from .moments import moments
@@ -62,7 +62,7 @@ def _in_passes(
     mean_lo = list(others[2:3]) if given else []
     mask = [v for v in others if v.dtype == bool]
 
-    def example(
+    def of_example(
         x: Float[Array, "*example"],
         x_upcast: Float[Array, "*#example"],
         weight: Float[Array, "*#example"],
@@ -70,20 +70,20 @@ def _in_passes(
         *arrays: Shaped[Array, "..."],
     ) -> Float[Array, "*example"]:
         vectors = arrays[: len(arrays) - len(mask)]
-        values = Values(x, upcast(x_upcast), arrays[-1] if mask else None, layout)
+        example = Example(x, upcast(x_upcast), arrays[-1] if mask else None, layout)
         if not given:
-            used, shape = moments(values, centred=norm.centred), layout.moments_shape
+            used, shape = moments(example, centred=norm.centred), layout.moments_shape
             vectors = used.variance, *used.mean_pair.words(used.variance.dtype)
             vectors = [v.reshape(shape) for v in vectors]
         variance, *mean = vectors
-        rstd, x_upcast = reference.rsqrt(variance + norm.eps), values.x_upcast
+        rstd, x_upcast = reference.rsqrt(variance + norm.eps), example.x_upcast
         (u,) = bind(
-            AFFINE, jnp.zeros_like(rstd), rstd, x_upcast, x, *mean, values.mask, layout=layout
+            AFFINE, jnp.zeros_like(rstd), rstd, x_upcast, x, *mean, example.mask, layout=layout
         )
         y = u * weight + bias
         if norm.activation is not None:
             y = norm.activation(y)
-        return masked(y, values.mask).astype(options.dtype)
+        return masked(y, example.mask).astype(options.dtype)
 
     def forward(
         x_upcast: Float[Array, "*#x"],
@@ -94,7 +94,7 @@ def _in_passes(
         arrays = x, x_upcast, weight, bias, *variance_and_mean, *mean_lo, *mask
         sizes = [",".join(f"n{i}_{j}" for j in range(layout.ndim)) for i in range(len(arrays))]
         operands = ",".join(f"({names})" for names in sizes)
-        return jnp.vectorize(example, signature=f"{operands}->({sizes[0]})")(*arrays)
+        return jnp.vectorize(of_example, signature=f"{operands}->({sizes[0]})")(*arrays)
 
     return forward
 

@@ -188,7 +188,7 @@ class Layout(NamedTuple):
         return tuple(merged) if len(merged) > 1 else (1, *merged)
 
 
-class Values(NamedTuple):
+class Example(NamedTuple):
     """Holds one example, the input of `moments` and `normalise`.
 
     **Fields:**
@@ -212,23 +212,23 @@ class Values(NamedTuple):
         *,
         groups: int | None,
         channels: int,
-    ) -> "Values":
-        """Returns the values of x; `mask` broadcasts to `x.shape[1:]` or has the shape of x."""
+    ) -> "Example":
+        """Returns the example x; `mask` broadcasts to `x.shape[1:]` or has the shape of x."""
         if mask is not None and mask.shape != x.shape:
             mask = jnp.broadcast_to(mask, x.shape[1:])[None]
-        return Values(x, upcast(x), mask, Layout(x.shape, groups, channels))
+        return Example(x, upcast(x), mask, Layout(x.shape, groups, channels))
 
     @staticmethod
     def along(
         x: Inexact[Array, "*example"],
         axes: tuple[int, ...],
         mask: Bool[Array, "*#example"] | None = None,
-    ) -> "Values":
-        """Returns the values of x with moments along these axes; `mask` has as many axes."""
-        return Values(x, upcast(x), mask, Layout(x.shape, None, 1, axes))
+    ) -> "Example":
+        """Returns the example x with moments along these axes; `mask` has as many axes."""
+        return Example(x, upcast(x), mask, Layout(x.shape, None, 1, axes))
 
 
-def full_count(values: Values, axis_name: AxisName) -> Size:
+def full_count(example: Example, axis_name: AxisName) -> Size:
     """Returns the number of values in each group, over all examples along the named axes: an
     int, or a symbol of `jax.export`. Raises `NameError` if `axis_name` is not bound."""
-    return values.x.size // values.layout.moments_size * collectives.size(axis_name)
+    return example.x.size // example.layout.moments_size * collectives.size(axis_name)
