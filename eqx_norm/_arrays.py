@@ -196,8 +196,8 @@ def _check_moments(moments: Moments, example: Example, axis: Axis) -> None:
     if not moments.m2.shape == moments.mean.shape == kept:
         raise ValueError(
             f"moments have a mean of shape {moments.mean.shape}, but for x of shape "
-            f"{example.x.shape} and axis={axis!r} a mean and m2 have the shape {kept}. Give the "
-            "axis= of moments(x, axis)."
+            f"{example.x.shape} and axis={axis!r} a mean and m2 have the shape {kept}. Give "
+            "the axis= of moments(x, axis)."
         )
 
 
