@@ -36,11 +36,13 @@ def filter_jit(function: Any) -> Any:
 @contextlib.contextmanager
 def unoptimised() -> Iterator[None]:
     """Compiles without optimisation whatever is compiled meanwhile."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    name = "jax_disable_most_optimizations"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update(name, before)
 
 
 def lowered_for(platform: str, function: Any) -> Any:

@@ -44,8 +44,10 @@ class Experiment:
             description=about,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        quick = f"run a small version: {quick}; under 30 seconds; exit with 1 if a claim fails"
-        self.parser.add_argument("--quick", action="store_true", help=quick)
+        of_quick = (
+            f"run a small version: {quick}; under 30 seconds; exit with 1 if a claim fails"
+        )
+        self.parser.add_argument("--quick", action="store_true", help=of_quick)
         out = Path("build") / name
         of_out = f"write to DIR/results and DIR/figures (default: {out})"
         self.parser.add_argument("--out", type=Path, metavar="DIR", default=out, help=of_out)
@@ -108,4 +110,5 @@ class Experiment:
     def _file(self, folder: str, part: str, suffix: str) -> Path:
         place = self.options.out / folder
         place.mkdir(parents=True, exist_ok=True)
-        return place / f"{self.name}{part and '_'}{part}.{suffix}"
+        name = f"{self.name}_{part}" if part else self.name
+        return place / f"{name}.{suffix}"

@@ -22,13 +22,11 @@ def in_threads(
     items: Sequence[Item],
     unit: str,
     title: str | None = None,
-    *,
-    threads: int = 2,
 ) -> list[Result]:
     """Returns the function's result for each item, in order, and shows a bar.
 
     Two threads are enough where most of the time is compiling, which XLA does in parallel.
     """
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(2) as pool:
         results = pool.map(function, items)
         return [*progress(results, unit, title, len(items))]

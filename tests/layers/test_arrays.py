@@ -14,8 +14,6 @@ from eqx_norm.strategies import Moments
 from tests.compiling import jit
 from tests.helpers import make, normal, over_batch, y_and_gradients
 
-UNOPTIMISED = True  # compares values: tests/compiling.py
-
 pytestmark = pytest.mark.x32  # has its own dtypes
 X = normal(0, (4, 6, 5, 3), 100, 2)
 AXES = [None, 1, -1, (0, 2, 3), (1, -1), (2, 3), (0, 1, 2), ()]

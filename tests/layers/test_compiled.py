@@ -186,6 +186,6 @@ def test_debug_nans_names_the_pass(name):
     def loss(x):
         return call(layer, x)[0].sum()
 
-    for function in (jax.jit(loss), jax.grad(loss)):
+    for function in (loss, jax.jit(loss), jax.grad(loss), jax.jit(jax.grad(loss))):
         with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in eqx_norm_"):
             function(X.at[0, 0].set(jnp.inf))

@@ -12,7 +12,7 @@ import eqx_norm
 from eqx_norm import LayerNorm
 from eqx_norm.strategies import Moments, Running
 from tests.helpers import APPROACHES, cast, copy, normal, over_batch, y_and_gradients
-from tests.layers.norms import made
+from tests.layers.norms import NAMES, made
 
 UNOPTIMISED = True  # compares values: tests/compiling.py
 
@@ -29,11 +29,12 @@ def float_dtypes(tree):
     ("name", "dtype", "weights", "x64", "masked"),
     [
         *((approach, BF16, F16, False, False) for approach in APPROACHES),
-        ("batch", F64, None, True, True),
-        ("renorm", F16, None, False, True),
+        *((approach, F64, None, True, True) for approach in APPROACHES),
+        ("batch", F16, BF16, False, False),
+        ("batch", F16, None, False, True),
         ("batch", F32, None, True, False),
-        ("LayerNorm", BF16, BF16, False, False),
-        ("GroupNorm", F16, F32, False, False),
+        *((name, BF16, BF16, False, False) for name in ("LayerNorm", "RMSNorm", "GroupNorm")),
+        *((name, F16, F32, False, False) for name in ("LayerNorm, axis=0", "InstanceNorm")),
     ],
 )
 def test_dtypes_of_outputs_gradients_and_memory(name, dtype, weights, x64, masked):
@@ -76,7 +77,7 @@ COMPLEX = {
 
 
 @pytest.mark.parametrize("field", COMPLEX)
-@pytest.mark.parametrize("name", ["BatchNorm", "LayerNorm", "LayerNorm, axis=0"])
+@pytest.mark.parametrize("name", NAMES)
 def test_complex_numbers_for_real_x_are_an_error_that_names_the_field(name, field):
     """Includes both modes of a batch norm, and half precision."""
     changed, given, words = COMPLEX[field]

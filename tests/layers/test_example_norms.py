@@ -1,7 +1,7 @@
 """Tests that the norms of one example replace Equinox's, in values and gradients.
 
-test_fuzz.py tests all norms by their formulas, also of complex numbers. The files named after
-accuracy, platforms, export, dtypes and errors test all norms with BatchNorm.
+test_fuzz.py tests all norms by their formulas. The files named after accuracy, platforms,
+export, dtypes and errors test all norms with BatchNorm.
 """
 
 import chex
@@ -69,6 +69,14 @@ def test_example_norms_equal_equinox(kind, arguments, shape):
     chex.assert_trees_all_close(
         *map(jax.tree.leaves, (outputs, expected)), rtol=tolerance, atol=tolerance
     )
+
+
+def test_rms_norm_of_complex_numbers():
+    """Compares with the formula: Equinox's layer divides by the root of a complex number."""
+    x = jax.lax.complex(normal(0, (5, 6), 1.0), normal(1, (5, 6), -2.0, 3.0))
+    scale = np.sqrt((np.abs(np.asarray(x)) ** 2).mean(1, keepdims=True) + 1e-5)
+    y = jax.vmap(RMSNorm(6, dtype=jnp.complex64))(x)
+    np.testing.assert_allclose(y, np.asarray(x) / scale, rtol=1e-5)
 
 
 @pytest.mark.x32  # Equinox's layer promotes

@@ -79,6 +79,8 @@ def test_gradients_of_masked_values_are_0_whatever_x_and_dy_hold(name, function)
 @pytest.mark.parametrize(
     ("approach", "mask"),
     [
+        ("ema", NOTHING),
+        ("adam", NOTHING),
         ("smooth_start", NOTHING),
         (VarianceClip(Batch(0.7), ratio=1.5, start=1), NOTHING),
         (Renorm(0.7, r_max=1.5, d_max=0.5), NOTHING),

@@ -1,7 +1,6 @@
 """Tests that running statistics are right from the first step on, and updated once per call.
 
-tests/strategies/test_recursions.py tests them over many steps, test_fuzz.py in layers, with
-derivatives.
+tests/strategies/test_recursions.py tests them over many steps.
 """
 
 import functools
@@ -13,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm.strategies import Accumulated, Batch, Cumulative, Frozen, Renorm
+from eqx_norm.strategies import (
+    Accumulated,
+    Adam,
+    Average,
+    Batch,
+    Cumulative,
+    Frozen,
+    Renorm,
+)
 from tests.compiling import jit
 from tests.helpers import (
     APPROACHES,
@@ -35,11 +42,11 @@ from tests.helpers import (
 from tests.helpers import Cumulative as Unloaded
 
 X = normal(0, (8, 3, 4), 1, 2)
+LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("approach", "unbiased"), [(name, i % 2 == 0) for i, name in enumerate(APPROACHES)]
-)
+@each_approach
+@pytest.mark.parametrize("unbiased", [False, True])
 def test_inference_is_right_from_the_first_step_and_changes_nothing(approach, unbiased):
     """Tests both values of `unbiased`; MXNet #21111 asks for a visible choice of variance."""
     layer, state = make(3, "batch", approach=approach, unbiased=unbiased)
@@ -63,9 +70,10 @@ def test_inference_is_right_from_the_first_step_and_changes_nothing(approach, un
 
 
 OFTEN = "batch", "renorm", "variance_clip"
+often = [*OFTEN, *(pytest.param(name, marks=LONG) for name in APPROACHES if name not in OFTEN)]
 
 
-@pytest.mark.parametrize("approach", OFTEN)
+@pytest.mark.parametrize("approach", often)
 def test_memory_is_bitwise_equal_with_and_without_a_gradient(approach):
     """Tests the request of MXNet #21111, also without jit, in a checkpoint and in a scan. (From
     the second batch on, compiled programs round once where op-by-op runs round twice.)"""
@@ -90,7 +98,7 @@ def stacked(count, **options):
     return eqx.filter_vmap(lambda _: make(3, "batch", **options))(jnp.arange(count))
 
 
-@pytest.mark.long
+@LONG
 @each_approach
 def test_scan_over_stacked_layers_equals_a_loop(approach):
     """Tests Equinox #934: each layer of the stack has its own running statistics."""
@@ -139,6 +147,62 @@ def test_running_returns_what_a_layer_and_each_member_of_an_ensemble_infers_by()
         make(4, "batch", approach="adam")[0].running(state)
 
 
+class Scaled(Cumulative):
+    """Stands for the user's strategies, which may hold arrays."""
+
+    scale: jax.Array = eqx.field(default_factory=lambda: jnp.asarray(2.0))
+
+    def update(self, batch, memory):
+        _, memory = super().update(batch, memory)
+        return memory.moments.towards(batch, 0.5 / self.scale), memory
+
+
+STRATEGIES = ["ema", "renorm", Cumulative(), Scaled()]
+OTHERS = ["batch", "adam", "smooth_start", "variance_clip", Average(), Accumulated(Adam(), 1)]
+STRATEGIES += [pytest.param(strategy, marks=LONG) for strategy in OTHERS]
+
+
+@pytest.mark.x32  # sets 64 bits itself
+@pytest.mark.parametrize("memory_axis_name", [(), pytest.param("ghost", marks=LONG)])
+@pytest.mark.parametrize("approach", STRATEGIES, ids=str)
+def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
+    """Tests GradAttack #4, pytorch-flows #8, higher #55: derivatives of inference after a step,
+    of a second step and of the running statistics, in x and in the memory before."""
+    with jax.enable_x64(True):
+        momentum = {"momentum": 0.9} if approach in APPROACHES else {}
+        options = {"approach": approach, "memory_axis_name": memory_axis_name, **momentum}
+        layer, state = make(3, "batch" if memory_axis_name else ("batch", "ghost"), **options)
+        x, later, along, weight = np.random.default_rng(0).normal(1, 2, (4, 2, 4, 3, 2))
+
+        def train(x, state, model=layer):
+            return over_batch(over_batch(model), "ghost")(x, state)
+
+        state = train(later**2, state)[1]
+        memory = state.get(layer.memory_index).statistics
+
+        def results(x, change):
+            # Rests of pairs, behind their values, are constants to derivatives.
+            moved = jax.tree.map(
+                lambda a: a.at[..., 0, :].add(change) if a.ndim > 1 else a, memory
+            )
+            _, after = train(x, remember(layer, copy(state), moved))
+            inferred, _ = train(later, copy(after), eqx.nn.inference_mode(layer))
+            running = layer.running(after)
+            y, _ = train(later, after)
+            sums = [(v**3).sum() for v in (running.mean, running.variance)]
+            return jnp.stack([(inferred * weight).sum(), (y * weight).sum(), *sums])
+
+        at, step = (jnp.asarray(x), jnp.zeros(())), 1e-5
+        gradient, change = jit(jax.jacrev(results, (0, 1)))(*at)
+        _, tangent = jit(lambda *at: jax.jvp(results, at, (along, jnp.ones(()))))(*at)
+        found = (gradient * along).sum((1, 2, 3, 4)) + change
+        plus, minus = (jit(results)(x + h * along, h) for h in (step, -step))
+        expected = (plus - minus) / (2 * step)
+        np.testing.assert_allclose(found, tangent, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        assert (abs(expected[jnp.array([0, 2, 3])]) > 1e-3).all()
+
+
 def test_derivative_in_a_value_that_the_users_strategy_reads():
     def mean_after(scale):
         class Own(Unloaded):
@@ -153,18 +217,8 @@ def test_derivative_in_a_value_that_the_users_strategy_reads():
         np.testing.assert_allclose(found, X.mean((0, 2)), rtol=1e-5)
 
 
-class Scaled(Cumulative):
-    """Stands for the user's strategies, which may hold arrays."""
-
-    scale: jax.Array = eqx.field(default_factory=lambda: jnp.asarray(2.0))
-
-    def update(self, batch, memory):
-        _, memory = super().update(batch, memory)
-        return memory.moments.towards(batch, 0.5 / self.scale), memory
-
-
 @pytest.mark.nans
-@pytest.mark.parametrize("approach", ["renorm", Scaled(), Frozen(Batch())], ids=str)
+@pytest.mark.parametrize("approach", [*STRATEGIES, Frozen(Batch())], ids=str)
 def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
     """Tests NaN, overflow and a batch that is masked out, and a frozen layer."""
     layer, state = make(3, "batch", approach=approach)
@@ -186,7 +240,7 @@ def test_a_batch_that_is_not_remembered_has_the_derivative_0(approach):
 
 
 @pytest.mark.nans
-@pytest.mark.parametrize("approach", ["ema", Renorm(r_max=3, d_max=5)], ids=str)
+@pytest.mark.parametrize("approach", [*APPROACHES, Renorm(r_max=3, d_max=5)], ids=str)
 def test_non_finite_batch_is_not_remembered_but_counted(approach):
     """Tests finite values, too, whose squares overflow: y and its derivative are finite."""
     layer, state = make(3, "batch", approach=approach)
@@ -206,7 +260,7 @@ def test_non_finite_batch_is_not_remembered_but_counted(approach):
     assert not same(before.statistics, after.statistics)
 
 
-@pytest.mark.parametrize("approach", [*OFTEN, Accumulated(Cumulative(), 2)], ids=str)
+@pytest.mark.parametrize("approach", [*APPROACHES, Accumulated(Cumulative(), 2)], ids=str)
 def test_a_memory_that_overflows_is_not_remembered(approach):
     """Tests batches of finite mean and variance, whose difference or its square overflows."""
     layer, state = make(3, "batch", approach=approach)
@@ -236,8 +290,9 @@ def test_a_memory_may_hold_infinities_and_arrays_of_several_shapes():
     assert state.get(layer.memory_index).counts.tolist() == [1, 1]
 
 
-def test_empty_batch_leaves_the_memory_unchanged():
-    layer, state = make(3, "batch", approach="batch")
+@each_approach
+def test_empty_batch_leaves_the_memory_unchanged(approach):
+    layer, state = make(3, "batch", approach=approach)
     for x in (jnp.ones((8, 3, 0)), jnp.ones((0, 3))):
         y, after, _ = quick_call_and_grad(layer, copy(state), x, x)
         assert y.shape == x.shape
@@ -245,7 +300,7 @@ def test_empty_batch_leaves_the_memory_unchanged():
 
 
 @pytest.mark.filterwarnings("ignore:x of shape")
-@pytest.mark.parametrize("approach", OFTEN)
+@each_approach
 def test_one_value_per_channel_gives_the_bias_and_no_nan(approach):
     """Tests MXNet #21111: the variance of a single value causes no NaN."""
     layer, state = make(3, "batch", approach=approach)

@@ -1,4 +1,4 @@
-"""Tests the forms of sums and gradients that are lowered for a GPU.
+"""Tests the variants of sums and gradients that are lowered for a GPU.
 
 Their bytes show only in a program that XLA compiles for a GPU: `make gpu-compile-check` counts
 them, and needs jax's plugin. The numbers here, in bytes of x, were counted with jax 0.12.0.1.

@@ -1,7 +1,6 @@
 """Tests that `Accumulated` remembers micro-batches as one batch.
 
-`Frozen` is tested in `tests/models/test_freeze.py`, `Cumulative` in `test_observations.py`, the
-values of all three in `tests/layers/test_fuzz.py`.
+`Frozen` is tested in `tests/models/test_freeze.py`, `Cumulative` in `test_observations.py`.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from eqx_norm.models import reconfigure
-from eqx_norm.strategies import Accumulated, Average
+from eqx_norm.strategies import Accumulated, Average, Cumulative
 from tests.helpers import Cumulative as Unloaded
 from tests.helpers import copy, floats, make, normal, remember, remembered, same
 from tests.helpers import quick_call as call
@@ -53,13 +52,14 @@ def assert_same_memory(layer: Any, state: Any, other: Any, other_state: Any) -> 
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=1e-5)
 
 
-CASES = [("renorm", False), (Average(), True), (Unloaded(), True)]
+CASES = [("adam", True), ("renorm", False), (Average(), True), (Unloaded(), True)]
+CASES += [(Cumulative(), False)]
 
 
 @pytest.mark.parametrize(("approach", "unbiased"), CASES, ids=str)
 def test_accumulated_remembers_micro_batches_as_one_batch(approach, unbiased):
     layer, whole, accumulating, state = accumulated(approach, unbiased=unbiased)
-    for step in range(1, 3):  # each step starts from the memory of the step before
+    for step in range(1, 4):  # each step starts from the memory of the step before
         xs = micro_batches(step)
         alone = remember(layer, copy(whole), held(accumulating, state).remembered)
         ys, state = in_turn(accumulating, state, xs)

@@ -20,8 +20,6 @@ from tests.operation.derivatives import BASIC, REPEATED, gradient, gradient_of_g
 
 from .interpreted import take_the_cpu_for
 
-UNOPTIMISED = True  # compares values: tests/compiling.py
-
 pytestmark = pytest.mark.x32  # kernels serve no float64
 
 
