@@ -44,10 +44,8 @@ class Experiment:
             description=about,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        of_quick = (
-            f"run a small version: {quick}; under 30 seconds; exit with 1 if a claim fails"
-        )
-        self.parser.add_argument("--quick", action="store_true", help=of_quick)
+        size = f"run a small version: {quick}; under 30 seconds; exit with 1 if a claim fails"
+        self.parser.add_argument("--quick", action="store_true", help=size)
         out = Path("build") / name
         of_out = f"write to DIR/results and DIR/figures (default: {out})"
         self.parser.add_argument("--out", type=Path, metavar="DIR", default=out, help=of_out)

@@ -13,7 +13,9 @@ from tests import fuzz
 pytestmark = pytest.mark.x32  # has its own dtypes
 # Their programs take longer than three seconds to compile.
 SLOW = "0 1 3 4 16 18 22 23 28 32 45 46 47 60 65 66 71 73 76 77 84"
-SEEDS = [seed for seed in range(121) if str(seed) not in SLOW.split()]
+DRAWN = [seed for seed in range(160) if str(seed) not in SLOW.split()]
+# What complex numbers for a real x raise has tests of its own (test_dtypes.py).
+SEEDS = [seed for seed in DRAWN if not fuzz.draw(seed).refused][:100]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
