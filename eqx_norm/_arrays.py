@@ -55,7 +55,7 @@ def moments(
     """
     example = _checked(x, axis, mask)
     (names,) = _arguments.checked_names(axis_name=axis_name)
-    _normalise.size(names, counts_parts=True)
+    _normalise.size(names, is_example_norm=True)
     kept = example.layout.kept
     if example.x.size == 0:
         return Moments.zero(kept, example.x_upcast.dtype)

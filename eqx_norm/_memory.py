@@ -72,7 +72,8 @@ def _abstract_new(
     return jax.eval_shape(lambda: new(approach, channels, dtype))
 
 
-# JAX keeps as many programs. If layers overflow the cache, each call traces `init` again.
+# As large as JAX's own caches of compiled programs. A layer that is no longer in this cache is
+# traced again at each call.
 _abstract_new_once = functools.lru_cache(maxsize=4096)(_abstract_new)
 
 
@@ -157,10 +158,10 @@ def check(layer: PyTree, remembered: Remembered) -> None:
         )
     for actual, expected in zip(dtypes, expected_dtypes, strict=True):
         if actual != expected:
-            raise ValueError(_dtype_error(actual, expected))
+            raise ValueError(_dtype_message(actual, expected))
 
 
-def _dtype_error(actual: jnp.dtype, expected: jnp.dtype) -> str:
+def _dtype_message(actual: jnp.dtype, expected: jnp.dtype) -> str:
     x64 = statistics_dtype(float) == "float64"
     if jnp.issubdtype(expected, jnp.integer):
         cause = (

@@ -48,9 +48,9 @@ class Cumulative(AbstractStrategy[Seen]):
 
     def update(self, batch: TrainingBatch, memory: Seen) -> tuple[Moments, Seen]:
         before = memory.count_pair
-        count = before + batch.known_count
-        share = batch.known_count / jnp.where(count.value > 0, count.value, 1)
-        share = uncontracted(jnp.asarray(share))
+        count = before + batch.count
+        total = jnp.where(count.value > 0, count.value, 1)
+        share = uncontracted(jnp.divide(batch.count, total))
         delta = (batch.mean_pair - memory.mean_pair).value
         between = abs_squared(delta) * before.value * share
         mean = memory.mean_pair.towards(batch.mean_pair, share)

@@ -55,8 +55,8 @@ class Moments(eqx.Module):
         """Returns the moments of no values; `channels` may be the shape `(*sets, channels)`;
         `dtype` is that of the mean. The count is a scalar, or of that shape."""
         mean = jnp.zeros(channels, dtype)
-        axes_of_count = mean.shape if mean.ndim > 1 else ()
-        count = jnp.zeros(axes_of_count, mean.real.dtype)
+        count_shape = mean.shape if mean.ndim > 1 else ()
+        count = jnp.zeros(count_shape, mean.real.dtype)
         return Moments(count, mean, mean.real)
 
     @staticmethod

@@ -156,6 +156,6 @@ def _corrected(
     sigma_ratio = (sigma_b / lax.stop_gradient(sigma_b)).astype(shift.dtype)  # 1
     # With this m2 the layer, which adds eps, divides x by sigma_b / r.
     shrunk = 1 / (r * r)
-    m2 = batch.m2 * shrunk + batch.known_count * batch.eps * (shrunk - 1)
+    m2 = batch.m2 * shrunk + batch.count * batch.eps * (shrunk - 1)
     mean = batch.mean_pair - shift * sigma_ratio
     return dataclasses.replace(batch.moments, m2=m2, mean_pair=mean)

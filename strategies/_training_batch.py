@@ -6,6 +6,7 @@ import equinox as eqx
 from jaxtyping import Array, Float, Int
 
 from ._moments import Moments, degrees_of_freedom
+from ._numbers import Floats
 
 
 # A subclass of `Moments`, because strategies return the batch as the moments to use, merge it,
@@ -23,6 +24,8 @@ class TrainingBatch(Moments):
     - `unbiased`: the layer's `unbiased`, a bool, static.
     """
 
+    # Always known, unlike that of `Moments`.
+    count: Floats  # pyright: ignore[reportIncompatibleVariableOverride]
     eps: float = eqx.field(static=True, kw_only=True)
     step: Int[Array, ""] = eqx.field(kw_only=True)
     # Not `ddof`, which is that of `variance`: a batch is normalised by its biased variance.

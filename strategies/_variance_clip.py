@@ -62,7 +62,7 @@ class VarianceClip(AbstractWrapper):
         low, high = running / self.ratio, self.ratio * (running + running.mean())
         clips = (batch.step >= self.start) & (running.mean() > batch.eps)
         # m2 is clipped, not the variance: a batch within the bounds stays bitwise equal.
-        count = batch.known_count
+        count = batch.count
         m2 = jnp.clip(batch.m2, low * count, high * count)
         clipped = dataclasses.replace(batch, m2=jnp.where(clips, m2, batch.m2))
         return self.strategy.update(clipped, memory)

@@ -36,13 +36,11 @@ def filter_jit(function: Any) -> Any:
 @contextlib.contextmanager
 def unoptimised() -> Iterator[None]:
     """Compiles without optimisation whatever is compiled meanwhile."""
-    name = "jax_disable_most_optimizations"
-    before = getattr(jax.config, name)
-    jax.config.update(name, True)
+    jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def lowered_for(platform: str, function: Any) -> Any:

@@ -32,17 +32,18 @@ _EXAMPLE_ADVICE = (
 
 
 def size(
-    axis_name: AxisName, memory_axis_name: AxisName = (), *, counts_parts: bool = False
+    axis_name: AxisName, memory_axis_name: AxisName = (), *, is_example_norm: bool = False
 ) -> int:
-    """Returns the number of examples along the named axes; if `counts_parts`, of the parts of
-    one example. If a name is not bound, raises a `NameError` that says what to do."""
+    """Returns the number of examples along the named axes, or of parts of one example. If a
+    name is not bound, raises a `NameError` that says what to do, with a norm of examples if
+    `is_example_norm`."""
     memory_names = names_of(memory_axis_name)
     names = names_of(axis_name) + memory_names
     for name in names:
         try:
             lax.axis_size(name)
         except NameError as error:
-            if counts_parts:
+            if is_example_norm:
                 advice = _EXAMPLE_ADVICE.format(_mapped("layer", names))
             else:
                 advice = _MEMORY_ADVICE if name in memory_names else _BATCH_ADVICE

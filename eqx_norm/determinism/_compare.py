@@ -104,6 +104,13 @@ def _details(first: Contents, row: Row, second: Contents, other: Row) -> list[st
     lines = [f"fingerprints {row.fingerprint} and {other.fingerprint}"]
     if values is None or others is None:
         return [*lines, "values were not kept: recorded(step, keep_values=True) keeps them"]
+    is_of_one_type = (values.shape, values.dtype) == (others.shape, others.dtype)
+    if not is_of_one_type or values.tobytes() == others.tobytes():
+        raise LedgerError(
+            f"{first.path} and {second.path} differ in {row.place}, but the values kept beside "
+            "them are equal, or have two shapes or dtypes: one folder is of another ledger. "
+            "Delete both folders to compare fingerprints alone."
+        )
     return [*lines, *difference(values, others)]
 
 

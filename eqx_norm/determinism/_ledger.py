@@ -163,6 +163,19 @@ def _rows(step: int, plan: Sequence[Probe], prints: UInt32[np.ndarray, "rows 2"]
     return rows
 
 
+# What NumPy and `zipfile` raise for a file that is damaged, or that is none of theirs.
+_DAMAGED = (
+    OSError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+)
+
+
 class Contents(NamedTuple):
     """Holds the contents of a ledger, as `read` returns them."""
 
@@ -182,7 +195,7 @@ class Contents(NamedTuple):
             # NumPy leaves a file open that it cannot read.
             with open(path, "rb") as opened, np.load(opened) as file:
                 values = file[row.place]
-        except (OSError, EOFError, LookupError, ValueError, zipfile.BadZipFile):
+        except _DAMAGED:
             raise LedgerError(
                 f"{path} is damaged, or of another ledger: the values of `{row.probe}` cannot "
                 "be read. Delete the folder to compare fingerprints alone."

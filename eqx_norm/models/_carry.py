@@ -100,11 +100,12 @@ def checked_values(
     values: ArrayLike, members: tuple[int, ...], channels: int
 ) -> Float[Array, "..."]:
     """Returns the number of values for each member of an ensemble, or each of its channels;
-    raises `ValueError` for another shape, and for numbers that are not above 0."""
+    raises `ValueError` for another shape, and for numbers that are not finite and above 0."""
     if not (is_traced(values) or _are_positive(values)):
+        each = ", or one for each member of the ensemble" if members else ""
         raise ValueError(
-            f"values={values!r}: give the number of values per channel, above 0, or one for "
-            "each member of an ensemble."
+            f"values={values!r}: give the number of values per channel, a finite number above "
+            f"0{each}."
         )
     numbers = jnp.asarray(values, float)
     of_each = jnp.asarray(expand_trailing_axes("values", numbers, (*members, channels)))
@@ -114,13 +115,15 @@ def checked_values(
 
 
 def _are_positive(values: ArrayLike) -> bool:
-    """Returns whether all values are finite numbers above 0."""
-    if isinstance(values, str):  # NumPy reads numbers in it
-        return False
+    """Returns whether all values are numbers above 0, and finite in the default float dtype."""
     try:
-        numbers = np.asarray(values, float)
-    except (TypeError, ValueError, OverflowError):
+        given = np.asarray(values)
+    except ValueError:  # a list of lists of unequal lengths
         return False
+    if given.dtype.kind not in "biuf":  # NumPy would read numbers in a text
+        return False
+    with np.errstate(over="ignore"):
+        numbers = given.astype(jnp.result_type(float))
     return bool(np.all((numbers > 0) & np.isfinite(numbers)))
 
 

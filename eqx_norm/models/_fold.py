@@ -2,13 +2,14 @@
 
 from collections.abc import Hashable, Mapping
 from types import ModuleType
+from typing import overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -75,7 +76,7 @@ def fold_pairs(
             norm = _layer_at(norm_path, model, eqx.nn.BatchNorm)
             memories = state
             if is_frozen(norm):  # computes with constants, and so does the folded layer
-                norm, memories = _constant((norm, state))
+                norm, memories = _without_gradients((norm, state))
             folded[linear_path] = _folded(linear, norm, memories)
         except ValueError as error:
             raise ValueError(f"pairs={{{linear_path!r}: {norm_path!r}}}: {error}") from error
@@ -136,9 +137,29 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
 
     activation: Activation | None = None
 
+    @overload
     def __call__(
-        self, x: Array, state: PyTree = None, *, key: object = None, inference: object = None
-    ) -> Array | tuple[Array, PyTree]:
+        self, x: Inexact[Array, "..."], *, key: object = None, inference: object = None
+    ) -> Inexact[Array, "..."]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Inexact[Array, "..."],
+        state: PyTree,
+        *,
+        key: object = None,
+        inference: object = None,
+    ) -> tuple[Inexact[Array, "..."], PyTree]: ...
+
+    def __call__(
+        self,
+        x: Inexact[Array, "*shape"],
+        state: PyTree = None,
+        *,
+        key: object = None,
+        inference: object = None,
+    ) -> Inexact[Array, "*shape"] | tuple[Inexact[Array, "*shape"], PyTree]:
         """Returns `x`, or `activation(x)` in the dtype of `x`, and the state if one is given;
         the arguments are those of `BatchNorm` except `mask`."""
         del key, inference
@@ -224,12 +245,12 @@ def _mismatch(layer: PyTree, norm: PyTree) -> str | None:
 def _vector(
     xp: ModuleType, array: Shaped[Array | np.ndarray, "..."] | None
 ) -> Float[Array | np.ndarray, " channels"]:
-    """Returns an array as a vector of `xp`, NumPy or `jax.numpy`, in its widest float dtype;
-    returns a vector of one 0 for `None`."""
+    """Returns an array as a vector of `xp`, in float64 for NumPy and in the default float dtype
+    for `jax.numpy`; returns a vector of one 0 for `None`."""
     return xp.asarray(0.0 if array is None else array, float).reshape(-1)
 
 
-def _constant(tree: PyTree) -> PyTree:
+def _without_gradients(tree: PyTree) -> PyTree:
     """Returns the tree with traced arrays that no gradient reaches."""
     stop = jax.lax.stop_gradient
     return jax.tree.map(lambda a: stop(a) if _layers.is_traced(a) else a, tree)

@@ -153,6 +153,11 @@ def replaced(
                 after |= changed
                 dropped |= {index.marker for index in _indices(old).values()}
             elif _indices(new) != _indices(old):
+                if state is not None:
+                    raise ValueError(
+                        "it has no statistics in the state given. Give the model with the "
+                        "state that it was made with."
+                    )
                 raise ValueError(
                     "it has no flag inference, as in a gradient or an optimiser's memory. "
                     "Convert the model, and make this memory anew."

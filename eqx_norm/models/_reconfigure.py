@@ -19,7 +19,7 @@ from ._carry import carry
 from ._freeze import freeze, is_frozen, without_frozen
 from ._layers import Model, State, Where
 
-Settings = dict[str, Any]
+Settings = dict[str, Any]  # the keyword arguments of `reconfigure`, by name
 Norm = TypeVar("Norm", bound=BatchNorm | AbstractExampleNorm)
 _OURS = BatchNorm, AbstractExampleNorm
 _OF_ALL = ("eps", "activation", "weight_offset", "implementation")

@@ -156,7 +156,8 @@ def converted(layer: PyTree, kind: type) -> PyTree:
 
 def _ours(layer: PyTree) -> PyTree:
     refuse_subclass(layer, NORMS)
-    if kind := TO_OURS.get(type(layer)):
+    kind = TO_OURS.get(type(layer))
+    if kind is not None:
         return converted(layer, kind)
     settings = layer.axis_name, layer.eps, layer.channelwise_affine
     approach = named(layer.mode, layer.momentum)

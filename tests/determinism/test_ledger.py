@@ -158,6 +158,14 @@ def test_compare_exits_with_2_and_one_line_for_incomparable_ledgers(tmp_path, pr
         if content is not None:
             (values / "0.npz").write_bytes(content)
         cases.append((damaged, too, "0.npz is damaged, or of another ledger: the values of `"))
+    for name, change in (("same", lambda v: v), ("cast", np.float64), ("longer", np.ravel)):
+        other = tmp_path / name
+        other.write_bytes(kept.read_bytes())
+        (tmp_path / f"{name}.values").mkdir()
+        with np.load(f"{too}.values/0.npz") as values:
+            changed: Any = {place: change(values[place]) for place in values}
+        np.savez(tmp_path / f"{name}.values" / "0.npz", **changed)
+        cases.append((other, too, "one folder is of another ledger. Delete both folders"))
     for first, second, error in cases:
         status, out, printed = program("compare", first, second)
         assert (status, out, printed.count("\n")) == (2, "", 1)

@@ -68,6 +68,8 @@ OWN: Any = type("Own", (BatchNorm,), {})(C, "batch", approach="batch")
 LOADING = make(C, "batch", approach=Loading())
 X = normal(0, (4, C))
 PATH: Any = "[0]"
+BYTES: Any = b"5"
+TEXTS: Any = ["5"]
 NEGATIVE: Any = [-1.0, 1.0, 1.0]
 TEXT: Any = "text"
 PAIRS: Any = [("[0]", "[1]")]
@@ -108,7 +110,7 @@ NO_WEIGHT, ITS = made(lambda nn, key: nn.BatchNorm(C, "batch", 1e-5, False, mode
 jitted = eqx.filter_jit
 EXCHANGED = r"^The model given is an eqx.nn.State.* \(model, state, "
 STACKED = r"^\[0\]: The state given has one more axis in front: .*not stacked"
-POSITIVE = "give the number of values per channel, above 0"
+POSITIVE = "give the number of values per channel, a finite number above 0"
 UNKNOWN = r"The weight of these moments .* values=n in from_torch, reconfigure or swap"
 STACKED_WEIGHT = r" is stacked, as in an ensemble .*\(3, 3, 3, 3\)\..*blocks.0"
 TRACED = "^This function reads the values of arrays, .* outside of jit"
@@ -242,6 +244,9 @@ ERRORS: list[tuple[Any, str]] = [
     (lambda: from_torch(*LOADING, LOADED, strict=False), f"^BatchNorm: {UNKNOWN}"),
     (lambda: from_torch(*LOADING, LOADED, strict=False, values=-5), f"values=-5: {POSITIVE}"),
     (lambda: from_torch(*LOADING, LOADED, strict=False, values=TEXT), f"'text': {POSITIVE}"),
+    (lambda: from_torch(*LOADING, LOADED, strict=False, values=BYTES), rf"b'5': {POSITIVE}\.$"),
+    (lambda: from_torch(*LOADING, LOADED, strict=False, values=1e39), rf"1e\+39: {POSITIVE}"),
+    (lambda: reconfigure(MODEL, STATE, approach="ema", values=TEXTS), rf"\['5'\]: {POSITIVE}"),
     (
         lambda: from_torch(NORM, NORM_STATE, LOADED, strict=False, values=NEGATIVE),
         rf"^BatchNorm: values=\[-1.0, 1.0, 1.0\]: {POSITIVE}",
