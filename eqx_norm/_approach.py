@@ -2,16 +2,15 @@
 
 import functools
 import warnings
-
-from jaxtyping import PyTree
+from typing import Any
 
 from eqx_norm._warnings import stacklevel
 from eqx_norm.strategies import AbstractStrategy, named
 
 
 def resolve(
-    approach: str | AbstractStrategy[PyTree] | None, mode: str | None, momentum: float | None
-) -> AbstractStrategy[PyTree]:
+    approach: str | AbstractStrategy[Any] | None, mode: str | None, momentum: float | None
+) -> AbstractStrategy[Any]:
     """Returns the strategy object `approach`, or makes the one that `approach` or `mode` names.
 
     **Raises:** `ValueError` for an unknown name, an `approach` that is neither a name nor a

@@ -2,6 +2,7 @@
 
 import dataclasses
 import textwrap
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ from eqx_norm.strategies import AbstractStrategy, Moments, TrainingBatch
 
 
 def update(
-    approach: AbstractStrategy[PyTree], batch: TrainingBatch, memory: PyTree
+    approach: AbstractStrategy[Any], batch: TrainingBatch, memory: PyTree
 ) -> tuple[Moments, PyTree]:
     """Returns `approach.update(batch, memory)`, checked, with plain `Moments` in the memory."""
     result = approach.update(batch, memory)
@@ -29,7 +30,7 @@ def update(
 
 
 def infer(
-    approach: AbstractStrategy[PyTree], memory: PyTree, channels: int, unbiased: bool
+    approach: AbstractStrategy[Any], memory: PyTree, channels: int, unbiased: bool
 ) -> Moments:
     """Returns `approach.infer(memory)`, with the `ddof` of the layer; raises unless it is
     `Moments` of all channels."""
@@ -42,7 +43,7 @@ def running(layer: PyTree, memory: PyTree) -> Moments:
     return infer(layer.approach, memory, layer.input_size, layer.unbiased)
 
 
-def load(approach: AbstractStrategy[PyTree], learnt: Moments, empty: PyTree) -> PyTree:
+def load(approach: AbstractStrategy[Any], learnt: Moments, empty: PyTree) -> PyTree:
     """Returns `approach.load(learnt)`; raises unless it has the form of the `empty` memory, and
     counts that are known."""
     name = f"{type(approach).__name__}.load"

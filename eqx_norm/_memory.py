@@ -59,14 +59,14 @@ class Remembered(NamedTuple):
         return self.counts[..., 1]
 
 
-def new(approach: AbstractStrategy[PyTree], channels: int, dtype: DTypeLike) -> Remembered:
+def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Remembered:
     """Returns the memory of a layer before any batch; `dtype` is the dtype of the weights."""
     memory = approach.init(channels, statistics_dtype(dtype))
     return Remembered(memory, jnp.zeros(2, jnp.int32))
 
 
 def _abstract_new(
-    approach: AbstractStrategy[PyTree], channels: int, dtype: DTypeLike
+    approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike
 ) -> Remembered:
     """Returns `new` with shapes and dtypes in place of arrays."""
     return jax.eval_shape(lambda: new(approach, channels, dtype))

@@ -1,11 +1,12 @@
 """Defines `Accumulated`, which remembers several micro-batches as one batch."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from ._base import AbstractStrategy
 from ._moments import Moments, select
@@ -22,13 +23,13 @@ class Accumulation(eqx.Module):
     that did not update `remembered`. Both numbers are int32.
     """
 
-    remembered: PyTree
+    remembered: Any
     pending: Moments
     batches: Int[Array, "*members"]
     skipped: Int[Array, "*members"]
 
     @classmethod
-    def begun(cls, remembered: PyTree, channels: int, dtype: DTypeLike) -> "Accumulation":
+    def begun(cls, remembered: Any, channels: int, dtype: DTypeLike) -> "Accumulation":
         """Returns `remembered` with no pending micro-batch; `dtype` is that of the mean."""
         # These are two arrays, because a program cannot donate one array twice.
         batches, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -64,7 +65,7 @@ class Accumulated(AbstractWrapper):
     **Raises:** `ValueError` for an invalid `every`, and for an invalid or frozen `strategy`.
     """
 
-    strategy: AbstractStrategy[PyTree]
+    strategy: AbstractStrategy[Any]
     every: int = eqx.field(static=True)
 
     def __check_init__(self):
@@ -103,5 +104,5 @@ class Accumulated(AbstractWrapper):
         channels, dtype = learnt.mean.shape[0], learnt.mean.dtype
         return Accumulation.begun(self.strategy.load(learnt), channels, dtype)
 
-    def without_pending(self, memory: Accumulation) -> tuple[PyTree, PyTree]:
+    def without_pending(self, memory: Accumulation) -> tuple[Any, Any]:
         return memory.remembered, memory.skipped

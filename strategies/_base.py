@@ -1,11 +1,10 @@
 """Defines `AbstractStrategy`, the base class of all strategies."""
 
 import abc
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from ._moments import Moments
 from ._training_batch import TrainingBatch
@@ -90,8 +89,8 @@ class AbstractStrategy(eqx.Module, Generic[Memory]):
         later batches by others. A layer warns if a first batch has one value per channel."""
         return False
 
-    # The number is a `PyTree`, because `eqx.tree_at` calls this with leaves that are no arrays.
-    def without_pending(self, memory: PyTree) -> tuple[PyTree, PyTree]:
+    # The number is `Any`, because `eqx.tree_at` calls this with leaves that are no arrays.
+    def without_pending(self, memory: Any) -> tuple[Any, Any]:
         """Returns the memory without pending micro-batches, and the number of accepted
         micro-batches that did not update the memory; `Accumulated` overrides this method."""
         return memory, 0

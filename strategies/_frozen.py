@@ -1,9 +1,8 @@
 """Defines `Frozen`, which normalises by the running statistics and never updates them."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
-from jaxtyping import PyTree
 
 from ._base import AbstractStrategy
 from ._moments import Moments
@@ -27,7 +26,7 @@ class Frozen(AbstractWrapper):
     https://github.com/pytorch/pytorch/issues/66073
     """
 
-    strategy: AbstractStrategy[PyTree]
+    strategy: AbstractStrategy[Any]
     weights: bool = eqx.field(default=True, static=True, converter=bool)
     learns: ClassVar[bool] = False
 
@@ -35,6 +34,6 @@ class Frozen(AbstractWrapper):
     def trains_weights(self) -> bool:
         return not self.weights
 
-    def update(self, batch: TrainingBatch, memory: PyTree) -> tuple[Moments, PyTree]:
+    def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
         del batch
         return self.strategy.infer(memory), memory

@@ -1,8 +1,7 @@
 """Maps the names for `approach=` to strategies."""
 
 from collections.abc import Callable
-
-from jaxtyping import PyTree
+from typing import Any
 
 from ._adam import Adam
 from ._base import AbstractStrategy
@@ -12,7 +11,7 @@ from ._renorm import Renorm
 from ._smooth_start import SmoothStart
 from ._variance_clip import VarianceClip
 
-NAMED: dict[str, Callable[[float], AbstractStrategy[PyTree]]] = {
+NAMED: dict[str, Callable[[float], AbstractStrategy[Any]]] = {
     "ema": Ema,
     "batch": Batch,
     "adam": Adam,
@@ -23,7 +22,7 @@ NAMED: dict[str, Callable[[float], AbstractStrategy[PyTree]]] = {
 """Maps the names for `approach=` to functions that make a strategy from a momentum."""
 
 
-def named(name: str, momentum: float) -> AbstractStrategy[PyTree]:
+def named(name: str, momentum: float) -> AbstractStrategy[Any]:
     """Returns the strategy with this name in `NAMED`, made with `momentum`.
 
     **Raises:** `ValueError` for an unknown name.

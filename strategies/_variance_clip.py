@@ -1,10 +1,10 @@
 """Defines `VarianceClip`, which clips the variance of each batch."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from ._base import AbstractStrategy
 from ._batch import Batch
@@ -41,7 +41,7 @@ class VarianceClip(AbstractWrapper):
     Ginsburg in https://github.com/BVLC/caffe/issues/3963, with his constants.
     """
 
-    strategy: AbstractStrategy[PyTree] = Batch()
+    strategy: AbstractStrategy[Any] = Batch()
     ratio: float = eqx.field(default=4.0, static=True, converter=number)
     start: int = eqx.field(default=200, static=True)
 
@@ -57,7 +57,7 @@ class VarianceClip(AbstractWrapper):
                 "so clipping can start after 1 batch at the earliest; give an int."
             )
 
-    def update(self, batch: TrainingBatch, memory: PyTree) -> tuple[Moments, PyTree]:
+    def update(self, batch: TrainingBatch, memory: Any) -> tuple[Moments, Any]:
         running = self.strategy.infer(memory).variance
         low, high = running / self.ratio, self.ratio * (running + running.mean())
         clips = (batch.step >= self.start) & (running.mean() > batch.eps)

@@ -1,20 +1,21 @@
 """Defines `AbstractWrapper`, the base class of strategies that wrap another one."""
 
+from typing import Any
+
 import equinox as eqx
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from ._base import AbstractStrategy
 from ._moments import Moments
 
 
-class AbstractWrapper(AbstractStrategy[PyTree]):
+class AbstractWrapper(AbstractStrategy[Any]):
     """Passes all calls but `update` on to the wrapped strategy, and has the same memory.
 
     **Fields:** `strategy`: the strategy to wrap, which is not frozen.
     """
 
-    strategy: eqx.AbstractVar[AbstractStrategy[PyTree]]
+    strategy: eqx.AbstractVar[AbstractStrategy[Any]]
 
     def __check_init__(self):
         inner: object = self.strategy
@@ -34,14 +35,14 @@ class AbstractWrapper(AbstractStrategy[PyTree]):
     def starts_as_batch(self) -> bool:
         return self.strategy.starts_as_batch
 
-    def init(self, channels: int, dtype: DTypeLike) -> PyTree:
+    def init(self, channels: int, dtype: DTypeLike) -> Any:
         return self.strategy.init(channels, dtype)
 
-    def infer(self, memory: PyTree) -> Moments:
+    def infer(self, memory: Any) -> Moments:
         return self.strategy.infer(memory)
 
-    def load(self, learnt: Moments) -> PyTree:
+    def load(self, learnt: Moments) -> Any:
         return self.strategy.load(learnt)
 
-    def without_pending(self, memory: PyTree) -> tuple[PyTree, PyTree]:
+    def without_pending(self, memory: Any) -> tuple[Any, Any]:
         return self.strategy.without_pending(memory)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ _MIX_1, _MIX_2 = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _DTYPES_OF_64_BITS = ("int64", "uint64", "float64", "complex128")
 
 
-def fingerprint(tree: PyTree) -> UInt32[Array, "2"]:
+def fingerprint(tree: Any) -> UInt32[Array, "2"]:
     r"""Returns a fingerprint of the bits of an array, or of all arrays of a pytree.
 
     Let $w_0, w_1, \ldots$ be the array's bits as 32-bit words in row-major order (a narrower

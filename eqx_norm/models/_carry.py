@@ -1,5 +1,7 @@
 """Carries the running statistics of one layer over to another layer."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -149,14 +151,14 @@ def is_new(layer: BatchNorm, memory: Remembered) -> Bool[Array, ""]:
     return jnp.all(jnp.asarray([jnp.all(a == b) for a, b in pairs]))
 
 
-def _innermost(approach: AbstractStrategy[PyTree]) -> AbstractStrategy[PyTree]:
+def _innermost(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:
     """Returns the strategy inside of all wrappers."""
     while isinstance(approach, AbstractWrapper):
         approach = approach.strategy
     return approach
 
 
-def _is_average(approach: AbstractStrategy[PyTree]) -> bool:
+def _is_average(approach: AbstractStrategy[Any]) -> bool:
     """Returns whether a strategy infers from a `Running` and loads it as `Batch` does."""
     kind, base = type(approach), AbstractAveragingStrategy
     return kind.infer is base.infer and kind.load is base.load

@@ -1,5 +1,7 @@
 """Defines `decay_mask`, which excludes norms and biases from weight decay."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
@@ -14,7 +16,7 @@ _NORMS = (*NORMS, AbstractExampleNorm)
 _WITH_BIAS = (*LINEAR, eqx.nn.GRUCell, eqx.nn.LSTMCell)
 
 
-def decay_mask(model: PyTree) -> PyTree:
+def decay_mask(model: Any) -> Any:
     """Returns whether weight decay applies to each leaf of a pytree.
 
     Norms and biases are excluded by the layer that they are in, not by their number of axes, so

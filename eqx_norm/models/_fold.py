@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 from types import ModuleType
-from typing import overload
+from typing import Any, overload
 
 import equinox as eqx
 import jax
@@ -87,7 +87,7 @@ def fold_pairs(
     return model, _layers.with_entries(model, state, {}, markers)
 
 
-def propose_pairs(model: PyTree) -> dict[str, str]:
+def propose_pairs(model: Any) -> dict[str, str]:
     """Returns `pairs` for `fold_pairs`, guessed from the order of the model's layers.
 
     ```python
@@ -146,20 +146,20 @@ class FoldedBatchNorm(eqx.nn.StatefulLayer):
     def __call__(
         self,
         x: Inexact[Array, "..."],
-        state: PyTree,
+        state: Any,
         *,
         key: object = None,
         inference: object = None,
-    ) -> tuple[Inexact[Array, "..."], PyTree]: ...
+    ) -> tuple[Inexact[Array, "..."], Any]: ...
 
     def __call__(
         self,
         x: Inexact[Array, "*shape"],
-        state: PyTree = None,
+        state: Any = None,
         *,
         key: object = None,
         inference: object = None,
-    ) -> Inexact[Array, "*shape"] | tuple[Inexact[Array, "*shape"], PyTree]:
+    ) -> Inexact[Array, "*shape"] | tuple[Inexact[Array, "*shape"], Any]:
         """Returns `x`, or `activation(x)` in the dtype of `x`, and the state if one is given;
         the arguments are those of `BatchNorm` except `mask`."""
         del key, inference

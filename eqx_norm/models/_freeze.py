@@ -1,6 +1,6 @@
 """Defines `freeze`, `unfreeze` and `trainable`, for batch norms that are not to be trained."""
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -63,7 +63,7 @@ def unfreeze(model: Model, where: Where | None = None) -> Model:
     return with_nodes(model, learning)
 
 
-def trainable(model: PyTree) -> PyTree:
+def trainable(model: Any) -> Any:
     """Returns whether each leaf of a pytree is trained.
 
     `eqx.partition(model, trainable(model))` separates trained leaves from the rest.
@@ -91,6 +91,6 @@ def is_frozen(node: PyTree) -> TypeGuard[BatchNorm]:
     return isinstance(node, BatchNorm) and isinstance(node.approach, Frozen)
 
 
-def without_frozen(approach: AbstractStrategy[PyTree]) -> AbstractStrategy[PyTree]:
+def without_frozen(approach: AbstractStrategy[Any]) -> AbstractStrategy[Any]:
     """Returns the strategy inside of a `Frozen`, and any other strategy unchanged."""
     return approach.strategy if isinstance(approach, Frozen) else approach

@@ -7,7 +7,7 @@ Only this file handles the names of a state's entries, the additional axes of an
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -30,7 +30,7 @@ Model = TypeVar("Model")
 # `state: State = None` needs an exception.)
 State = TypeVar("State", bound=eqx.nn.State | None, default=None)
 Kind = type | tuple[type, ...]
-Where = Callable[[str, PyTree], object]
+Where = Callable[[str, Any], object]
 Nodes = dict[str, PyTree]  # of a model, by their paths
 Entries = dict[Hashable, PyTree]  # of a state, by the markers of indices
 Function = TypeVar("Function", bound=Callable[..., PyTree])

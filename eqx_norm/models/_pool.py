@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,7 +28,7 @@ from ._layers import Entries, Nodes
 
 
 def pool_statistics(
-    model: PyTree, states: Iterable[eqx.nn.State], values: Iterable[ArrayLike]
+    model: Any, states: Iterable[eqx.nn.State], values: Iterable[ArrayLike]
 ) -> eqx.nn.State:
     r"""Returns one state with the statistics of the data of several states together.
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -20,13 +21,13 @@ from . import _layers
 from ._carry import batches_of, carry, new_statistics
 from ._layers import LINEAR, Entries, Nodes
 
-Forward = Callable[[PyTree, eqx.nn.State, PyTree], object]
+Forward = Callable[[Any, eqx.nn.State, Any], object]
 
 
 def recalibrate(
-    model: PyTree,
+    model: Any,
     state: eqx.nn.State,
-    batches: Iterable[PyTree],
+    batches: Iterable[Any],
     forward: Forward | None = None,
 ) -> eqx.nn.State:
     r"""Returns the state with running statistics computed anew from all data in `batches`.

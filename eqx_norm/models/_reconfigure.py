@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import ArrayLike
 
 from eqx_norm._arguments import checked_activation
 from eqx_norm._batch_norm import BatchNorm
@@ -154,9 +154,7 @@ def _with_approach(layer: BatchNorm, settings: Settings) -> Settings:
     return settings | {"approach": approach}
 
 
-def _with_momentum(
-    approach: AbstractStrategy[PyTree], momentum: float
-) -> AbstractStrategy[PyTree]:
+def _with_momentum(approach: AbstractStrategy[Any], momentum: float) -> AbstractStrategy[Any]:
     """Returns the strategy, or the one that it wraps, with another momentum."""
     names = {field.name for field in dataclasses.fields(approach)}
     if "momentum" in names:

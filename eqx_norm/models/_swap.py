@@ -38,7 +38,7 @@ OURS = (BatchNorm, *TO_THEIRS)
 def swap(
     model: Model,
     state: State = None,  # pyright: ignore[reportArgumentType] (see `State`)
-    approach: str | AbstractStrategy[PyTree] | None = None,
+    approach: str | AbstractStrategy[Any] | None = None,
     *,
     where: Where | None = None,
     **overrides: Any,

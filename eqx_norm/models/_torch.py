@@ -1,12 +1,13 @@
 """Converts weights and statistics from PyTorch, by `from_torch`, and back, by `to_torch`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import ArrayLike
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -99,7 +100,7 @@ def from_torch(
 
 
 def _loaded_statistics(
-    model: PyTree,
+    model: Any,
     state: eqx.nn.State | None,
     loaded: Mapping[str, jax.Array],
     values: ArrayLike | None,
@@ -121,7 +122,7 @@ def _loaded_statistics(
 
 
 def to_torch(
-    model: PyTree, state: eqx.nn.State | None = None, names: Names = None
+    model: Any, state: eqx.nn.State | None = None, names: Names = None
 ) -> dict[str, np.ndarray]:
     """Returns the weights and statistics of a model as a `state_dict` for PyTorch.
 

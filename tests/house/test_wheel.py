@@ -5,10 +5,14 @@ import re
 import shutil
 import sysconfig
 import tarfile
+import types
 import zipfile
 
 import pytest
 
+import eqx_norm.determinism
+import eqx_norm.models
+import eqx_norm.strategies
 from tests.processes import ROOT, python
 
 
@@ -68,6 +72,18 @@ def test_every_link_of_the_description_is_absolute(wheel):
     assert all(link.startswith("https://raw.githubusercontent.com/") for link in pictures)
 
 
+def public_names():
+    """Returns a program that uses each public name, so that a strict checker reads its type."""
+    lines = list[str]()
+    for module in (eqx_norm, eqx_norm.determinism, eqx_norm.models, eqx_norm.strategies):
+        lines.append(f"import {module.__name__}")
+        for name in dir(module):
+            is_module = isinstance(getattr(module, name), types.ModuleType)
+            if not name.startswith("_") and not is_module:
+                lines.append(f"{module.__name__}.{name}")
+    return "\n".join(lines)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "checker",
@@ -85,7 +101,8 @@ def test_user_code_passes_strict_type_checkers(checker, wheel, tmp_path):
     # The dependencies of eqx-norm. An editable eqx-norm is a .pth, too, and so not found there.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     shutil.copy(ROOT / "tests" / "house" / "stranger.py", tmp_path)
-    settings = {"include": ["stranger.py"], "typeCheckingMode": "strict"}
+    (tmp_path / "names.py").write_text(public_names(), encoding="utf-8")
+    settings = {"include": ["stranger.py", "names.py"], "typeCheckingMode": "strict"}
     settings |= {"reportUnnecessaryTypeIgnoreComment": "error"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     python("-m", *checker, cwd=tmp_path)
