@@ -4,6 +4,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
@@ -129,7 +130,7 @@ def _double_float_sum(hi_a: Addend, lo_a: Addend, hi_b: Addend, lo_b: Addend) ->
     total, error = two_sum(hi_a, hi_b)
     lo = lo_b + (error + lo_a)  # the error is 0 in exact arithmetic
     hi = total + lo
-    return _stack(hi, lo - (hi - total))
+    return stack_by_selection(hi, lo - (hi - total))
 
 
 def _add_jvp(
@@ -175,6 +176,18 @@ def _lo(parts: Parts) -> Numbers:
 def _stack(hi: Numbers, lo: Numbers) -> Parts:
     axis = hi.ndim - 1
     return lax.concatenate([lax.expand_dims(part, [axis]) for part in (hi, lo)], axis)
+
+
+def stack_by_selection(first: Numbers, second: Numbers) -> Parts:
+    """Returns two arrays of shape `(..., n)` as one of shape `(..., 2, n)` that is read whole.
+
+    XLA:CPU would compile what a concatenate computes as a branch for each operand, and twice
+    what the operands share, which takes as long as all else of a batch norm's kernels together.
+    (XLA simplifies a slice of a concatenate, but not of a selection: `_stack` is for arrays of
+    which each part is read by itself.)
+    """
+    is_first = lax.broadcasted_iota(np.int32, (2, 1), 0) == 0
+    return jnp.where(is_first, jnp.expand_dims(first, -2), jnp.expand_dims(second, -2))
 
 
 def append_zeros(hi: Numbers) -> Parts:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Inexact
 from ._base import AbstractStrategy
 from ._moments import Moments, select
 from ._numbers import Scalar, array_hint, cast, number
-from ._pair import Pair, append_zeros, clip_infinity
+from ._pair import Pair, append_zeros, clip_infinity, stack_by_selection
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -57,9 +57,10 @@ class Running(NamedTuple):
         """Returns statistics from elsewhere, `(channels,)`, as the average of that number of
         batches; by default their weight is 1."""
         mean, variance = Pair.of(mean), Pair.of(variance)
-        variance_parts = cast("variance", variance.parts, mean.parts.dtype)
-        averages = jnp.stack([mean.parts, variance_parts], -3)
-        return Running(Pair(averages), jnp.asarray(batches, averages.real.dtype))
+        variance = Pair(cast("variance", variance.parts, mean.parts.dtype))
+        hi = stack_by_selection(mean.value, variance.value)
+        lo = stack_by_selection(mean.rest, variance.rest)
+        return Running(Pair.of(hi, lo), jnp.asarray(batches, hi.real.dtype))
 
     @property
     def mean(self) -> Inexact[Array, "*members channels"]:
@@ -107,10 +108,9 @@ class Running(NamedTuple):
 def _push(running: Running, mean: Pair, variance: Pair, momentum: Scalar) -> Running:
     batch = Running.loaded(mean, variance, running.batches + 1)
     old, new = running.averages, batch.averages
-    known = Pair(jnp.where(running.batches > 0, old.parts, new.parts))
     # Start, end and share of the end, before the shares are divided by their sum.
     from_new = new, old, momentum * running.weight(momentum)
-    from_old = known, new, 1 - momentum
+    from_old = old, new, 1 - momentum
     # The sum starts from the average with the larger share.
     if not isinstance(momentum, float):
         start, end, share = select(momentum < 0.5, from_new, from_old)
@@ -118,8 +118,10 @@ def _push(running: Running, mean: Pair, variance: Pair, momentum: Scalar) -> Run
         start, end, share = from_new
     else:
         start, end, share = from_old
-    averages = start.lerp(end, share / batch.weight(momentum))
-    return batch._replace(averages=averages)
+    averages = start.lerp(end, share / batch.weight(momentum)).parts
+    first = stack_by_selection(new.value, new.rest)
+    averages = jnp.where(running.batches > 0, averages, first)
+    return batch._replace(averages=Pair(averages))
 
 
 # Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.

@@ -136,6 +136,26 @@ def test_one_loop_computes_the_means(name, shape):
     assert str(compiled.as_text()).count("reduce-precision(") == 1
 
 
+def test_training_step_of_a_batch_norm_is_quick_to_compile():
+    """Counts kernels, and loops that LLVM takes long to compile: a `reduce-window`, which is a
+    reduction of one array of bools, a concatenate of computed floats, and one loop of 17 to 49
+    additions."""
+    layer, call = made("BatchNorm", (64, 28, 28))
+    weights, static = eqx.partition(layer, eqx.is_inexact_array)
+
+    def loss(weights, x):
+        y, state = call(eqx.combine(weights, static), x)
+        return (y**2).sum(), state
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    compiled = step.lower(weights, jnp.zeros((8, 64, 28, 28))).compile()
+    program = str(compiled.as_text())
+    assert program.partition("\nENTRY")[2].count(" fusion(") <= 18
+    assert " reduce-window(" not in program
+    assert not re.search(r" f\d\d\S+ concatenate\(", program)
+    assert not re.search(r"\[[\d,]*64,49\]\S* (bitcast|parameter)\(", program)
+
+
 def test_activation_is_called_with_the_shape_of_x():
     """Computes y without differentiation, for which x is reshaped to rows."""
     layer = LayerNorm(8, activation=lambda u: jnp.tanh(u) if u.ndim == 1 else u)
