@@ -144,7 +144,9 @@ def test_second_derivatives_through_a_strategy_are_those_of_its_formula(approach
     assert not fuzz.run(case)
 
 
-@pytest.mark.parametrize("seed", [23, 41, 44, 53, 138, 185, 234, 385])
+@pytest.mark.parametrize(
+    "seed", [23, 41, 44, 53, 138, 185, 234, pytest.param(385, marks=pytest.mark.long)]
+)
 def test_random_uses_over_devices_equal_their_formulas(seed):
     """Tests a few cases of tests/fuzz.py, as tests/layers/test_fuzz.py does on one device."""
     case = fuzz.small(fuzz.draw(seed))
@@ -159,7 +161,7 @@ def test_random_uses_over_devices_equal_their_formulas(seed):
     [
         ("ema, relu", {"devices": DEVICES}),
         pytest.param("renorm, relu, mask", {"devices": DEVICES}, marks=pytest.mark.long),
-        (MASKED, {"groups": 4, "members": 2}),
+        pytest.param(MASKED, {"groups": 4, "members": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
