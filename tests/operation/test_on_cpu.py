@@ -114,6 +114,17 @@ def test_loops_and_reads_of_x_without_differentiation(layer, shape, dtype, reads
     assert not (is_small and '"outer_dimension_partitions":["' in body)
 
 
+@pytest.mark.parametrize("shape", [(1, 64), (3, 96), (2, 128)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_short_rows_wake_no_threads(shape, dtype):
+    """Fails if XLA passes sums to its library, or splits a loop over threads."""
+    layer = RMSNorm(shape[1:])
+    program = jax.jit(jax.vmap(layer)).lower(jnp.zeros(shape, dtype)).compile()
+    _, _, body = str(program.as_text()).partition("\nENTRY")
+    assert "kind=kCustom" not in body
+    assert '"outer_dimension_partitions":["' not in body
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("LayerNorm", (64, 384)), ("GroupNorm", (8, 12, 14, 14)), ("BatchNorm", (64, 32))],
