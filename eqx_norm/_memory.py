@@ -124,8 +124,9 @@ def stays_finite(before: PyTree, after: PyTree, batch: Moments) -> Bool[Array, "
         finite, stays, of_leaf = jnp.broadcast_arrays(finite, stays, of_leaf)
         stays &= of_leaf
     finite, stays = jnp.broadcast_arrays(finite, stays)
-    # The reduction has two operands: one of more than 32 bools would be two loops of XLA:CPU
-    # (`TreeReductionRewriter`), which take a quarter of the time to compile a batch norm.
+    # The reduction has two operands, because XLA:CPU makes two loops of a reduction of one
+    # array of more than 32 bools. No issue upstream. With one operand
+    # tests/operation/test_on_cpu.py, `quick_to_compile`, fails (jax 0.10.2 and 0.12.0.1).
     axes = tuple(range(finite.ndim))
     return lax.bitwise_and(*lax.reduce((finite, stays), (True, True), _both, axes))
 

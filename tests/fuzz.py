@@ -443,7 +443,7 @@ def other_bits(got: Any, want: Any) -> str:
 def run(case: Case, *, compares_bits: bool = True) -> list[str]:
     """Returns the problems of a case, in words."""
     # XLA's optimisation takes most of the time; bits are those of optimised programs.
-    compares_bits &= any(promises_bits(case, mode) for mode in case.steps)
+    compares_bits = compares_bits and any(promises_bits(case, mode) for mode in case.steps)
     try:
         with (
             contextlib.nullcontext() if compares_bits else unoptimised(),

@@ -12,7 +12,7 @@ import pytest
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._normalise.variants import on_cpu
 from tests.compiling import jit
-from tests.helpers import f32, make, normal
+from tests.helpers import f32, make, normal, over_batch
 from tests.layers.norms import made
 
 RANDOM = np.random.RandomState(0)
@@ -151,15 +151,15 @@ def test_training_step_of_a_batch_norm_is_quick_to_compile():
     """Counts kernels, and loops that LLVM takes long to compile: a `reduce-window`, which is a
     reduction of one array of bools, a concatenate of computed floats, and one loop of 17 to 49
     additions."""
-    layer, call = made("BatchNorm", (64, 28, 28))
+    layer, state = make(64, "batch", approach="batch")
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
 
-    def loss(weights, x):
-        y, state = call(eqx.combine(weights, static), x)
+    def loss(weights, x, state):
+        y, state = over_batch(eqx.combine(weights, static))(x, state)
         return (y**2).sum(), state
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    compiled = step.lower(weights, jnp.zeros((8, 64, 28, 28))).compile()
+    compiled = step.lower(weights, jnp.zeros((8, 64, 28, 28)), state).compile()
     program = str(compiled.as_text())
     assert program.partition("\nENTRY")[2].count(" fusion(") <= 18
     assert " reduce-window(" not in program
