@@ -12,7 +12,7 @@ from eqx_norm._normalise.formulas import merge, reference
 from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 
-from .on_cpu import SHORT, UNCUT
+from .on_cpu import SHORT_ROW, UNCUT
 from .variant import Variant
 
 
@@ -49,7 +49,7 @@ def _squares(
 ) -> list[Float[Array, "..."]]:
     squares = variant.squares
     is_of_rows = layout.groups is not None and shape == layout.own_shape(x.shape)
-    if squares is not None and is_of_rows and not mask and SHORT < layout.length <= UNCUT:
+    if squares is not None and is_of_rows and not mask and SHORT_ROW < layout.length <= UNCUT:
         (m2,) = summed_over([squares(layout.in_rows(x))], target.over[0])
     else:
         zero = jnp.zeros((1,) * x.ndim, reference.compute_dtype(x.dtype))
