@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
 from eqx_norm._compiled import is_fixed
+from eqx_norm._jax.constants import full
 from eqx_norm.strategies import AbstractStrategy, Moments
 
 STACKED = (
@@ -63,7 +64,7 @@ class Remembered(NamedTuple):
 def new(approach: AbstractStrategy[Any], channels: int, dtype: DTypeLike) -> Remembered:
     """Returns the memory of a layer before any batch; `dtype` is the dtype of the weights."""
     memory = approach.init(channels, statistics_dtype(dtype))
-    return Remembered(memory, jnp.zeros(2, jnp.int32))
+    return Remembered(memory, full((2,), 0, jnp.int32))
 
 
 def _abstract_new(

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from eqx_norm._jax.constants import full
+
 from ._base import AbstractStrategy
 from ._moments import Moments, select
 from ._numbers import is_count
@@ -32,7 +34,7 @@ class Accumulation(eqx.Module):
     def begun(cls, remembered: Any, channels: int, dtype: DTypeLike) -> "Accumulation":
         """Returns `remembered` with no pending micro-batch; `dtype` is that of the mean."""
         # These are two arrays, because a program cannot donate one array twice.
-        batches, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        batches, skipped = (full((), 0, jnp.int32) for _ in range(2))
         return cls(remembered, Moments.zero(channels, dtype), batches, skipped)
 
 

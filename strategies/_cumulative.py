@@ -8,6 +8,7 @@ from eqx_norm._jax.arithmetic import uncontracted
 
 from ._base import AbstractStrategy
 from ._moments import Moments, abs_squared
+from ._numbers import real_dtype
 from ._pair import Pair
 from ._training_batch import TrainingBatch
 
@@ -44,7 +45,8 @@ class Cumulative(AbstractStrategy[Seen]):
     """
 
     def init(self, channels: int, dtype: DTypeLike) -> Seen:
-        return self.load(Moments.zero(channels, dtype))
+        mean, m2 = (Pair.zero((channels,), each) for each in (dtype, real_dtype(dtype)))
+        return Seen(Pair.zero((1,), real_dtype(dtype)), mean, m2)
 
     def update(self, batch: TrainingBatch, memory: Seen) -> tuple[Moments, Seen]:
         before = memory.count_pair

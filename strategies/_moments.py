@@ -8,10 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._numbers import Floats, cast, number
+from eqx_norm._jax.constants import full
+
+from ._numbers import Floats, cast, number, real_dtype
 from ._pair import Pair, clip_infinity
 
 Tree = TypeVar("Tree")
@@ -54,10 +57,10 @@ class Moments(eqx.Module):
     def zero(channels: int | tuple[int, ...], dtype: DTypeLike) -> "Moments":
         """Returns the moments of no values; `channels` may be the shape `(*sets, channels)`;
         `dtype` is that of the mean. The count is a scalar, or of that shape."""
-        mean = jnp.zeros(channels, dtype)
-        count_shape = mean.shape if mean.ndim > 1 else ()
-        count = jnp.zeros(count_shape, mean.real.dtype)
-        return Moments(count, mean, mean.real)
+        shape = channels if isinstance(channels, tuple) else (channels,)
+        count_shape = shape if len(shape) > 1 else ()
+        count, m2 = (full(each, 0, real_dtype(dtype)) for each in (count_shape, shape))
+        return Moments(count, Pair.zero(shape, dtype), m2)
 
     @staticmethod
     def of(
@@ -217,7 +220,7 @@ class Moments(eqx.Module):
 
     def astype(self, dtype: DTypeLike) -> "Moments":
         """Returns the moments in another precision; `dtype` is that of the mean."""
-        real = jnp.zeros((), dtype).real.dtype
+        real = real_dtype(dtype)
         mean = self.mean_pair.astype(dtype)
         count = None if self.count is None else self.count.astype(real)
         return Moments(count, mean, self.m2.astype(real), self.ddof)
@@ -257,6 +260,6 @@ def expand_trailing_axes(name: str, value: Floats, shape: tuple[int, ...]) -> Fl
 
 
 @functools.partial(jax.jit, inline=True)  # run op by op, `select` is one call
-def select(condition: Bool[Array, "..."], if_true: Tree, if_false: Tree) -> Tree:
-    """Returns one of two pytrees of the same structure."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
+def select(condition: Bool[Array, ""], if_true: Tree, if_false: Tree) -> Tree:
+    """Returns one of two pytrees of arrays of the same structure, shapes and dtypes."""
+    return jax.tree.map(lambda a, b: lax.select(condition, a, b), if_true, if_false)

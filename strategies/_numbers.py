@@ -56,3 +56,8 @@ def cast(name: str, value: ArrayLike, dtype: DTypeLike) -> Array:
             "x.astype(jnp.complex64)."
         )
     return array.astype(dtype)
+
+
+def real_dtype(dtype: DTypeLike) -> np.dtype:
+    """Returns the dtype of the real parts of numbers."""
+    return jnp.finfo(dtype).dtype

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from eqx_norm._jax.arithmetic import two_sum, uncontracted
+from eqx_norm._jax.constants import full
 
 from ._numbers import Floats, cast
 
@@ -44,20 +45,27 @@ class Pair(NamedTuple):
         `value`, by default 0; returns a `Pair` unchanged."""
         if isinstance(value, Pair):
             return value
-        hi = jnp.atleast_1d(value)
+        hi = jnp.asarray(value)
+        if hi.ndim == 0:
+            hi = lax.expand_dims(hi, [0])
         if rest is None:
             return Pair(append_zeros(uncontracted(hi)))
         return Pair(_stack(hi, jnp.asarray(rest, hi.dtype)))
 
+    @staticmethod
+    def zero(shape: tuple[int, ...], dtype: DTypeLike) -> "Pair":
+        """Returns zeros; `shape` is that of `value`."""
+        return Pair(full((*shape[:-1], 2, shape[-1]), 0, dtype))
+
     @property
     def value(self) -> Numbers:
         """Returns the numbers, each rounded to one float."""
-        return _hi(self.parts)
+        return _hi_and_lo(self.parts)[0]
 
     @property
     def rest(self) -> Numbers:
         """Returns the rounding errors of `value`, which are constants to derivatives."""
-        return lax.stop_gradient(_lo(self.parts))
+        return lax.stop_gradient(_hi_and_lo(self.parts)[1])
 
     # For pairs `+` adds numbers; for other named tuples it concatenates.
     def __add__(self, other: "ArrayLike | Pair") -> "Pair":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,11 +103,13 @@ class Pair(NamedTuple):
 
     def words(self, dtype: DTypeLike) -> tuple[Numbers, Numbers]:
         """Returns value and rest in another precision, as two arrays, `(..., n)`."""
+        value, rest = _hi_and_lo(self.parts)
+        rest = lax.stop_gradient(rest)
         if self.parts.dtype == dtype:
-            return self.value, self.rest
-        hi = cast("mean", self.value, dtype)
+            return value, rest
+        hi = cast("mean", value, dtype)
         back = hi if jnp.iscomplexobj(self.parts) else hi.real
-        lo = (self.value - back.astype(self.parts.dtype)) + self.rest
+        lo = (value - back.astype(self.parts.dtype)) + rest
         return hi, lo.astype(dtype)
 
 
@@ -107,7 +117,7 @@ class Pair(NamedTuple):
 # rounding errors, which are 0, and drop them later.
 @jax.custom_jvp
 def _add(a: AddendParts, b: AddendParts) -> Parts:
-    return _double_float_sum(_hi(a), _lo(a), _hi(b), _lo(b))
+    return _double_float_sum(*_hi_and_lo(a), *_hi_and_lo(b))
 
 
 @jax.custom_jvp
@@ -117,8 +127,7 @@ def _lerp(
     share: Inexact[Array, ""] | Inexact[Array, "*#sets 1 #n"],
 ) -> Parts:
     # hi and lo are subtracted one by one: XLA:CPU would materialise the parts of a difference.
-    hi, lo = _hi(start), _lo(start)
-    end_hi, end_lo = _hi(end), _lo(end)
+    (hi, lo), (end_hi, end_lo) = _hi_and_lo(start), _hi_and_lo(end)
     if share.ndim:
         share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False)
     step = uncontracted(share * (end_hi - hi))
@@ -165,12 +174,9 @@ _add.defjvp(_add_jvp, symbolic_zeros=True)
 _lerp.defjvp(_lerp_jvp, symbolic_zeros=True)
 
 
-def _hi(parts: Parts) -> Numbers:
-    return lax.index_in_dim(parts, 0, parts.ndim - 2, keepdims=False)
-
-
-def _lo(parts: Parts) -> Numbers:
-    return lax.index_in_dim(parts, 1, parts.ndim - 2, keepdims=False)
+def _hi_and_lo(parts: Parts) -> tuple[Numbers, Numbers]:
+    hi, lo = jnp.unstack(parts, axis=-2)
+    return hi, lo
 
 
 def _stack(hi: Numbers, lo: Numbers) -> Parts:
@@ -188,8 +194,12 @@ def stack_by_selection(first: Numbers, second: Numbers) -> Parts:
     concatenate, but not of a selection: `_stack` is for arrays of which each part is read by
     itself.)
     """
-    is_first = lax.broadcasted_iota(np.int32, (2, 1), 0) == 0
-    return jnp.where(is_first, jnp.expand_dims(first, -2), jnp.expand_dims(second, -2))
+    axis = first.ndim - 1
+    shape = (*first.shape[:axis], 2, *first.shape[axis:])
+    axes = *range(axis), axis + 1
+    is_first = lax.eq(lax.broadcasted_iota(np.int32, shape, axis), np.int32(0))
+    first, second = (lax.broadcast_in_dim(part, shape, axes) for part in (first, second))
+    return lax.select(is_first, first, second)
 
 
 def append_zeros(hi: Numbers) -> Parts:

@@ -6,13 +6,16 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Inexact
 
+from eqx_norm._jax.constants import full
+
 from ._base import AbstractStrategy
 from ._moments import Moments, select
-from ._numbers import Scalar, array_hint, cast, number
-from ._pair import Pair, append_zeros, clip_infinity, stack_by_selection
+from ._numbers import Scalar, array_hint, cast, number, real_dtype
+from ._pair import Pair, clip_infinity, stack_by_selection
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -47,8 +50,9 @@ class Running(NamedTuple):
     def empty(channels: int, dtype: DTypeLike) -> "Running":
         """Returns the average before any batch, mean 0 and variance 1; `dtype` is that of the
         mean."""
-        mean = jnp.zeros(channels, dtype)
-        return Running.loaded(mean, jnp.ones_like(mean), 0)
+        mean_and_variance = np.reshape([0, 0, 1, 0], (2, 2, 1))
+        averages = Pair(full((2, 2, channels), mean_and_variance, dtype))
+        return Running(averages, full((), 0, real_dtype(dtype)))
 
     @staticmethod
     def loaded(
@@ -57,10 +61,10 @@ class Running(NamedTuple):
         """Returns statistics from elsewhere, `(channels,)`, as the average of that number of
         batches; by default their weight is 1."""
         mean, variance = Pair.of(mean), Pair.of(variance)
-        variance = Pair(cast("variance", variance.parts, mean.parts.dtype))
-        hi = stack_by_selection(mean.value, variance.value)
-        lo = stack_by_selection(mean.rest, variance.rest)
-        return Running(Pair.of(hi, lo), jnp.asarray(batches, hi.real.dtype))
+        dtype = mean.parts.dtype
+        variance = Pair(cast("variance", variance.parts, dtype))
+        averages = _stacked(*mean.words(dtype), *variance.words(dtype))
+        return Running(averages, jnp.asarray(batches, real_dtype(dtype)))
 
     @property
     def mean(self) -> Inexact[Array, "*members channels"]:
@@ -95,7 +99,7 @@ class Running(NamedTuple):
         momentum may be an array, as of a schedule."""
         # The variance is computed outside of the compiled call, so that a program run op by op
         # divides: inside of a larger program XLA may multiply by a reciprocal instead.
-        variance = Pair(append_zeros(clip_infinity(batch.memory_variance)))
+        variance = clip_infinity(batch.memory_variance)
         push = _push_at_once if isinstance(momentum, float) else _push
         return push(self, batch.mean_pair, variance, momentum)
 
@@ -105,9 +109,16 @@ class Running(NamedTuple):
         return Moments.of(self.mean_pair, self.variance)
 
 
-def _push(running: Running, mean: Pair, variance: Pair, momentum: Scalar) -> Running:
-    batch = Running.loaded(mean, variance, running.batches + 1)
-    old, new = running.averages, batch.averages
+def _push(
+    running: Running, mean: Pair, variance: Float[Array, "*members channels"], momentum: Scalar
+) -> Running:
+    dtype = mean.parts.dtype
+    variance = variance.astype(dtype)
+    new = _stacked(*mean.words(dtype), variance, jnp.zeros_like(variance))
+    # The first batch starts from itself.
+    old = Pair(select(running.batches > 0, running.averages.parts, new.parts))
+    batches = jnp.asarray(running.batches + 1, real_dtype(dtype))
+    after = running._replace(batches=batches)
     # Start, end and share of the end, before the shares are divided by their sum.
     from_new = new, old, momentum * running.weight(momentum)
     from_old = old, new, 1 - momentum
@@ -118,10 +129,19 @@ def _push(running: Running, mean: Pair, variance: Pair, momentum: Scalar) -> Run
         start, end, share = from_new
     else:
         start, end, share = from_old
-    averages = start.lerp(end, share / batch.weight(momentum)).parts
-    first = stack_by_selection(new.value, new.rest)
-    averages = jnp.where(running.batches > 0, averages, first)
-    return batch._replace(averages=Pair(averages))
+    return after._replace(averages=start.lerp(end, share / after.weight(momentum)))
+
+
+def _stacked(
+    mean: Inexact[Array, "*members channels"],
+    mean_rest: Inexact[Array, "*members channels"],
+    variance: Inexact[Array, "*members channels"],
+    variance_rest: Inexact[Array, "*members channels"],
+) -> Pair:
+    """Returns the averages of a `Running`, which XLA reads whole."""
+    values = stack_by_selection(mean, variance)
+    rests = stack_by_selection(mean_rest, variance_rest)
+    return Pair(stack_by_selection(values, rests))
 
 
 # Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.

@@ -28,9 +28,9 @@ def imports(path: Path) -> Iterator[str]:
 
 # A pattern of files and folders, and a regular expression of names that they may not import.
 ARROWS = {
-    "strategies import only strategies and rounding": (
+    "strategies import only strategies, rounding and constants": (
         "strategies",
-        r"eqx_norm\b(?!\._jax\.arithmetic\b)",
+        r"eqx_norm\b(?!\._jax\.(arithmetic|constants)\b)",
     ),
     "wrappers of JAX import nothing else from the package": (
         "eqx_norm/_jax",

@@ -1,6 +1,8 @@
 """Tests that equal layers share compiled code, and that this code never uses old values."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import equinox as eqx
 import jax
@@ -12,7 +14,8 @@ from eqx_norm import BatchNorm, LayerNorm, _memory, normalise
 from eqx_norm.strategies import Batch, Moments
 from tests.compiling import filter_jit
 from tests.helpers import copy, each_approach, make, normal, over_batch, same
-from tests.layers.norms import made
+from tests.layers.norms import NAMES, made
+from tests.strategies.recursions import STRATEGIES
 
 UNOPTIMISED = True  # compares values: tests/compiling.py
 
@@ -147,26 +150,54 @@ def test_the_type_of_a_memory_is_found_once_for_each_of_many_layers(monkeypatch)
     assert len(calls) == MANY
 
 
-@pytest.mark.long  # compiles each of them
-@pytest.mark.x32
-def test_many_operations_without_jit_compile_once():
-    compiled, before = [], 0
-    unit = Moments.of(jnp.zeros(3), 1.0)
+@contextlib.contextmanager
+def programs() -> Iterator[list[str]]:
+    """Returns a list of the programs that XLA has compiled meanwhile."""
+    compiled = []
 
     def listen(event: str, duration_secs: float, **others: object) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
+            compiled.append(str(others.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        for _ in range(2):
-            before = len(compiled)
-            for i in range(MANY):
-                normalise(X, unit, axis=0, eps=0.5 + i)
+        yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert before >= MANY
-    assert len(compiled) == before
+
+
+@pytest.mark.long  # compiles each of them
+@pytest.mark.x32
+def test_many_operations_without_jit_compile_once():
+    unit = Moments.of(jnp.zeros(3), 1.0)
+
+    def normalise_all():
+        for i in range(MANY):
+            normalise(X, unit, axis=0, eps=0.5 + i)
+
+    with programs() as first:
+        normalise_all()
+    with programs() as second:
+        normalise_all()
+    assert len(first) >= MANY
+    assert second == []
+
+
+# Each has a shape of its own, because JAX keeps what it has compiled.
+@pytest.mark.parametrize(("channels", "name"), [*enumerate(STRATEGIES, 1000)])
+def test_a_new_batch_norm_compiles_nothing(channels, name):
+    """Fails if the memory is made op by op: a model has many numbers of channels, and XLA
+    would compile each operation for each number."""
+    with programs() as compiled:
+        make(channels, "batch", approach=STRATEGIES[name](0.99))
+    assert compiled == []
+
+
+@pytest.mark.parametrize(("third", "name"), [*enumerate(NAMES, 400)])
+def test_a_new_layer_compiles_nothing(third, name):
+    with programs() as compiled:
+        made(name, (3 * third, 1))
+    assert compiled == []
 
 
 @pytest.mark.x32

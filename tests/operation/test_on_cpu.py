@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from eqx_norm._jax import jaxprs
 from eqx_norm._normalise.variants import on_cpu
 from tests.compiling import jit
 from tests.helpers import f32, make, normal, over_batch
@@ -148,8 +149,9 @@ def test_one_loop_computes_the_means(name, shape):
 
 
 def test_training_step_of_a_batch_norm_is_quick_to_compile():
-    """Counts kernels, and loops that LLVM takes long to compile: a `reduce-window`, which is a
-    reduction of one array of bools, a concatenate of computed floats, and one loop of 17 to 49
+    """Counts JAX's operations, each of which is traced, mapped, differentiated and lowered;
+    kernels; and loops that LLVM takes long to compile: a `reduce-window`, which is a reduction
+    of one array of bools, a concatenate of computed floats, and one loop of 17 to 49
     additions."""
     layer, state = make(64, "batch", approach="batch")
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
@@ -159,8 +161,11 @@ def test_training_step_of_a_batch_norm_is_quick_to_compile():
         return (y**2).sum(), state
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    compiled = step.lower(weights, jnp.zeros((8, 64, 28, 28)), state).compile()
-    program = str(compiled.as_text())
+    traced = step.trace(weights, jnp.zeros((8, 64, 28, 28)), state)
+    assert len([*jaxprs.equations(traced.jaxpr)]) <= 265
+    lowered = traced.lower()
+    assert lowered.as_text().count("\n") <= 565
+    program = str(lowered.compile().as_text())
     assert program.partition("\nENTRY")[2].count(" fusion(") <= 18
     assert " reduce-window(" not in program
     assert not re.search(r" f\d\d\S+ concatenate\(", program)
