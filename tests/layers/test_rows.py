@@ -87,7 +87,9 @@ ACTIVATIONS = None, None, jax.nn.relu, SILU, jax.nn.gelu, jnp.tanh
 
 
 @pytest.mark.filterwarnings("ignore:.*one value per group")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(i, marks=pytest.mark.long) for i in range(12, 40))]
+)
 def test_a_row_of_random_shape_does_not_depend_on_other_rows(seed):
     """Tests odd sizes and groups of several channels, each with an activation and a mask or
     not."""
@@ -141,8 +143,12 @@ def test_a_row_with_its_own_mask_and_weights_does_not_depend_on_other_rows(layer
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("layer", "shape"),
-    [(norm, (n,)) for n in (40, 384, 1280) for norm in (RMSNorm(n), LayerNorm(n))]
-    + [(GroupNorm(8, 64), (64, 5, 5))],
+    [
+        *((norm, (n,)) for n in (40, 384) for norm in (RMSNorm(n), LayerNorm(n))),
+        pytest.param(RMSNorm(1280), (1280,), marks=pytest.mark.long),
+        pytest.param(LayerNorm(1280), (1280,), marks=pytest.mark.long),
+        (GroupNorm(8, 64), (64, 5, 5)),
+    ],
 )
 def test_a_gradient_that_nearly_cancels_does_not_depend_on_other_rows(layer, shape, dtype):
     """Tests dy = x and no weights: dx is 0 but for rounding, so that half precision shows the

@@ -21,6 +21,7 @@ from tests.operation.derivatives import BASIC, REPEATED, gradient, gradient_of_g
 from .interpreted import take_the_cpu_for
 
 pytestmark = pytest.mark.x32  # kernels serve no float64
+UNOPTIMISED = True  # compares values: tests/compiling.py
 
 
 @pytest.fixture(params=["cuda", "tpu"])
