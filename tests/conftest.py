@@ -31,6 +31,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("eqx_norm")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects without optimisation: files of tests make arrays when they are imported."""
+    with unoptimised():
+        return (yield)
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """Turns the checks of annotations off: users have none, and here they would speak first."""

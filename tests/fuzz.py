@@ -37,7 +37,7 @@ from tqdm import tqdm
 from eqx_norm import models, strategies
 from experiments.common.exact import half_ulp
 from tests.compiling import unoptimised
-from tests.helpers import Loading, make
+from tests.helpers import Loading, array, make
 from tests.layers.norms import EXAMPLE_NORMS, GROUPS, NORMS, with_parameters
 from tests.oracle import SMOOTH, Oracle
 from tests.strategies.recursions import STRATEGIES, number, value
@@ -245,7 +245,7 @@ def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         tail = case.shape if of_values else tails[case.mask]
         aux["mask"] = r.random((*along, *tail)) < fixed.choice([0, 0.3, 0.7, 0.95])
         x = np.where(aux["mask"] | (r.random(x.shape) < 0.5), x, np.nan)
-    z = {"x": jnp.asarray(x, case.dtype)}
+    z = {"x": array(x, case.dtype)}
     if case.weights:
         if case.weights == "own":
             along = [n if role == "apart" and not case.shared else 1 for role, n in case.axes]
@@ -253,10 +253,10 @@ def arrays(case: Case, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in ("weight", "bias"):
             weight, dtype = normal(case, fixed, (*along, *tail)), case.dtype_of(name)
             weight = weight if dtype == "complex64" else np.real(weight)
-            z[name] = jnp.asarray(weight, dtype)
+            z[name] = array(weight, dtype)
     if case.activation == "prelu":
-        z["slope"] = jnp.full([1] * x.ndim, 0.25, wide)
-    return z, jax.tree.map(jnp.asarray, aux)
+        z["slope"] = array(np.full([1] * x.ndim, 0.25), wide)
+    return z, jax.device_put(aux)
 
 
 @functools.cache
@@ -283,7 +283,9 @@ def built(case: Case) -> tuple[Any, Any]:
     options["dtype"] = case.dtype if case.dtype == "complex64" else None
     layer, state = make(case.channels, memory_axis_name=tuple(named["memory"]), **options)
     sizes = [n for role, n in case.axes if role == "apart"]
-    return layer, jax.tree.map(lambda a: jnp.broadcast_to(a, (*sizes, *a.shape)), state)
+    return layer, jax.tree.map(
+        lambda a: array(np.broadcast_to(a, (*sizes, *a.shape)), a.dtype), state
+    )
 
 
 def loaded(case: Case, layer: Any, state: Any) -> Any:
@@ -481,8 +483,8 @@ def problems(case: Case, *, compares_bits: bool) -> Iterator[str]:
         r = np.random.default_rng([case.seed, step, 1])
         v = {k: normal(case, r, a.shape) * (std if k[0] == "x" else 1) for k, a in z.items()}
         v = {k: a if jnp.iscomplexobj(z[k]) else np.real(a) for k, a in v.items()}
-        v = {k: jnp.asarray(a, z[k].dtype) for k, a in v.items()}
-        ct = jnp.asarray(normal(case, r, z["x"].shape), z["x"].dtype)
+        v = {k: array(a, z[k].dtype) for k, a in v.items()}
+        ct = array(normal(case, r, z["x"].shape), z["x"].dtype)
         programs[modes] = programs.get(modes) or program(case, layer, modes)
         if case.refused:
             call = functools.partial(programs[modes], z, v, ct, given, before)

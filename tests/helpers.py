@@ -113,30 +113,39 @@ def random_layer(kind: Any, *args: Any, **kwargs: Any) -> Any:
     return jax.tree.map(lambda array: normal(0, array.shape), layer)
 
 
+def array(values: Any, dtype: Any) -> Array:
+    """Returns numbers as an array of JAX. NumPy converts them, because JAX would compile a
+    conversion for each shape."""
+    return jax.device_put(np.asarray(values, jnp.dtype(dtype)))
+
+
 def normal(seed: int, shape: tuple[int, ...], mean: float = 0.0, std: float = 1.0) -> Array:
-    values = np.random.RandomState(seed).standard_normal(shape)
-    return jnp.asarray(mean + std * values, jnp.float32)
+    return f32(mean + std * np.random.RandomState(seed).standard_normal(shape))
 
 
 def f32(values: Any) -> Array:
-    return jnp.asarray(values, jnp.float32)
+    return array(values, jnp.float32)
 
 
 def floats(values: Any) -> Array:
     """Returns an array with the dtype of statistics: float32, or float64 under x64."""
-    return jnp.asarray(values, float)
+    return array(values, float)
 
 
 def cast(tree: Any, dtype: Any) -> Any:
     """Returns a pytree, a model for example, with all its floats in another dtype."""
     return jax.tree.map(
-        lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, tree
+        lambda leaf: array(leaf, dtype) if eqx.is_inexact_array(leaf) else leaf, tree
     )
 
 
 def member(tree: Any, i: int) -> Any:
     """Returns the i-th member of an ensemble."""
-    return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree)
+
+    def of_leaf(leaf: Any) -> Any:
+        return array(np.asarray(leaf)[i], leaf.dtype) if eqx.is_array(leaf) else leaf
+
+    return jax.tree.map(of_leaf, tree)
 
 
 def bits(x: Any) -> bytes:

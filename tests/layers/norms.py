@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from experiments.common import exact
-from tests.helpers import copy, make
+from tests.helpers import array, copy, make
 
 GROUPS = 3
 
@@ -99,7 +98,7 @@ def moved(layer):
     random = np.random.RandomState(3)
 
     def move(leaf):
-        return leaf + jnp.asarray(random.uniform(-0.5, 0.5, leaf.shape), leaf.dtype)
+        return array(np.asarray(leaf) + random.uniform(-0.5, 0.5, leaf.shape), leaf.dtype)
 
     return jax.tree.map(lambda leaf: move(leaf) if eqx.is_array(leaf) else leaf, layer)
 

@@ -16,7 +16,7 @@ from jax import export
 
 from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from tests import helpers
-from tests.helpers import make, normal, same
+from tests.helpers import array, make, normal, same
 from tests.layers.norms import EXAMPLE_NORMS, made, mask_shape, moved, over_examples
 from tests.processes import python
 
@@ -57,7 +57,7 @@ few_cases = pytest.mark.parametrize(("layer", "shape", "dtype"), FEW)
 
 def arrays(shape, dtype, n=N):
     x, dy = normal(0, (n, *shape), 1, 2), normal(1, (n, *shape))
-    return x.astype(dtype), dy.astype(dtype)
+    return array(x, dtype), array(dy, dtype)
 
 
 @eqx.filter_jit
