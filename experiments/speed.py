@@ -38,7 +38,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from eqx_norm import BatchNorm, LayerNorm
+from eqx_norm import BatchNorm, LayerNorm, RMSNorm
 
 from .common import machine, networks, peers, report, timer
 from .common.exact import Batch
@@ -94,14 +94,53 @@ FORWARDS = {
     INSTANCE_NORM: MAPS,
     BATCH_NORM: "256x256 2048x256 8192x256 32x64x14x14 32x192x14x14 32x256x28x28",
 }
-NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {  # and the shape of x
-    "ResNet-50": (networks.resnet_50, (8, 3, 64, 64)),
-    "perceptron": (networks.perceptron, (32, 64)),
-    "critic": (networks.critic, (256, 17)),
-    "ViT": (networks.vit, (8, 3, 64, 64)),
+BY_HAND = "by hand"  # a norm of a few lines, as models have them
+
+_named = {"axis_name": networks.AXIS}
+BATCH_NORMS: dict[str, Any] = {
+    SEPARATE: functools.partial(BatchNorm, approach="batch", **_named),
+    EQUINOX: functools.partial(eqx.nn.BatchNorm, mode="batch", **_named),
 }
-STEPS = ("ResNet-50", "perceptron", "critic")  # whose memory is measured
-USED = ("perceptron", "critic")  # timed as users call them, with the model as an argument
+LAYER_NORMS: dict[str, Any] = {
+    SEPARATE: LayerNorm,
+    EQUINOX: eqx.nn.LayerNorm,
+    BY_HAND: networks.LayerNormByHand,
+}
+RMS_NORMS: dict[str, Any] = {
+    SEPARATE: RMSNorm,
+    EQUINOX: eqx.nn.RMSNorm,
+    BY_HAND: networks.RMSNormByHand,
+}
+
+
+class Network(NamedTuple):
+    """Holds a network to compile with each of several norms, and to time.
+
+    **Fields:** `make`: maps a norm to the model; `shape`: of x, a batch; `norms`: by peer;
+    `is_run`: whether its step is timed, and the step's memory measured; `is_called`: whether it
+    is timed as users call it, with the model as an argument; `is_decoder`: whether its step is
+    a scan over the rows of x, in inference.
+    """
+
+    make: Any
+    shape: tuple[int, ...]
+    norms: dict[str, Any] = BATCH_NORMS
+    is_run: bool = True
+    is_called: bool = False
+    is_decoder: bool = False
+
+
+_gated = functools.partial(networks.decoder, normalises_heads=True)
+NETWORKS = {
+    "ResNet-50": Network(networks.resnet_50, (8, 3, 64, 64)),
+    "small CNN": Network(networks.small_cnn, (32, 3, 32, 32)),
+    "perceptron": Network(networks.perceptron, (32, 64), is_called=True),
+    "critic": Network(networks.critic, (256, 17), is_called=True),
+    "ViT": Network(networks.vit, (8, 3, 64, 64), LAYER_NORMS, is_run=False),
+    "ViT, RMSNorm": Network(networks.vit, (8, 3, 64, 64), RMS_NORMS, is_run=False),
+    "decoder": Network(networks.decoder, (64, 256), LAYER_NORMS, is_decoder=True),
+    "decoder, RMSNorm": Network(_gated, (64, 256), RMS_NORMS, is_decoder=True),
+}
 
 
 class Settings(NamedTuple):
@@ -243,25 +282,24 @@ def run_network(network: str, settings: Settings) -> Iterator[Row]:
 
     Only the norm differs, as in a model in which only the import is changed.
     """
-    make_network, shape = NETWORKS[network]
-    where, named = (NETWORK, "x".join(map(str, shape)), "float32"), {"axis_name": networks.AXIS}
-    norms: dict[str, Any] = {
-        SEPARATE: functools.partial(BatchNorm, approach="batch", **named),
-        EQUINOX: functools.partial(eqx.nn.BatchNorm, mode="batch", **named),
-    }
-    if network == "ViT":
-        norms = {SEPARATE: LayerNorm, EQUINOX: eqx.nn.LayerNorm}
-    steps = {name: networks.gradient_step(make_network, norms[name], shape) for name in norms}
+    make_network, shape, norms, is_run, is_called, is_decoder = NETWORKS[network]
+    where = NETWORK, "x".join(map(str, shape)), "float32"
+    make_step = networks.decoding if is_decoder else networks.gradient_step
+    steps = {name: make_step(make_network, norms[name], shape) for name in norms}
     found = timer.compile_in_turns(steps, min(5, settings.rounds))
     for name, each in found.items():
         yield measured(each.seconds, *where, network, "", COMPILING, name)
-        if network in STEPS:
+        if is_run and not is_decoder:
             yield measured(each.temporaries / 1e6, *where, network, "", TEMPORARIES, name)
-    if network in USED:
+    if is_called:
         calls = {name: networks.uses(make_network, norms[name], shape) for name in norms}
+    elif is_run:
+        use = f"inference of {shape[0]} rows" if is_decoder else BOTH
+        calls = {
+            name: {use: functools.partial(found[name].call, *steps[name][1])} for name in norms
+        }
     else:
-        call = {name: functools.partial(found[name].call, *steps[name][1]) for name in norms}
-        calls = {name: {BOTH: call[name]} if network in STEPS else {} for name in norms}
+        return
     for use in calls[EQUINOX]:
         made = {name: Program(calls[name][use]) for name in norms}
         taken = timer.interleave(made, settings.rounds, title=network)
@@ -375,7 +413,8 @@ LARGEST = (  # bounds for this layer's time / the other's, on every array
     *((layer, FORWARD, 1.03, EQUINOX, SUMS) for layer in FORWARDS),
     (LAYER_NORM, BOTH, 1.5, TORCH, TWICE),
 )
-# The aim is at most Equinox's number, in every network.
+# The aim is at most the other norm's number, in every network.
+NORMS = {EQUINOX: "with Equinox's norm", BY_HAND: "with a norm by hand"}
 OF_NETWORKS = ((MS, "time", INFERRED), (COMPILING, "compile time", TREES))
 
 
@@ -395,9 +434,12 @@ def goals(rows: list[Row]) -> list[Goal]:
             )
             found.append((aim, said, limit))
     for unit, quantity, limit in OF_NETWORKS:
-        mine = ratios(chosen(rows, layer=NETWORK, unit=unit), EQUINOX, SEPARATE)
-        said = "; ".join(f"{name}: {both(ratio)}" for ratio, name in mine)
-        found.append((f"networks: at most 1.0 of Equinox's {quantity}", said, limit))
+        for other in (EQUINOX, BY_HAND):
+            mine = ratios(chosen(rows, layer=NETWORK, unit=unit), other, SEPARATE)
+            said = "; ".join(f"{name}: {both(ratio)}" for ratio, name in mine)
+            found.append(
+                (f"networks: at most 1.0 of the {quantity} {NORMS[other]}", said, limit)
+            )
     return [goal for goal in found if goal[1]]
 
 
@@ -416,10 +458,11 @@ def a_dozen(rows: list[Row]) -> dict[str, list[Row]]:
 
 def by_peer(title: str, lines: dict[str, list[Row]]) -> str:
     """Returns a table of values with a column for each peer."""
-    names = [row.peer for row in next(iter(lines.values()))]
-    cells = (
-        [line, *(both(row.values, "#.3g") for row in rows)] for line, rows in lines.items()
-    )
+    names = dict.fromkeys(row.peer for rows in lines.values() for row in rows)
+    cells = []
+    for line, rows in lines.items():
+        found = {row.peer: both(row.values, "#.3g") for row in rows}
+        cells.append([line, *(found.get(name, "") for name in names)])
     return report.table((title, *names), cells)
 
 

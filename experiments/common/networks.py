@@ -1,4 +1,4 @@
-"""Defines networks to time and compile: ResNet-50, ViT, a perceptron, a critic."""
+"""Defines networks to time and compile, and norms as models have them that use no layer."""
 
 import functools
 import itertools
@@ -58,6 +58,40 @@ def resnet_50(make_norm: MakeNorm, dtype: Any = jnp.float32) -> eqx.nn.Sequentia
     return _classifier(layers, inputs, dtype)
 
 
+def small_cnn(make_norm: MakeNorm) -> eqx.nn.Sequential:
+    """Returns four convolutions of 3 by 3 with norm and ReLU, of 32 to 256 channels."""
+    layers: list[Any] = []
+    for inputs, outputs in itertools.pairwise((3, 32, 64, 128, 256)):
+        layers += [*_conv(make_norm, inputs, outputs, 3, 2), RELU]
+    return _classifier(layers, 256)
+
+
+class LayerNormByHand(eqx.Module):
+    """Applies a layer norm of vectors, by its formula."""
+
+    weight: Array
+    bias: Array
+
+    def __init__(self, size: int):
+        self.weight, self.bias = jnp.ones(size), jnp.zeros(size)
+
+    def __call__(self, x: Array) -> Array:
+        mean, variance = x.mean(), x.var()
+        return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * self.weight + self.bias
+
+
+class RMSNormByHand(eqx.Module):
+    """Applies an RMS norm of vectors, by its formula."""
+
+    weight: Array
+
+    def __init__(self, size: int):
+        self.weight = jnp.ones(size)
+
+    def __call__(self, x: Array) -> Array:
+        return x * jax.lax.rsqrt((x * x).mean() + 1e-5) * self.weight
+
+
 class Encoder(eqx.nn.StatefulLayer):
     """Applies a transformer block: norm and attention, then norm and two linear layers."""
 
@@ -101,6 +135,73 @@ def critic(make_norm: MakeNorm) -> eqx.nn.Sequential:
     layer, for 17 numbers."""
     last = eqx.nn.Linear(256, 1, key=jax.random.key(0))
     return eqx.nn.Sequential([perceptron(make_norm, (17, 256, 256)), last])
+
+
+HEADS, WIDTH, BLOCKS = 4, 256, 4  # of the decoder
+
+
+class DecoderBlock(eqx.Module):
+    """Applies a transformer block to one row, which attends to the rows before it."""
+
+    norms: list[Any]
+    head_norms: list[Any]  # of queries and keys, or none
+    to_heads: eqx.nn.Linear
+    from_heads: eqx.nn.Linear
+    layers: eqx.nn.MLP
+
+    def __init__(self, make_norm: MakeNorm, *, normalises_heads: bool):
+        key, size = jax.random.key(0), WIDTH // HEADS
+        self.norms = [make_norm(WIDTH), make_norm(WIDTH)]
+        self.head_norms = [make_norm(size), make_norm(size)] if normalises_heads else []
+        self.to_heads = eqx.nn.Linear(WIDTH, 3 * WIDTH, key=key)
+        self.from_heads = eqx.nn.Linear(WIDTH, WIDTH, key=key)
+        self.layers = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=key)
+
+    def __call__(self, x: Array, cache: Array, place: Array) -> tuple[Array, Array]:
+        """Returns the row, and the cache of keys and values, `(2, rows, heads, size)`, with
+        those of this row, which is at `place`."""
+        q, k, v = self.to_heads(self.norms[0](x)).reshape(3, HEADS, -1)
+        for norm in self.head_norms[:1]:
+            q = jax.vmap(norm)(q)
+        for norm in self.head_norms[1:]:
+            k = jax.vmap(norm)(k)
+        cache = cache.at[:, place].set(jnp.stack([k, v]))
+        keys, values = cache
+        scores = jnp.einsum("hs,nhs->hn", q, keys) / jnp.sqrt(q.shape[-1])
+        is_known = jnp.arange(len(keys)) <= place
+        weights = jax.nn.softmax(jnp.where(is_known, scores, -jnp.inf))
+        x = x + self.from_heads(jnp.einsum("hn,nhs->hs", weights, values).reshape(-1))
+        return x + self.layers(self.norms[1](x)), cache
+
+
+def decoder(make_norm: MakeNorm, *, normalises_heads: bool = False) -> list[DecoderBlock]:
+    """Returns the blocks of a decoder, with a norm of each query and key or not."""
+    return [DecoderBlock(make_norm, normalises_heads=normalises_heads) for _ in range(BLOCKS)]
+
+
+def decoding(
+    network: Callable[..., Any], make_norm: MakeNorm, shape: tuple[int, ...]
+) -> tuple[Callable[..., Array], tuple[Any, Array]]:
+    """Returns a new function, a scan of a decoder over the rows of x, one at a time, and its
+    arguments."""
+    arrays, static = eqx.partition(network(make_norm), eqx.is_array)
+    rows = shape[0]
+
+    def decode(arrays: Any, xs: Array) -> Array:
+        blocks = eqx.combine(arrays, static)
+
+        def step(caches: list[Array], row: tuple[Array, Array]) -> tuple[list[Array], Array]:
+            place, x = row
+            after = []
+            for block, cache in zip(blocks, caches, strict=True):
+                x, cache = block(x, cache, place)
+                after.append(cache)
+            return after, x
+
+        caches = [jnp.zeros((2, rows, HEADS, WIDTH // HEADS)) for _ in blocks]
+        return jax.lax.scan(step, caches, (jnp.arange(rows), xs))[1]
+
+    return decode, (arrays, jax.random.normal(jax.random.key(0), shape))
 
 
 def applied(model: Any, state: eqx.nn.State, x: Array) -> tuple[Array, eqx.nn.State]:
