@@ -1,6 +1,7 @@
 """Makes the arrays of a new layer."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Shaped
@@ -13,4 +14,8 @@ def full(shape: tuple[int, ...], value: ArrayLike, dtype: DTypeLike) -> Shaped[A
     40 ms on a CPU, and a new model has many shapes (jax 0.10.2 and 0.12.0.1). It moves an array
     of NumPy as it is.
     """
-    return jax.device_put(np.full(shape, value, dtype))
+    array = np.full(shape, value, dtype)
+    if jax.sharding.get_abstract_mesh().empty:
+        return jax.device_put(array)
+    # Under `jax.set_mesh` only results of operations are on the mesh.
+    return jnp.asarray(array)

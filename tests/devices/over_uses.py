@@ -404,3 +404,21 @@ def test_gradients_inside_of_shard_map_of_parts_of_an_example(kind, check_vma):
     forward = "all-reduce" if kind is RMSNorm else "all-gather"
     assert [name for name, _ in sent] == [forward, "all-reduce"]
     assert sum(elements for _, elements in sent) <= N * 10 * DEVICES
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_model_made_on_a_mesh_trains_there(kind):
+    """Fails if the arrays of a new layer stay on one device under `jax.set_mesh`."""
+    mesh = mesh_of(kind, devices=DEVICES)
+    with jax.set_mesh(mesh):
+        layer, state = make(C, "batch", approach="batch")
+        norm = LayerNorm(C)
+        for leaf in jax.tree.leaves(eqx.filter((layer, state, norm), eqx.is_array)):
+            assert leaf.sharding.mesh == mesh
+        x = jax.device_put(normal(0, (2 * DEVICES, C)), NamedSharding(mesh, SPLIT))
+        step = eqx.filter_jit(over_batch(layer))
+        _, state = step(x, state)
+        y, state = step(x, state)
+        y = eqx.filter_jit(jax.vmap(norm))(y)
+    assert y.sharding.is_equivalent_to(x.sharding, 2)
+    assert state.get(layer.memory_index).accepted == 2
