@@ -41,7 +41,7 @@ accuracy: .venv-peers ## errors of this layer, Equinox, Flax and PyTorch in the 
 benchmark: .venv-peers ## speed beside Equinox, Flax and PyTorch: figure, tables, goals
 	.venv-peers/bin/python -m experiments.speed
 
-experiments: .venv-peers ## replace every committed table and figure (80 minutes)
+experiments: .venv-peers ## replace every committed table and figure (95 minutes)
 	for experiment in stability "stability --network large" variance_clipping \
 		small_batches state_consistency accuracy determinism speed; do \
 		.venv-peers/bin/python -m experiments.$$experiment --out experiments || exit 1; \

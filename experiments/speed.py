@@ -1,6 +1,6 @@
 """Times the layers of this package, Equinox, Flax and PyTorch, on a CPU or a GPU.
 
-    python -m experiments.speed                about 14 minutes on 2 cores
+    python -m experiments.speed                about 30 minutes on 2 cores
     python -m experiments.speed --quick        under 30 seconds; fails if a claim fails
     python -m experiments.speed --device gpu   on a machine with a GPU: make gpu
 
@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from eqx_norm import BatchNorm, LayerNorm, RMSNorm
 
-from .common import machine, networks, peers, report, timer
+from .common import machine, networks, norms_by_hand, peers, report, timer
 from .common.exact import Batch
 from .common.experiment import Experiment, Goal, Verdict
 from .common.peers import EQUINOX, FLAX, OURS, OURS_PALLAS, TORCH
@@ -104,42 +104,43 @@ BATCH_NORMS: dict[str, Any] = {
 LAYER_NORMS: dict[str, Any] = {
     SEPARATE: LayerNorm,
     EQUINOX: eqx.nn.LayerNorm,
-    BY_HAND: networks.LayerNormByHand,
+    BY_HAND: norms_by_hand.LayerNormByHand,
 }
 RMS_NORMS: dict[str, Any] = {
     SEPARATE: RMSNorm,
     EQUINOX: eqx.nn.RMSNorm,
-    BY_HAND: networks.RMSNormByHand,
+    BY_HAND: norms_by_hand.RMSNormByHand,
 }
 
 
+# What is timed of a network: its gradients; calls with the model as an argument, as users write
+# them; or a scan over the rows of x, in inference.
+STEP, CALLS_OF_USERS, DECODING = "step", "calls of users", "decoding"
+
+
 class Network(NamedTuple):
-    """Holds a network to compile with each of several norms, and to time.
+    """Holds a network to compile with each of several norms.
 
     **Fields:** `make`: maps a norm to the model; `shape`: of x, a batch; `norms`: by peer;
-    `is_run`: whether its step is timed, and the step's memory measured; `is_called`: whether it
-    is timed as users call it, with the model as an argument; `is_decoder`: whether its step is
-    a scan over the rows of x, in inference.
+    `timed`: what is timed, or "".
     """
 
     make: Any
     shape: tuple[int, ...]
-    norms: dict[str, Any] = BATCH_NORMS
-    is_run: bool = True
-    is_called: bool = False
-    is_decoder: bool = False
+    norms: dict[str, Any]
+    timed: str = ""
 
 
-_gated = functools.partial(networks.decoder, normalises_heads=True)
+_with_head_norms = functools.partial(networks.decoder, normalises_heads=True)
 NETWORKS = {
-    "ResNet-50": Network(networks.resnet_50, (8, 3, 64, 64)),
-    "small CNN": Network(networks.small_cnn, (32, 3, 32, 32)),
-    "perceptron": Network(networks.perceptron, (32, 64), is_called=True),
-    "critic": Network(networks.critic, (256, 17), is_called=True),
-    "ViT": Network(networks.vit, (8, 3, 64, 64), LAYER_NORMS, is_run=False),
-    "ViT, RMSNorm": Network(networks.vit, (8, 3, 64, 64), RMS_NORMS, is_run=False),
-    "decoder": Network(networks.decoder, (64, 256), LAYER_NORMS, is_decoder=True),
-    "decoder, RMSNorm": Network(_gated, (64, 256), RMS_NORMS, is_decoder=True),
+    "ResNet-50": Network(networks.resnet_50, (8, 3, 64, 64), BATCH_NORMS, STEP),
+    "small CNN": Network(networks.small_cnn, (32, 3, 32, 32), BATCH_NORMS, STEP),
+    "perceptron": Network(networks.perceptron, (32, 64), BATCH_NORMS, CALLS_OF_USERS),
+    "critic": Network(networks.critic, (256, 17), BATCH_NORMS, CALLS_OF_USERS),
+    "ViT": Network(networks.vit, (8, 3, 64, 64), LAYER_NORMS),
+    "ViT, RMSNorm": Network(networks.vit, (8, 3, 64, 64), RMS_NORMS),
+    "decoder": Network(networks.decoder, (64, 256), LAYER_NORMS, DECODING),
+    "decoder, RMSNorm": Network(_with_head_norms, (64, 256), RMS_NORMS, DECODING),
 }
 
 
@@ -282,24 +283,24 @@ def run_network(network: str, settings: Settings) -> Iterator[Row]:
 
     Only the norm differs, as in a model in which only the import is changed.
     """
-    make_network, shape, norms, is_run, is_called, is_decoder = NETWORKS[network]
+    make_network, shape, norms, timed = NETWORKS[network]
     where = NETWORK, "x".join(map(str, shape)), "float32"
-    make_step = networks.decoding if is_decoder else networks.gradient_step
+    make_step = networks.decoding if timed == DECODING else networks.gradient_step
     steps = {name: make_step(make_network, norms[name], shape) for name in norms}
     found = timer.compile_in_turns(steps, min(5, settings.rounds))
     for name, each in found.items():
         yield measured(each.seconds, *where, network, "", COMPILING, name)
-        if is_run and not is_decoder:
+        if timed in (STEP, CALLS_OF_USERS):
             yield measured(each.temporaries / 1e6, *where, network, "", TEMPORARIES, name)
-    if is_called:
+    if not timed:
+        return
+    if timed == CALLS_OF_USERS:
         calls = {name: networks.uses(make_network, norms[name], shape) for name in norms}
-    elif is_run:
-        use = f"inference of {shape[0]} rows" if is_decoder else BOTH
+    else:
+        use = BOTH if timed == STEP else f"inference of {shape[0]} rows"
         calls = {
             name: {use: functools.partial(found[name].call, *steps[name][1])} for name in norms
         }
-    else:
-        return
     for use in calls[EQUINOX]:
         made = {name: Program(calls[name][use]) for name in norms}
         taken = timer.interleave(made, settings.rounds, title=network)

@@ -133,15 +133,15 @@ def _push(
 
 
 def _stacked(
-    mean: Inexact[Array, "*members channels"],
-    mean_rest: Inexact[Array, "*members channels"],
-    variance: Inexact[Array, "*members channels"],
-    variance_rest: Inexact[Array, "*members channels"],
+    mean_hi: Inexact[Array, "*members channels"],
+    mean_lo: Inexact[Array, "*members channels"],
+    variance_hi: Inexact[Array, "*members channels"],
+    variance_lo: Inexact[Array, "*members channels"],
 ) -> Pair:
     """Returns the averages of a `Running`, which XLA reads whole."""
-    values = stack_by_selection(mean, variance)
-    rests = stack_by_selection(mean_rest, variance_rest)
-    return Pair(stack_by_selection(values, rests))
+    hi = stack_by_selection(mean_hi, variance_hi)
+    lo = stack_by_selection(mean_lo, variance_lo)
+    return Pair(stack_by_selection(hi, lo))
 
 
 # Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.

@@ -38,9 +38,9 @@ def filter_jit(function: Any) -> Any:
 def unoptimised() -> Iterator[None]:
     """Compiles without optimisation whatever is compiled meanwhile.
 
-    JAX has no public setting with `OPTIONS`. Without them one operation outside of programs
-    compiles in 50 ms, with them in 20 ms, where `jax_disable_most_optimizations` alone has 40
-    ms (jax 0.10.2 and 0.12.0.1).
+    JAX has no public setting for `OPTIONS`. With them one operation outside of programs
+    compiles in 20 ms, by `jax_disable_most_optimizations` alone in 40 (jax 0.10.2). If the
+    private function moves, every file with `UNOPTIMISED = True` fails.
     """
 
     def compile_options(*args: Any, **kwargs: Any) -> Any:

@@ -110,7 +110,7 @@ class Loading(Cumulative):
 def random_layer(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns a layer of Equinox with random arrays, without a program that draws them."""
     layer = eqx.filter_eval_shape(kind, *args, key=jax.random.key(0), **kwargs)
-    return jax.tree.map(lambda array: normal(0, array.shape), layer)
+    return jax.tree.map(lambda leaf: normal(0, leaf.shape), layer)
 
 
 def array(values: Any, dtype: Any) -> Array:

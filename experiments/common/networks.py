@@ -1,4 +1,4 @@
-"""Defines networks to time and compile, and norms as models have them that use no layer."""
+"""Defines networks to time and compile: for images, of vectors, and a decoder."""
 
 import functools
 import itertools
@@ -64,32 +64,6 @@ def small_cnn(make_norm: MakeNorm) -> eqx.nn.Sequential:
     for inputs, outputs in itertools.pairwise((3, 32, 64, 128, 256)):
         layers += [*_conv(make_norm, inputs, outputs, 3, 2), RELU]
     return _classifier(layers, 256)
-
-
-class LayerNormByHand(eqx.Module):
-    """Applies a layer norm of vectors, by its formula."""
-
-    weight: Array
-    bias: Array
-
-    def __init__(self, size: int):
-        self.weight, self.bias = jnp.ones(size), jnp.zeros(size)
-
-    def __call__(self, x: Array) -> Array:
-        mean, variance = x.mean(), x.var()
-        return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * self.weight + self.bias
-
-
-class RMSNormByHand(eqx.Module):
-    """Applies an RMS norm of vectors, by its formula."""
-
-    weight: Array
-
-    def __init__(self, size: int):
-        self.weight = jnp.ones(size)
-
-    def __call__(self, x: Array) -> Array:
-        return x * jax.lax.rsqrt((x * x).mean() + 1e-5) * self.weight
 
 
 class Encoder(eqx.nn.StatefulLayer):
@@ -161,10 +135,9 @@ class DecoderBlock(eqx.Module):
         """Returns the row, and the cache of keys and values, `(2, rows, heads, size)`, with
         those of this row, which is at `place`."""
         q, k, v = self.to_heads(self.norms[0](x)).reshape(3, HEADS, -1)
-        for norm in self.head_norms[:1]:
-            q = jax.vmap(norm)(q)
-        for norm in self.head_norms[1:]:
-            k = jax.vmap(norm)(k)
+        if self.head_norms:
+            of_queries, of_keys = self.head_norms
+            q, k = jax.vmap(of_queries)(q), jax.vmap(of_keys)(k)
         cache = cache.at[:, place].set(jnp.stack([k, v]))
         keys, values = cache
         scores = jnp.einsum("hs,nhs->hn", q, keys) / jnp.sqrt(q.shape[-1])

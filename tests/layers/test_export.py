@@ -4,10 +4,12 @@ import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 from jax.experimental.jet import jet
 
+import eqx_norm
 from eqx_norm._jax import jaxprs
 from tests.compiling import jit
 from tests.helpers import copy, make, normal
@@ -95,3 +97,11 @@ def test_inference_taylor_series():
     outputs = jit(lambda: jet(call, (X,), ((dx, jnp.zeros_like(dx)),)))()
     expected = [tangent for _, tangent in expected]
     chex.assert_trees_all_close(outputs[1], expected, rtol=1e-6, atol=5e-6)
+
+
+@pytest.mark.usefixtures("unchecked")  # jaxtyping broadcasts no symbols
+def test_moments_of_no_values_have_symbolic_sizes():
+    (batch,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((batch, 0), jnp.float32)
+    exported = export.export(jax.jit(lambda x: eqx_norm.moments(x, 1).variance))(x)
+    np.testing.assert_array_equal(exported.call(jnp.zeros((3, 0))), np.ones(3))

@@ -10,7 +10,8 @@ from tests.helpers import bits, f32, normal
 
 from .interpreted import take_the_cpu_for
 
-UNOPTIMISED = True  # compares values: tests/compiling.py
+# Kernels are interpreted: what XLA:CPU makes of that is not what a GPU or TPU runs.
+UNOPTIMISED = True
 
 # Ways to split the work, by which few values reach all parts of a kernel. With "loops", each
 # program loops over all rows of its columns; with "slices", each program has one step, and many

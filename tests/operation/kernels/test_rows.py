@@ -21,7 +21,8 @@ from tests.operation.derivatives import BASIC, REPEATED, gradient, gradient_of_g
 from .interpreted import take_the_cpu_for
 
 pytestmark = pytest.mark.x32  # kernels serve no float64
-UNOPTIMISED = True  # compares values: tests/compiling.py
+# Kernels are interpreted: what XLA:CPU makes of that is not what a GPU or TPU runs.
+UNOPTIMISED = True
 
 
 @pytest.fixture(params=["cuda", "tpu"])
