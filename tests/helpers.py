@@ -140,12 +140,8 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 
 def member(tree: Any, i: int) -> Any:
-    """Returns the i-th member of an ensemble."""
-
-    def of_leaf(leaf: Any) -> Any:
-        return array(np.asarray(leaf)[i], leaf.dtype) if eqx.is_array(leaf) else leaf
-
-    return jax.tree.map(of_leaf, tree)
+    """Returns the i-th member of an ensemble, whose arrays may be traced."""
+    return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, tree)
 
 
 def bits(x: Any) -> bytes:
