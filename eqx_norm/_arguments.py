@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact, PyTree, Shaped
 
 from eqx_norm._contract import described
 from eqx_norm._memory import ENSEMBLE
@@ -124,7 +124,7 @@ def affine(
 
 def _weight_or_bias(
     layer: PyTree, name: str, given: ArrayLike | None, shape: Shape, x: Inexact[Array, "..."]
-) -> Array | None:
+) -> Inexact[Array, "..."] | None:
     if given is not None:
         return _checked_given(name, given, shape, x)
     own = getattr(layer, name)
@@ -168,7 +168,7 @@ def _checked_given(
 
 
 def example_shape_error(
-    x: Array, argument: str, value: object, shape: object, fix: str | None
+    x: Inexact[Array, "..."], argument: str, value: object, shape: object, fix: str | None
 ) -> ValueError:
     """Returns the error for an `x` that does not have the `shape` that `argument` set when the
     layer was made. `fix` says what to do; by default, to make another layer."""
@@ -180,7 +180,9 @@ def example_shape_error(
     )
 
 
-def check_channels(x: Array, argument: str, channels: int | None, mapped: str) -> None:
+def check_channels(
+    x: Inexact[Array, "..."], argument: str, channels: int | None, mapped: str
+) -> None:
     """Raises `ValueError` unless x is `(channels, *spatial)`; `None` allows any number."""
     if x.ndim == 0 or channels not in (None, x.shape[0]):
         fix = None
@@ -212,7 +214,7 @@ def checked_x(x: object, name: str = "x") -> Inexact[Array, "..."]:
     return array
 
 
-def _as_array(x: PyTree) -> Array | None:
+def _as_array(x: PyTree) -> Shaped[Array, "..."] | None:
     if isinstance(x, tuple | list):
         return None
     try:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Inexact, Shaped
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from eqx_norm import _arguments, _normalise
@@ -173,7 +173,12 @@ def denormalise(
     beta = cast("bias", beta, dtype)
 
     @jax.checkpoint
-    def inverse(y: Array, columns: list[Array], gamma: Array, beta: Array) -> Array:
+    def inverse(
+        y: Inexact[Array, "*x"],
+        columns: list[Inexact[Array, "*#x"]],
+        gamma: Inexact[Array, "*#x"],
+        beta: Inexact[Array, "*#x"],
+    ) -> Inexact[Array, "*x"]:
         std, mean_hi, mean_lo = columns
         if example.mask is not None:
             y = jnp.where(example.mask, y, 0)
@@ -211,7 +216,9 @@ def _checked(x: object, axis: Axis, mask: ArrayLike | None, name: str = "x") -> 
     return example._replace(mask=_expand_dims("mask", mask, example))
 
 
-def _expand_dims(name: str, array: Array, example: Example) -> Array:
+def _expand_dims(
+    name: str, array: Shaped[Array, "..."], example: Example
+) -> Shaped[Array, "..."]:
     """Returns the array with as many axes as x; raises unless it broadcasts to x."""
     x = example.x
     shape = (*[1] * (x.ndim - array.ndim), *array.shape)

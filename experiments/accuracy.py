@@ -37,7 +37,7 @@ from .common import exact, machine, peers, report
 from .common.exact import Batch, Errors, Exact
 from .common.experiment import Experiment, Verdict
 from .common.peers import EQUINOX, EQUINOX_BATCH, EQUINOX_EMA, FLAX, FLAX_TWO_PASS, OURS, TORCH
-from .common.progress import progress
+from .common.progress import progress, say
 from .common.report import BLACK
 
 BATCH_NORMS = OURS, EQUINOX_EMA, EQUINOX_BATCH, FLAX, FLAX_TWO_PASS, TORCH
@@ -196,7 +196,7 @@ def with_errors(
         return row._replace(errors=Errors(*np.array(found).max(0).tolist()))
     except Exception as error:  # go on with the other layers
         said = f"{layer}, {case.name}: {type(error).__name__}: {error}"
-        print(said.partition("\n")[0])
+        say(said.partition("\n")[0])
         return row
 
 

@@ -110,7 +110,7 @@ def _weights(
         if vector is not None and x.ndim > 0 and vector.shape == x.shape:
             in_full = True
 
-    def vector_or(default: int, vector: Array | None) -> Array:
+    def vector_or(default: int, vector: Inexact[Array, "*#x"] | None) -> Inexact[Array, "..."]:
         if vector is None:
             return jnp.full((1,) * x.ndim, default, example.x_upcast.dtype)
         if in_full:

@@ -92,7 +92,9 @@ def of_array(
     if shard is not None:
         start = start + shard * np.uint32(words.size * _STEP % 2**32)
 
-    def add_both(sums: Sequence[Array], terms: Sequence[Array]) -> tuple[Array, ...]:
+    def add_both(
+        sums: Sequence[UInt32[Array, ""]], terms: Sequence[UInt32[Array, ""]]
+    ) -> tuple[UInt32[Array, ""], ...]:
         return tuple(map(lax.add, sums, terms))
 
     def on_cpu(words: UInt32[Array, "..."], start: UInt32[Array, ""]) -> UInt32[Array, "2"]:

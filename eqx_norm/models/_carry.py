@@ -57,7 +57,11 @@ def carry(
     new_momentum = getattr(after, "momentum", None)
     are_untrained = _is_known_true(untrained.all())
 
-    def convert(statistics: PyTree, untrained: Bool[Array, ""], values: Array | None) -> PyTree:
+    def convert(
+        statistics: PyTree,
+        untrained: Bool[Array, ""],
+        values: Float[Array, "*#channels"] | None,
+    ) -> PyTree:
         start = new_statistics(new, statistics)
         core, _ = old.approach.without_pending(statistics)
         empty, _ = new.approach.without_pending(start)

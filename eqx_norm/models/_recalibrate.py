@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from eqx_norm import _contract
 from eqx_norm._batch_norm import BatchNorm
@@ -198,7 +198,7 @@ def _checked_batches(batches: PyTree) -> Iterable[PyTree]:
     return batches
 
 
-def _first(batch: PyTree) -> Array | np.ndarray:
+def _first(batch: PyTree) -> Shaped[Array | np.ndarray, "..."]:
     """Returns the x of a batch as an array."""
     x: PyTree = batch[0] if isinstance(batch, tuple | list) and len(batch) else batch
     if eqx.is_array(x):
@@ -209,7 +209,12 @@ def _first(batch: PyTree) -> Array | np.ndarray:
     return x
 
 
-def _over_batch(axis_name: Hashable, model: PyTree, state: eqx.nn.State, x: Array) -> PyTree:
+def _over_batch(
+    axis_name: Hashable,
+    model: PyTree,
+    state: eqx.nn.State,
+    x: Shaped[Array | np.ndarray, "..."],
+) -> PyTree:
     if not callable(model):
         raise ValueError(f"The model is a {type(model).__name__}, not callable. {_FIX}")
     mapped = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name=axis_name)

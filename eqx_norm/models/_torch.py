@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike, Shaped
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -76,7 +75,7 @@ def from_torch(
     _layers.check_untraced(model, state, state_dict)
     arrays, problems = _arrays(state_dict)
     report, keyed = match(model, state, arrays, names)
-    loaded = dict[str, jax.Array]()
+    loaded = dict[str, Shaped[Array, "..."]]()
     for key, slot in keyed:
         if key in arrays:
             try:
@@ -102,7 +101,7 @@ def from_torch(
 def _loaded_statistics(
     model: Any,
     state: eqx.nn.State | None,
-    loaded: Mapping[str, jax.Array],
+    loaded: Mapping[str, Shaped[Array, "..."]],
     values: ArrayLike | None,
 ) -> Entries:
     """Returns the entries of the norms whose running mean and variance were loaded."""
@@ -185,7 +184,7 @@ def _arrays(state_dict: object) -> tuple[dict[str, np.ndarray], list[str]]:
     return arrays, problems
 
 
-def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
+def _loaded(key: str, array: Shaped[np.ndarray, "..."], slot: Slot) -> Shaped[Array, "..."]:
     """Converts PyTorch's array for the model; raises `ValueError` if the array does not fit."""
     if array.shape != slot.shape:
         raise ValueError(f"{key} has the shape {array.shape}, not {slot.shape} as here")
@@ -208,7 +207,7 @@ def _loaded(key: str, array: np.ndarray, slot: Slot) -> jax.Array:
     return new
 
 
-def _is_count(number: np.ndarray) -> bool:
+def _is_count(number: Shaped[np.ndarray, ""]) -> bool:
     if number.dtype.kind not in "iuf":
         return False
     return bool(0 <= number < 2**31) and float(number).is_integer()

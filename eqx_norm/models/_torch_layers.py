@@ -7,7 +7,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Shaped
 
 from eqx_norm import _contract, _memory
 from eqx_norm._batch_norm import BatchNorm
@@ -72,7 +72,7 @@ class Slot(NamedTuple):
     """
 
     path: str
-    array: Array | np.ndarray
+    array: Shaped[Array | np.ndarray, "..."]
     is_flat: bool = False
     groups: int | None = None
     statistic: str | None = None
@@ -82,13 +82,15 @@ class Slot(NamedTuple):
         """Returns the array's shape in PyTorch."""
         return self.to_torch(np.empty(self.array.shape, bool)).shape
 
-    def from_torch(self, array: np.ndarray) -> np.ndarray:
+    def from_torch(self, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
         return self._of_other_convolution(array).reshape(self.array.shape)
 
-    def to_torch(self, array: np.ndarray) -> np.ndarray:
+    def to_torch(self, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
         return array.reshape(-1) if self.is_flat else self._of_other_convolution(array)
 
-    def _of_other_convolution(self, weight: np.ndarray) -> np.ndarray:
+    def _of_other_convolution(
+        self, weight: Shaped[np.ndarray, "..."]
+    ) -> Shaped[np.ndarray, "..."]:
         """Converts the weight of a transposed convolution, in either direction: Equinox stores
         the weight of the computed convolution, PyTorch of the convolution to transpose."""
         if self.groups is None:
@@ -152,7 +154,9 @@ def _statistics(path: str, norm: PyTree, state: eqx.nn.State | None) -> dict[str
     }
 
 
-def _slot(path: str, layer: PyTree, field: str, array: Array | np.ndarray) -> Slot:
+def _slot(
+    path: str, layer: PyTree, field: str, array: Shaped[Array | np.ndarray, "..."]
+) -> Slot:
     if isinstance(layer, eqx.nn.ConvTranspose) and field == "weight":
         return Slot(path, array, groups=layer.groups)
     # The bias of a convolution has spatial axes, too; PReLU's slope may have any shape.

@@ -17,6 +17,11 @@ def progress(
     return tqdm(items, title, total, unit=unit, leave=title is None, disable=None)
 
 
+def say(line: str) -> None:
+    """Prints a line above the bars."""
+    tqdm.write(line)
+
+
 def in_threads(
     function: Callable[[Item], Result],
     items: Sequence[Item],

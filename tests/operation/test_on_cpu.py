@@ -13,7 +13,7 @@ from eqx_norm import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from eqx_norm._jax import jaxprs
 from eqx_norm._normalise.variants import on_cpu
 from tests.compiling import jit
-from tests.helpers import f32, make, normal, over_batch
+from tests.helpers import f32, make, normal, over_batch, y_and_gradients
 from tests.layers.norms import made
 
 RANDOM = np.random.RandomState(0)
@@ -139,12 +139,8 @@ def test_one_loop_computes_the_means(name, shape):
     def forward(weights, x):
         return call(eqx.combine(weights, static), x)[0]
 
-    @jax.jit
-    def y_and_gradients(weights, x):
-        y, pull_back = jax.vjp(forward, weights, x)
-        return y, pull_back(y)
-
-    compiled = y_and_gradients.lower(weights, jnp.zeros(shape)).compile()
+    program = jax.jit(lambda weights, x: y_and_gradients(forward, x, weights, x))
+    compiled = program.lower(weights, jnp.zeros(shape)).compile()
     assert str(compiled.as_text()).count("reduce-precision(") == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from eqx_norm._normalise.variants import on_gpu
 from tests.compiling import jit
-from tests.helpers import f32
+from tests.helpers import f32, y_and_gradients
 from tests.layers.norms import made
 
 SILU = jax.nn.silu
@@ -24,17 +24,15 @@ def lowered(name, shape, activation=None, *, is_frozen=False):
     layer, call = made(name, shape[1:], **options)
     weights, static = eqx.partition(layer, eqx.is_inexact_array)
 
-    def y_and_gradients(weights, x):
-        def forward(weights, x):
-            return call(eqx.combine(weights, static), x)[0]
+    def forward(weights, x):
+        return call(eqx.combine(weights, static), x)[0]
 
+    def program(weights, x):
         if is_frozen:
-            y, pull_back = jax.vjp(lambda x: forward(weights, x), x)
-        else:
-            y, pull_back = jax.vjp(forward, weights, x)
-        return y, pull_back(y)
+            return y_and_gradients(lambda x: forward(weights, x), x, x)
+        return y_and_gradients(forward, x, weights, x)
 
-    traced = jax.jit(y_and_gradients).trace(weights, jnp.zeros(shape))
+    traced = jax.jit(program).trace(weights, jnp.zeros(shape))
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -31,6 +31,22 @@ from .variant import Variant
 SHORT = 8
 
 
+class _Read(NamedTuple):
+    """Holds what each pass of `Passes.gradients` reads, arranged for the variant.
+
+    **Fields:** `mask`: one mask or none; `vectors`: rstd and, if there is one, mean and
+    mean_lo; `scales`: rstd * weight or none.
+    """
+
+    x: Float[Array, "*x"]
+    dy: Float[Array, "*x"]
+    weight: Float[Array, "*#x"]
+    bias: Float[Array, "*#x"]
+    mask: Sequence[Bool[Array, "*#x"]]
+    vectors: Sequence[Float[Array, "*#x"]]
+    scales: Sequence[Float[Array, "*#x"]]
+
+
 class Passes(NamedTuple):
     """Computes y and gradients in a shape that suits the platform. On a CPU it is `(*mapped,
     groups, values)`, with the values cut into those of each weight; else the caller's shape,
@@ -59,53 +75,21 @@ class Passes(NamedTuple):
         self, dy: Float[Array, "*x"], operands: Operands, wanted: Wanted
     ) -> list[Float[Array, "..."]]:
         """Returns the gradients of x, weights and given moments, as `choose.gradients` does."""
-        variant, norm, given = self.variant, self.options.norm, self.options.given
+        norm, given = self.options.norm, self.options.given
         over_moments, over_weights = self.target.over[0], self.target.over[-1]
-        arranged = functools.partial(self._arranged, operands)
+        moments_shape, weights_shape = self._gradient_shapes(operands, wanted)
         x = operands.x
-        moments_shape = self.layout.own_shape(x.shape)
         if not given:
-            x, dy = variant.convert_small(x), variant.convert_small(dy)
-        elif wanted.moments_shape is not None:
-            moments_shape = wanted.moments_shape
-        else:
-            moments_shape = operands.moments[0].shape
-        weights_shape = operands.weight.shape if wanted.shape is None else wanted.shape
-        moments_shape = self._shape(operands, moments_shape)
-        weights_shape = self._shape(operands, weights_shape)
-        vectors = arranged(*self._rstd_and_mean(operands))
-        x, dy, weight, bias, *mask = arranged(
-            x, dy, operands.weight, operands.bias, *operands.mask
+            x, dy = self.variant.convert_small(x), self.variant.convert_small(dy)
+        vectors = self._arranged(operands, *self._rstd_and_mean(operands))
+        x, dy, weight, bias, *mask = self._arranged(
+            operands, x, dy, operands.weight, operands.bias, *operands.mask
         )
-        passes, product = itertools.count(1), self._product
-        derivative_product = lax.mul if given else self._uncontracted
         # Outside of the passes: a kernel of XLA:GPU less, unless the weight is as large as x.
         scales = [vectors[0] * weight] if given and weight.shape != x.shape else []
-
-        def each_pass() -> tuple[Array, Array, Array]:
-            """Returns g, x - mean and rstd, for another pass over x."""
-            own = [*vectors, *scales]
-            if variant.has_barriers:
-                # XLA:GPU merges equal expressions (https://github.com/jax-ml/jax/issues/13999)
-                # and would store x - mean and the activation's derivative: BatchNorm with GELU
-                # moves 15.1 units in place of 8.1 (jax 0.12.0.1). Barriers of equal depth merge
-                # as well (11.1), so each pass has one more. Without them
-                # tests/operation/test_on_gpu.py, `barriers_between_passes`, fails.
-                barriers = next(passes) if norm.activation else 1
-                for _ in range(barriers):
-                    own = [*map(lax.optimization_barrier, own)]
-            rstd, *mean = own[: len(vectors)]
-            d = _deviations(x, rstd, mean, mask)
-            if not given:
-                u, scale = d * rstd, weight
-            elif scales:
-                u, scale = d, own[-1]
-            else:
-                u, scale = d, rstd * weight
-            g = norm.g(dy.astype(d.dtype), u, scale, bias, product, derivative_product)
-            return reference.masked(g, *mask), d, rstd
-
-        g, d, rstd = each_pass()
+        read = _Read(x, dy, weight, bias, mask, vectors, scales)
+        passes, product = itertools.count(1), self._product
+        g, d, rstd = self._terms(read, next(passes))
         sizes = [*enumerate(zip(moments_shape, weights_shape, x.shape, strict=True))]
         inner = [i for i, (m, w, n) in sizes if m == w == 1 != n]  # values that share a weight
         outer = [i for i, (m, w, _) in sizes if m == 1 != w]  # weights that share moments
@@ -116,7 +100,7 @@ class Passes(NamedTuple):
         weighted = [product(weight, part) for part in (parts if norm.centred else parts[:1])]
         totals = moments_passes.summed_over(self._sums(weighted, outer), over_moments)
         if inner or outer:
-            g, d, rstd = each_pass()
+            g, d, rstd = self._terms(read, next(passes))
         of_moments = []
         if not given:
             dx = self._dx(g, d, rstd, weight, totals, mask, moments_shape)
@@ -129,11 +113,49 @@ class Passes(NamedTuple):
         if wanted.shape is None:
             return [dx, *of_moments]
         if not inner:
-            g, d, rstd = each_pass()
+            g, d, rstd = self._terms(read, next(passes))
             parts = [g * d, g]
         arrays = wanted.chosen(parts[0] * rstd, parts[-1])
         arrays = self._sums(arrays, reference.summed_axes(arrays[0].shape, weights_shape))
         return [dx, *moments_passes.summed_over(arrays, over_weights), *of_moments]
+
+    def _gradient_shapes(self, operands: Operands, wanted: Wanted) -> tuple[Shape, Shape]:
+        """Returns the shapes of the moments' and the weights' gradients, in the variant's
+        arrangement of axes."""
+        moments_shape = self.layout.own_shape(operands.x.shape)
+        if wanted.moments_shape is not None:
+            moments_shape = wanted.moments_shape
+        elif self.options.given:
+            moments_shape = operands.moments[0].shape
+        weights_shape = operands.weight.shape if wanted.shape is None else wanted.shape
+        return self._shape(operands, moments_shape), self._shape(operands, weights_shape)
+
+    def _terms(
+        self, read: _Read, number: int
+    ) -> tuple[Float[Array, "*x"], Float[Array, "*x"], Float[Array, "*#x"]]:
+        """Returns g, x - mean and rstd, for the pass over x with this number."""
+        norm, given = self.options.norm, self.options.given
+        own = [*read.vectors, *read.scales]
+        if self.variant.has_barriers:
+            # XLA:GPU merges equal expressions (https://github.com/jax-ml/jax/issues/13999) and
+            # would store x - mean and the activation's derivative: BatchNorm with GELU moves
+            # 15.1 units in place of 8.1 (jax 0.12.0.1). Barriers of equal depth merge as well
+            # (11.1), so each pass has one more. Without them tests/operation/test_on_gpu.py,
+            # `barriers_between_passes`, fails.
+            for _ in range(number if norm.activation else 1):
+                own = [*map(lax.optimization_barrier, own)]
+        rstd, *mean = own[: len(read.vectors)]
+        d = _deviations(read.x, rstd, mean, read.mask)
+        if not given:
+            u, scale = d * rstd, read.weight
+        elif read.scales:
+            u, scale = d, own[-1]
+        else:
+            u, scale = d, rstd * read.weight
+        derivative_product = lax.mul if given else self._uncontracted
+        dy = read.dy.astype(d.dtype)
+        g = norm.g(dy, u, scale, read.bias, self._product, derivative_product)
+        return reference.masked(g, *read.mask), d, rstd
 
     def _dx(
         self,
