@@ -66,7 +66,8 @@ class Case(NamedTuple):
         return _step(self.norm, self.platform, self.frozen)(batch, mask)
 
     def check(self, batch, mask=None, scale=1.0):
-        """Checks the norm against the bounds; `scale` is the ulp relative to float32's."""
+        """Checks the norm against the bounds. `scale` is the ulp relative to float32's, or the
+        factor that cancellation costs in the variance; it costs the mean the root of that."""
         answer, mean = jax.tree.map(np.asarray, self.train(batch, mask))
         assert answer.y.dtype == answer.dx.dtype == batch.x.dtype
         counted = exact.counted(batch, mask)
@@ -87,7 +88,7 @@ class Case(NamedTuple):
             # The rounding of a mean near 0 is on the scale of the standard deviation.
             largest = np.maximum(np.abs(expected_mean), np.sqrt(expected.answer.variance))
             ulps = np.abs(mean - expected_mean) / np.spacing(largest.astype(mean.dtype))
-            assert np.max(ulps) <= MEAN_ULPS
+            assert np.max(ulps) <= MEAN_ULPS * max(1, scale**0.5)
 
 
 def cases(norm, *shapes, **options):
@@ -124,7 +125,7 @@ def far_from_zero(random, shape, dtype: Any = np.float32):
 
 
 def with_outlier(random, shape, place, dtype: Any = np.float32):
-    """Draws columns whose value at `place` is 1e6."""
+    """Draws columns whose value at `place`, or each there, is 1e6."""
     x = random.standard_normal(shape)
     x[place] = 1e6
     return x.astype(dtype)

@@ -5,6 +5,7 @@ values, masks, and float64. Programs lowered for a GPU or a TPU also run, on the
 """
 
 import functools
+import math
 from typing import Any
 
 import equinox as eqx
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 from eqx_norm import LayerNorm
+from eqx_norm._normalise.formulas.reference import part_of, statistics
 from experiments.common import exact
 from experiments.common.exact import EPS, Answer, Batch
-from tests.helpers import bits, make, over_batch
+from tests.helpers import bits, f32, make, over_batch
 from tests.layers.accuracy import BOUNDS, Case, cases, far_from_zero, with_outlier
 from tests.layers.norms import EXAMPLE_NORMS, NORMS, made, with_parameters
 
@@ -35,7 +37,7 @@ IMAGES = {norm: Case(norm, IMAGE) for norm in EXAMPLE_NORMS}
 ELSEWHERE = [
     *cases("BatchNorm", (3, 8, 2, 2), (264, 8), (4, 8, 4, 8), platform="cuda"),
     Case("LayerNorm", (8, 121), "cuda"),
-    Case("BatchNorm", (3, 8, 2, 2), "tpu"),
+    *cases("BatchNorm", (3, 8, 2, 2), (1000, 8), platform="tpu"),
     Case("GroupNorm", IMAGE, "tpu"),
 ]
 ONE_KERNEL = [
@@ -84,6 +86,27 @@ def test_hard_values_in_double_precision(case, seed):
     with jax.enable_x64(True):
         for batch in hard(case, np.random.default_rng(seed), np.float64):
             case.check(batch, scale=2.0**-29)
+
+
+@each_case(VECTORS[-1], SPATIAL[0], ROWS[1], *ELSEWHERE)
+def test_first_sixteenth_far_from_the_rest(case):
+    """Tests the worst x for a shift by a part's mean: on a GPU and a TPU cancellation costs a
+    factor of up to 16, as `reference.statistics` says."""
+    values = math.prod(case.shape) // case.shape[case.axis]
+    far = slice(-(-values // 16))
+    batch = case.batch(np.random.default_rng(0), with_outlier, far, affine=False)
+    case.check(batch, scale=1 if case.platform == "cpu" else 16)
+
+
+def test_squares_that_overflow_give_an_infinite_m2():
+    """Computes operation by operation: a fused multiply-add would hide inf - inf."""
+    x = np.random.default_rng(0).standard_normal((264, 8)).astype(np.float32)
+    x[0] = 1e30
+    of_jax = f32(x)
+    with jax.disable_jit():
+        _, mean, m2, _ = statistics(of_jax, shape=(1, 8), part=part_of(of_jax, (1, 8)))
+    np.testing.assert_allclose(mean, x.mean(0, keepdims=True), rtol=1e-5)
+    assert np.isposinf(m2).all()
 
 
 GROUPS = IMAGES["GroupNorm"]

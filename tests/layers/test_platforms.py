@@ -7,6 +7,7 @@ compiled programs read and write.
 
 import contextlib
 import functools
+import math
 import re
 from typing import Any
 
@@ -258,15 +259,47 @@ def test_one_kernel_in_training_on_short_rows(values):
 
 
 @pytest.mark.parametrize(
-    ("shape", "steps"),
-    [((264, 8), 2), ((263, 8), 1), ((8192, 8), 1), ((4, 8, 4, 8), 2), ((4, 8, 3, 8), 1)],
+    ("shape", "barriers"),
+    [
+        # The two sums over all of x, of 11 parts of 24 rows, and none of the first sixteenth.
+        ((264, 8), 2),
+        ((263, 8), 0),
+        ((160, 8), 0),
+        # The first sixteenth alone.
+        ((4800, 8), 1),
+        # Images: all three, also those of the first of four rows of pixels.
+        ((4, 8, 4, 32), 3),
+        ((4, 8, 3, 8), 0),
+    ],
 )
-def test_gpu_sums_few_rows_in_two_steps(shape, steps):
+def test_gpu_sums_few_rows_in_two_steps(shape, barriers):
     """Avoids that XLA writes the operand of such sums to memory; XLA splits longer sums."""
     layer, call = made("BatchNorm", shape[1:])
     traced = jax.jit(lambda x: call(layer, x)[0]).trace(jnp.zeros(shape))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("optimization_barrier") == 3 * (steps - 1)
+    assert text.count("optimization_barrier") == barriers
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "platform"),
+    [
+        ("BatchNorm", (32, 4, 8, 8), "cuda"),
+        ("BatchNorm", (8192, 8), "cuda"),
+        ("BatchNorm", (8192, 8), "tpu"),
+        ("LayerNorm", (4, 384), "tpu"),  # a GPU's y of rows is one kernel
+    ],
+)
+def test_statistics_read_x_once_and_a_sixteenth_twice(name, shape, platform):
+    """Counts the sums over x - mean and its square, which XLA fuses, and those over a part, in
+    rows of whole cache lines."""
+    layer, call = made(name, shape[1:])
+    traced = jax.jit(lambda x: call(layer, x)[0]).trace(jnp.zeros(shape))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    sums = re.findall(r"stablehlo\.reduce\(.*: \(tensor<([\dx]+)xf32>", text)
+    sizes = [math.prod(map(int, of.split("x"))) for of in sums]
+    whole = math.prod(shape)
+    assert sizes.count(whole) == 2
+    assert max(size for size in sizes if size != whole) <= whole / 12
 
 
 @pytest.mark.parametrize(("length", "is_one"), [(1024, True), (900, True), (640, False)])

@@ -33,10 +33,20 @@ def statistics(
         arrays = variant.arranged(layout, x, *mask)
         return variant.statistics(*arrays, shape=variant.shape(layout, shape))
     k = _one_value(variant, target, x, *mask, layout=layout, shape=shape)
-    arrays = variant.arranged(layout, x, *mask)
+    part = x
+    # A part of all devices' x would be sent. A part that is masked could be of few values.
+    if not (mask or target.is_partitioned):
+        # In the caller's shape, for XLA:TPU would copy x to cut it into groups first.
+        part = reference.part_of(x, shape)
+    part, *arrays = variant.arranged(layout, part, x, *mask)
     shape = variant.shape(layout, shape)
-    reduction = variant.statistics_reduction
-    return reference.statistics(*arrays, shape=shape, reduction=reduction, k=k.reshape(shape))
+    return reference.statistics(
+        *arrays,
+        shape=shape,
+        reduction=variant.statistics_reduction,
+        k=k.reshape(shape),
+        part=part,
+    )
 
 
 def _squares(
