@@ -34,10 +34,10 @@ def statistics(
         return variant.statistics(*arrays, shape=variant.shape(layout, shape))
     k = _one_value(variant, target, x, *mask, layout=layout, shape=shape)
     part = x
-    # A part of all devices' x would be sent. A part that is masked could be of few values.
-    if not (mask or target.is_partitioned):
+    # Of the values in a part few could be unmasked, or none. Rows have no axis to cut.
+    if not mask and not variant.is_flat:
         # In the caller's shape, for XLA:TPU would copy x to cut it into groups first.
-        part = reference.part_of(x, shape)
+        part = reference.part_of(x, shape, target.devices)
     part, *arrays = variant.arranged(layout, part, x, *mask)
     shape = variant.shape(layout, shape)
     return reference.statistics(
