@@ -241,7 +241,7 @@ def train(devices: Sequence[Any], dtype: str, layer: str, recomputes: bool) -> R
 
 
 # 0.2 are for partial sums and the sixteenth of x that XLA reads twice for the statistics. The
-# kernel needs columns, so an image is copied to columns. 29.3 (25.1 without a norm) is a count.
+# kernel needs columns, so an image is copied to columns. 29.4 (25.1 without a norm) is a count.
 MOST: dict[str, dict[str, Any]] = {
     GPU: {
         "by XLA: at most 7.2 times x's bytes": (ALONE, (), (BOTH,), (OURS,), 7.2),
@@ -252,7 +252,7 @@ MOST: dict[str, dict[str, Any]] = {
         "rows by Pallas, both ways: at most 5.3": (OF_ROWS, (), (APART,), PALLAS, 5.3),
         "GroupNorm of vectors by Pallas: at most 5.6": ((GROUP,), (), (APART,), PALLAS, 5.6),
         "InstanceNorm by Pallas: at most 5.1": ((INSTANCE,), (), (APART,), PALLAS, 5.1),
-        "between convolutions: at most 29.3": ((BETWEEN,), (), (BOTH,), LAYERS[:3], 29.3),
+        "between convolutions: at most 29.4": ((BETWEEN,), (), (BOTH,), LAYERS[:3], 29.4),
         "LayerNorm: at most 8.4": ((LAYER,), (), (BOTH, APART), (OURS,), 8.4),
         "RMSNorm: at most 7.2": ((RMS,), (), (BOTH, APART), (OURS,), 7.2),
         "GroupNorm: at most 8.3": ((GROUP,), (), (BOTH, APART), (OURS,), 8.3),
