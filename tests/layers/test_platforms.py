@@ -27,7 +27,6 @@ from tests.helpers import make, over_batch, y_and_gradients
 from tests.layers.norms import (
     NAMES,
     each_example_norm,
-    each_norm,
     made,
     mask_shape,
     moved,
@@ -61,18 +60,24 @@ def lower(forward, *point, platforms=("cuda", "tpu")):
 
 # The dtype of x; whether there is a mask; the devices over which `jit` splits x, unless there
 # is one; the platforms.
-LOWERED = [
+ON_ONE_DEVICE = [
     ("float32", True, 1, ("cuda", "tpu")),
     ("complex64", True, 1, ("cuda", "tpu")),
     ("bfloat16", False, 1, ("cuda", "tpu")),
+]
+ON_SEVERAL = [
     ("bfloat16", True, 2, ("cuda",)),
     ("bfloat16", False, 2, ("tpu",)),
     ("bfloat16", False, 4, ("cuda",)),
 ]
+LOWERED = [
+    *((name, *case) for name in NAMES for case in ON_ONE_DEVICE),
+    # Statistics over a batch, of rows and of groups; test_devices.py runs all norms.
+    *((name, *case) for name in ("BatchNorm", "LayerNorm", "GroupNorm") for case in ON_SEVERAL),
+]
 
 
-@each_norm
-@pytest.mark.parametrize(("dtype", "masked", "devices", "platforms"), LOWERED)
+@pytest.mark.parametrize(("name", "dtype", "masked", "devices", "platforms"), LOWERED)
 def test_layers_are_lowered_for_gpus_and_tpus(name, dtype, masked, devices, platforms):
     """Tests that each GPU computes passes on its shard of x, and that XLA splits them for TPUs,
     and where the GPUs' shards would be uneven."""
@@ -85,12 +90,21 @@ def test_layers_are_lowered_for_gpus_and_tpus(name, dtype, masked, devices, plat
     def forward(weights, x):
         return call(eqx.combine(weights, static), x, mask)[0]
 
-    mesh = jax.sharding.AbstractMesh((devices,), ("x",), (AxisType.Auto,))
-    where = jax.NamedSharding(mesh, jax.P("x" if N % devices == 0 else None))
-    x = jax.ShapeDtypeStruct((N, *SHAPE), dtype, sharding=where if devices > 1 else None)
-    with jax.sharding.use_abstract_mesh(mesh) if devices > 1 else contextlib.nullcontext():
+    with over_devices((N, *SHAPE), devices, dtype) as x:
         text = lower(forward, weights, x, platforms=platforms)
     assert ("@CustomSPMDPartitioning(" in text) == (devices == 2 and "cuda" in platforms)
+
+
+@contextlib.contextmanager
+def over_devices(shape, devices, dtype="float32"):
+    """Yields an x for a program that `jit` splits, if there are several devices."""
+    if devices == 1:
+        yield jax.ShapeDtypeStruct(shape, dtype)
+        return
+    mesh = jax.sharding.AbstractMesh((devices,), ("x",), (AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P("x" if shape[0] % devices == 0 else None))
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
 def halves(*shape):
@@ -281,20 +295,24 @@ def test_gpu_sums_few_rows_in_two_steps(shape, barriers):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "platform"),
+    ("name", "shape", "platform", "devices"),
     [
-        ("BatchNorm", (32, 4, 8, 8), "cuda"),
-        ("BatchNorm", (8192, 8), "cuda"),
-        ("BatchNorm", (8192, 8), "tpu"),
-        ("LayerNorm", (4, 384), "tpu"),  # a GPU's y of rows is one kernel
+        ("BatchNorm", (32, 4, 8, 8), "cuda", 1),
+        ("BatchNorm", (8192, 8), "cuda", 1),
+        ("BatchNorm", (8192, 8), "tpu", 1),
+        ("BatchNorm", (8192, 8), "tpu", 4),
+        ("BatchNorm", (64, 4, 8, 8), "tpu", 4),
+        ("LayerNorm", (4, 384), "tpu", 1),  # a GPU's y of rows is one kernel
+        ("LayerNorm", (4, 384), "tpu", 4),
     ],
 )
-def test_statistics_read_x_once_and_a_sixteenth_twice(name, shape, platform):
+def test_statistics_read_x_once_and_a_sixteenth_twice(name, shape, platform, devices):
     """Counts the sums over x - mean and its square, which XLA fuses, and those over a part, in
     rows of whole cache lines."""
     layer, call = made(name, shape[1:])
-    traced = jax.jit(lambda x: call(layer, x)[0]).trace(jnp.zeros(shape))
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    with over_devices(shape, devices) as x:
+        traced = jax.jit(lambda x: call(layer, x)[0]).trace(x)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
     sums = re.findall(r"stablehlo\.reduce\(.*: \(tensor<([\dx]+)xf32>", text)
     sizes = [math.prod(map(int, of.split("x"))) for of in sums]
     whole = math.prod(shape)

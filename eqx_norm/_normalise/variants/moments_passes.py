@@ -34,7 +34,7 @@ def statistics(
         return variant.statistics(*arrays, shape=variant.shape(layout, shape))
     k = _one_value(variant, target, x, *mask, layout=layout, shape=shape)
     part = x
-    # Of the values in a part few could be unmasked, or none. Rows have no axis to cut.
+    # A mask could leave few values of a part, or none. `Layout.in_rows` takes no part.
     if not mask and not variant.is_flat:
         # In the caller's shape, for XLA:TPU would copy x to cut it into groups first.
         part = reference.part_of(x, shape, target.devices)
