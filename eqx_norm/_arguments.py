@@ -124,7 +124,7 @@ def affine(
 
 def _weight_or_bias(
     layer: PyTree, name: str, given: ArrayLike | None, shape: Shape, x: Inexact[Array, "..."]
-) -> Inexact[Array, "..."] | None:
+) -> Shaped[Array, "..."] | None:
     if given is not None:
         return _checked_given(name, given, shape, x)
     own = getattr(layer, name)
