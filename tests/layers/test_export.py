@@ -104,4 +104,5 @@ def test_moments_of_no_values_have_symbolic_sizes():
     (batch,) = export.symbolic_shape("b")
     x = jax.ShapeDtypeStruct((batch, 0), jnp.float32)
     exported = export.export(jax.jit(lambda x: eqx_norm.moments(x, 1).variance))(x)
-    np.testing.assert_array_equal(exported.call(jnp.zeros((3, 0))), np.ones(3))
+    none = jnp.zeros((3, 0), jnp.float32)
+    np.testing.assert_array_equal(exported.call(none), np.ones(3))
