@@ -60,20 +60,20 @@ def lower(forward, *point, platforms=("cuda", "tpu")):
 
 # The dtype of x; whether there is a mask; the devices over which `jit` splits x, unless there
 # is one; the platforms.
-ON_ONE_DEVICE = [
+BY_EACH_NORM = [
     ("float32", True, 1, ("cuda", "tpu")),
     ("complex64", True, 1, ("cuda", "tpu")),
     ("bfloat16", False, 1, ("cuda", "tpu")),
-]
-ON_SEVERAL = [
     ("bfloat16", True, 2, ("cuda",)),
+]
+BY_SOME = [
     ("bfloat16", False, 2, ("tpu",)),
     ("bfloat16", False, 4, ("cuda",)),
 ]
 LOWERED = [
-    *((name, *case) for name in NAMES for case in ON_ONE_DEVICE),
-    # Statistics over a batch, of rows and of groups; test_devices.py runs all norms.
-    *((name, *case) for name in ("BatchNorm", "LayerNorm", "GroupNorm") for case in ON_SEVERAL),
+    *((name, *case) for name in NAMES for case in BY_EACH_NORM),
+    # Statistics over a batch, of rows and of groups.
+    *((name, *case) for name in ("BatchNorm", "LayerNorm", "GroupNorm") for case in BY_SOME),
 ]
 
 

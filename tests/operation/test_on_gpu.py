@@ -39,7 +39,7 @@ def lowered(name, shape, activation=None, *, is_frozen=False):
 # Norm, shape, activation, frozen weights, and the number of barriers.
 BARRIERS = [
     # Four and three vectors, behind 1, 2 and 3 barriers in the passes over x. Without them x -
-    # mean and the activation's derivative are written: with a GELU 15.1 in place of 8.1.
+    # mean and the activation's derivative are written: with a GELU 7 units more.
     # Another cuts the sum over the first sixteenth of x.
     ("BatchNorm", (8192, 8), SILU, False, 4 * (1 + 2) + 1),
     ("LayerNorm", (64, 384), SILU, False, 3 * (1 + 2 + 3)),
@@ -59,7 +59,7 @@ def test_barriers_between_passes(name, shape, activation, is_frozen, barriers):
 
 
 def test_two_sums_over_examples_are_one_reduction_of_one_array():
-    """Without it the activation's derivative is written: with a GELU 13.1 in place of 8.1."""
+    """Without it the activation's derivative is written: with a GELU 5 units more."""
     lines = lowered("BatchNorm", (8192, 8), SILU).splitlines()
     assert sum("stablehlo.reduce(" in line and "ui64" in line for line in lines) == 1
 

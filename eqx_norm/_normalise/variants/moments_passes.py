@@ -13,6 +13,7 @@ from eqx_norm._normalise.formulas.layout import Layout
 from eqx_norm._normalise.formulas.reference import Shape
 
 from .on_cpu import SHORT_ROW, UNCUT
+from .part import first_on_each, part_of
 from .variant import Variant
 
 
@@ -37,7 +38,7 @@ def statistics(
     # A mask could leave few values of a part, or none. `Layout.in_rows` takes no part.
     if not mask and not variant.is_flat:
         # In the caller's shape, for XLA:TPU would copy x to cut it into groups first.
-        part = reference.part_of(x, shape, target.devices)
+        part = part_of(x, shape, target.devices)
     part, *arrays = variant.arranged(layout, part, x, *mask)
     shape = variant.shape(layout, shape)
     return reference.statistics(
@@ -141,18 +142,8 @@ def _one_value_of_devices(
     # The largest of the first values on each device.
     k = reference.first_value(x, shape=(*x.shape[:mapped], *shape[mapped:]))
     for axis in examples:
-        k = _first_on_each(target.devices, k, axis)
+        k = first_on_each(target.devices, k, axis)
     return k.max(examples, keepdims=True)
-
-
-def _first_on_each(devices: int, x: Float[Array, "*x"], axis: int) -> Float[Array, "*parts"]:
-    """Returns the first index of each of as many parts of an axis as there are devices; x
-    itself if the axis has no such parts."""
-    n = x.shape[axis]
-    if not isinstance(n, int) or n % devices:
-        return x
-    parts = x.reshape(*x.shape[:axis], devices, n // devices, *x.shape[axis + 1 :])
-    return lax.index_in_dim(parts, 0, axis + 1, keepdims=False)
 
 
 def dot_products(

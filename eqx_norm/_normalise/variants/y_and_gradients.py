@@ -139,8 +139,8 @@ class Passes(NamedTuple):
         if self.variant.has_barriers:
             # XLA:GPU merges equal expressions (https://github.com/jax-ml/jax/issues/13999) and
             # would store x - mean and the activation's derivative: BatchNorm with GELU moves
-            # 15.1 units in place of 8.1 (jax 0.12.0.1). Barriers of equal depth merge as well
-            # (11.1), so each pass has one more. Without them tests/operation/test_on_gpu.py,
+            # 7 units more (jax 0.12.0.1). Barriers of equal depth merge as well (3 more), so
+            # each pass has one more. Without them tests/operation/test_on_gpu.py,
             # `barriers_between_passes`, fails.
             for _ in range(number if norm.activation else 1):
                 own = [*map(lax.optimization_barrier, own)]

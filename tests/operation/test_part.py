@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_norm._normalise.formulas.reference import part_of
+from eqx_norm._normalise.variants.part import part_of
 
 # Shape of x, of its moments, the devices that split the first axis, and the shape of the part.
 PARTS = [
