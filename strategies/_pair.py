@@ -20,6 +20,8 @@ Parts: TypeAlias = Inexact[Array, "*sets 2 n"]
 # Shapes that broadcast, to `Numbers` and to `Parts`.
 Addend: TypeAlias = Inexact[Array, "*#sets #n"]
 AddendParts: TypeAlias = Inexact[Array, "*#sets 2 #n"]
+Share: TypeAlias = Inexact[Array, ""] | Addend
+Words: TypeAlias = tuple[Numbers, Numbers]
 Tangent: TypeAlias = Array | SymbolicZero
 
 
@@ -81,27 +83,18 @@ class Pair(NamedTuple):
 
         Equal numbers, and an operand of weight 1, are returned to the bit.
         """
-        starts_at_other = jnp.asarray(share > 0.5)
-        swaps = starts_at_other
-        if swaps.ndim > 1:
-            swaps = jnp.expand_dims(swaps, -2)
-        start = Pair(jnp.where(swaps, other.parts, self.parts))
-        end = Pair(jnp.where(swaps, self.parts, other.parts))
-        return start.lerp(end, jnp.where(starts_at_other, 1 - share, share))
-
-    def lerp(self, other: "Pair", share: Floats | float) -> "Pair":
-        """Returns `self + share * (other - self)`, accurate for a share of up to 0.5, and for
-        any share if `self` is 0 or the difference is exact. (`towards` has no such limit.)"""
-        share = jnp.asarray(share).astype(self.parts.dtype)
-        if share.ndim:
-            share = jnp.expand_dims(share, -2)
-        return Pair(_lerp(self.parts, other.parts, share))
+        starts_at_other, dtype = jnp.asarray(share > 0.5), self.parts.dtype
+        ends = [*zip(self.words(dtype), other.words(dtype), strict=True)]
+        hi, lo = (jnp.where(starts_at_other, b, a) for a, b in ends)
+        end_hi, end_lo = (jnp.where(starts_at_other, a, b) for a, b in ends)
+        share = jnp.where(starts_at_other, 1 - share, share)
+        return lerp((hi, lo), (end_hi, end_lo), share)
 
     def astype(self, dtype: DTypeLike) -> "Pair":
         """Returns the numbers in another precision; digits that `value` loses go to `rest`."""
         return self if self.parts.dtype == dtype else Pair.of(*self.words(dtype))
 
-    def words(self, dtype: DTypeLike) -> tuple[Numbers, Numbers]:
+    def words(self, dtype: DTypeLike) -> Words:
         """Returns value and rest in another precision, as two arrays, `(..., n)`."""
         value, rest = _hi_and_lo(self.parts)
         rest = lax.stop_gradient(rest)
@@ -113,6 +106,16 @@ class Pair(NamedTuple):
         return hi, lo.astype(dtype)
 
 
+def lerp(start: Words, end: Words, share: Floats | float) -> Pair:
+    """Returns `start + share * (end - start)`, accurate for a share of up to 0.5, and for any
+    share if `start` is 0 or the difference is exact. (`Pair.towards` has no such limit.)
+
+    Values and rests are separate arrays: XLA:CPU does not simplify a slice of a selection of
+    parts, and would compute the selection for each slice.
+    """
+    return Pair(_lerp(*start, *end, jnp.asarray(share).astype(start[0].dtype)))
+
+
 # The functions of parts have rules of their own, because JAX would trace the derivatives of all
 # rounding errors, which are 0, and drop them later.
 @jax.custom_jvp
@@ -121,15 +124,7 @@ def _add(a: AddendParts, b: AddendParts) -> Parts:
 
 
 @jax.custom_jvp
-def _lerp(
-    start: AddendParts,
-    end: AddendParts,
-    share: Inexact[Array, ""] | Inexact[Array, "*#sets 1 #n"],
-) -> Parts:
-    # hi and lo are subtracted one by one: XLA:CPU would materialise the parts of a difference.
-    (hi, lo), (end_hi, end_lo) = _hi_and_lo(start), _hi_and_lo(end)
-    if share.ndim:
-        share = lax.index_in_dim(share, 0, share.ndim - 2, keepdims=False)
+def _lerp(hi: Addend, lo: Addend, end_hi: Addend, end_lo: Addend, share: Share) -> Parts:
     step = uncontracted(share * (end_hi - hi))
     return _double_float_sum(hi, lo, step, share * (end_lo - lo))
 
@@ -153,17 +148,15 @@ def _add_jvp(
     return y, a + b
 
 
-def _lerp_jvp(
-    primals: tuple[Array, Array, Array], tangents: tuple[Tangent, Tangent, Tangent]
-) -> tuple[Array, Array]:
-    start, end, share = primals
-    d_start, d_end, d_share = tangents
-    y = _lerp(start, end, share)
+def _lerp_jvp(primals: tuple[Array, ...], tangents: tuple[Tangent, ...]) -> tuple[Array, Array]:
+    start, _, end, _, share = primals
+    d_start, _, d_end, _, d_share = tangents
+    y = _lerp(*primals)
     d_start, d_end = _instantiated(start, d_start), _instantiated(end, d_end)
     tangent = d_start + share * (d_end - d_start)  # equal tangents stay equal to the bit
     if not isinstance(d_share, SymbolicZero):
         tangent = tangent + d_share * (end - start)
-    return y, jnp.broadcast_to(tangent, y.shape)
+    return y, append_zeros(tangent)
 
 
 def _instantiated(primal: Array, tangent: Tangent) -> Array:

@@ -15,7 +15,7 @@ from eqx_norm._jax.constants import full
 from ._base import AbstractStrategy
 from ._moments import Moments, select
 from ._numbers import Scalar, array_hint, cast, number, real_dtype
-from ._pair import Pair, clip_infinity, stack_by_selection
+from ._pair import Pair, Words, clip_infinity, lerp, stack_by_selection
 
 # MANY batches have the weight 1 for any momentum up to 1 - 1e-10. The number is finite, because
 # averages of states, for target networks for example, may multiply it by 0.
@@ -63,7 +63,7 @@ class Running(NamedTuple):
         mean, variance = Pair.of(mean), Pair.of(variance)
         dtype = mean.parts.dtype
         variance = Pair(cast("variance", variance.parts, dtype))
-        averages = _stacked(*mean.words(dtype), *variance.words(dtype))
+        averages = Pair.of(*_stacked(*mean.words(dtype), *variance.words(dtype)))
         return Running(averages, jnp.asarray(batches, real_dtype(dtype)))
 
     @property
@@ -116,7 +116,7 @@ def _push(
     variance = variance.astype(dtype)
     new = _stacked(*mean.words(dtype), variance, jnp.zeros_like(variance))
     # The first batch starts from itself.
-    old = Pair(select(running.batches > 0, running.averages.parts, new.parts))
+    old = select(running.batches > 0, running.averages.words(dtype), new)
     batches = jnp.asarray(running.batches + 1, real_dtype(dtype))
     after = running._replace(batches=batches)
     # Start, end and share of the end, before the shares are divided by their sum.
@@ -129,7 +129,7 @@ def _push(
         start, end, share = from_new
     else:
         start, end, share = from_old
-    return after._replace(averages=start.lerp(end, share / after.weight(momentum)))
+    return after._replace(averages=lerp(start, end, share / after.weight(momentum)))
 
 
 def _stacked(
@@ -137,11 +137,9 @@ def _stacked(
     mean_lo: Inexact[Array, "*members channels"],
     variance_hi: Inexact[Array, "*members channels"],
     variance_lo: Inexact[Array, "*members channels"],
-) -> Pair:
-    """Returns the averages of a `Running`, which XLA reads whole."""
-    hi = stack_by_selection(mean_hi, variance_hi)
-    lo = stack_by_selection(mean_lo, variance_lo)
-    return Pair(stack_by_selection(hi, lo))
+) -> Words:
+    """Returns values and rests of the averages of a `Running`."""
+    return stack_by_selection(mean_hi, variance_hi), stack_by_selection(mean_lo, variance_lo)
 
 
 # Run op by op, this is one call. `inline` saves the time that XLA takes to inline calls.
