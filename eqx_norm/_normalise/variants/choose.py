@@ -14,15 +14,15 @@ bytes as x has (docs/gpu.md).
 | a batch, given by a strategy | `Passes` in rows | `Passes` | `Passes` |
 | `implementation="pallas"` | an error | `Kernel` | `Kernel` |
 
-- `Chain`: XLA:GPU makes one kernel of it, which reads x once: y moves 2.0 units, by passes 4.0;
-  the gradient of x 3.0, by passes 7.0. The kernel cannot return its sums, which gradients of
-  weights need, so these take passes (9.1 units in training), but for rows of up to 32 values,
+- `Chain`: XLA:GPU makes one kernel of it, which reads x once: y moves 2.0 units, by passes 3.1;
+  the gradient of x 3.0, by passes 6.1. The kernel cannot return its sums, which gradients of
+  weights need, so these take passes (8.2 units in training), but for rows of up to 32 values,
   where summing again is cheaper than a read. A mask, a longer row or a split row cuts the
   kernel.
 - `Passes` in rows: XLA:CPU loops over an array's axes, and is slow in rows of 7 or 8 values.
-- `Passes` elsewhere, in the caller's shape: 4.0 units for y of a batch and 9.0 in training, on
+- `Passes` elsewhere, in the caller's shape: 3.1 units for y of a batch and 8.1 in training, on
   a GPU and on a TPU. In another shape XLA:TPU copies x (2 passes more).
-- `Kernel`: 5.3 units in training where XLA takes 9.1; not timed, so never chosen by itself.
+- `Kernel`: 5.3 units in training where XLA takes 8.2; not timed, so never chosen by itself.
 
 How passes differ by platform is in `_PLATFORMS`; `Variant` describes the fields.
 """
