@@ -54,8 +54,8 @@ def moments(
 
 def _statistics(
     example: Example, axis_name: AxisName, centred: bool, implementation: str
-) -> Sequence[Inexact[Array, " groups"]]:
-    """Returns count, mean, m2 and mean_lo."""
+) -> Sequence[Inexact[Array, "..."]]:
+    """Returns count, mean, m2 and mean_lo, of shape `layout.moments_shape`."""
     names, mesh = collectives.split_names(axis_name)
     x, layout = lax.stop_gradient(example.x), example.layout
     found = bind(
@@ -68,10 +68,9 @@ def _statistics(
         centred=centred,
         implementation=implementation,
     )
-    vectors = [v.reshape(-1) for v in found]
     if centred:
-        return merge.merged_over_mesh(vectors, mesh)
-    count, m2 = collectives.summed(vectors, (), mesh)
+        return merge.merged_over_mesh(found, mesh)
+    count, m2 = collectives.summed(found, (), mesh)
     zero = jnp.zeros_like(m2)
     return [count, zero, m2, zero]
 
@@ -97,16 +96,16 @@ def differentiable(
     example: Example,
     axis_name: AxisName,
     count: Floats,
-    mean: Inexact[Array, " groups"],
-    m2: Inexact[Array, " groups"],
-    mean_lo: Inexact[Array, " groups"],
+    mean: Inexact[Array, "..."],
+    m2: Inexact[Array, "..."],
+    mean_lo: Inexact[Array, "..."],
     *,
     centred: bool,
     safe: bool = False,
 ) -> Moments:
-    """Returns moments as differentiable functions of x. Without a mask, or with one of whole
-    positions, `full_count` replaces `count`. If `safe`, the derivative of moments that are not
-    finite is 0."""
+    """Returns moments, with one number for each group in any shape, as differentiable functions
+    of x. Without a mask, or with one of whole positions, `full_count` replaces `count`. If
+    `safe`, the derivative of moments that are not finite is 0."""
     x, x_upcast, mask, layout = example
     shape, ones = layout.moments_shape, (1,) * x.ndim
     if mask is None or _has_all_values_or_none(mask, layout, axis_name):
@@ -114,9 +113,10 @@ def differentiable(
         full = np.full if isinstance(size, int) else jnp.full
         count, n = full((), size, m2.dtype), full(ones, size, m2.dtype)
     elif layout.groups is None:
+        count = jnp.ravel(count)
         n = jnp.maximum(count, 1).reshape(shape)
     else:  # all channels have the same count
-        count = jnp.asarray(count)[0]
+        count = jnp.ravel(count)[0]
         n = jnp.maximum(count, 1).reshape(ones)
     names, mesh = collectives.split_names(axis_name)
     columns = [v.reshape(shape) for v in (mean, mean_lo, m2)]
@@ -132,7 +132,7 @@ def differentiable(
         centred=centred,
         safe=safe,
     )
-    mean, m2 = (column.reshape(-1) for column in found)
+    mean, m2, mean_lo = (v.reshape(-1) for v in (*found, mean_lo))
     return Moments(count, Pair.of(mean, mean_lo) if centred else mean, m2)
 
 

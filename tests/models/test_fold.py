@@ -132,8 +132,7 @@ def test_gradients_through_a_folded_layer_are_those_through_the_norm(name, froze
         return jnp.sum(over_batch(model)(x, state)[0] * dy)
 
     of_fold, of_norm = (
-        eqx.filter_jit(eqx.filter_grad(loss))((model, state), folds)
-        for folds in (True, False)
+        eqx.filter_jit(eqx.filter_grad(loss))((model, state), folds) for folds in (True, False)
     )
     close(of_fold, of_norm)
     first, second = of_norm[0].layers
