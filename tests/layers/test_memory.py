@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import io_callback
 
 from eqx_norm.strategies import (
     Accumulated,
@@ -215,6 +217,26 @@ def test_derivative_in_a_value_that_the_users_strategy_reads():
     for transform in (jax.jacrev, jax.jacfwd):
         found = jit(transform(mean_after))(jnp.asarray(0.25))
         np.testing.assert_allclose(found, X.mean((0, 2)), rtol=1e-5)
+
+
+def test_a_users_strategy_may_call_the_host():
+    means = []
+
+    class Own(Unloaded):
+        def update(self, batch, memory):
+            io_callback(means.append, None, lax.stop_gradient(batch.mean))
+            return batch, memory.merge(batch)
+
+    layer, state = make(3, "batch", approach=Own())
+
+    def loss(x):
+        y, after = over_batch(layer)(x, state)
+        return (y**3).sum(), after
+
+    _, after = jit(jax.grad(loss, has_aux=True))(X)
+    jax.effects_barrier()
+    assert means
+    np.testing.assert_allclose(means[0], layer.running(after).mean, rtol=1e-6)
 
 
 @pytest.mark.nans
