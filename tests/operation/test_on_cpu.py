@@ -98,7 +98,7 @@ FORWARD = [
     (RMSNorm(384), (6304, 384), "bfloat16", 2, 3),
     (GroupNorm(8, 64), (8, 64, 14, 14), "float32", 3, 6),
     (InstanceNorm(64), (8, 64, 14, 14), "float32", 4, 7),  # 12 lines, and 4 numbers
-    (InstanceNorm(64), (8, 64, 28, 28), "float32", 3, 6),  # 7 by 7 lines
+    (InstanceNorm(64), (8, 64, 28, 28), "float32", 4, 7),  # 48 lines, and one
     (InstanceNorm(64), (8, 64, 7, 7), "bfloat16", 1, 6),
     (INFERENCE, (2048, 256), "float32", 1, 2),
 ]
