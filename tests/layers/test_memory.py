@@ -205,6 +205,24 @@ def test_derivatives_pass_through_the_memory(approach, memory_axis_name):
         assert (abs(expected[jnp.array([0, 2, 3])]) > 1e-3).all()
 
 
+def test_second_derivatives_of_the_running_statistics():
+    """The first batch is remembered as it is."""
+    layer, state = make(3, "batch", approach="batch")
+
+    def of_layer(x):
+        return (layer.running(over_batch(layer)(x, state)[1]).variance ** 2).sum()
+
+    def of_formula(x):
+        return (x.var((0, 2)) ** 2).sum()
+
+    along = jnp.asarray(normal(1, X.shape))
+    found, expected = (
+        jit(lambda x, f=f: jax.jvp(jax.grad(f), (x,), (along,))[1])(X)
+        for f in (of_layer, of_formula)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_derivative_in_a_value_that_the_users_strategy_reads():
     def mean_after(scale):
         class Own(Unloaded):
