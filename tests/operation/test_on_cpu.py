@@ -161,9 +161,9 @@ def test_training_step_of_a_batch_norm_is_quick_to_compile():
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
     traced = step.trace(weights, jnp.zeros((8, 64, 28, 28)), state)
-    assert len([*jaxprs.equations(traced.jaxpr)]) <= 157
+    assert len([*jaxprs.equations(traced.jaxpr)]) <= 179
     lowered = traced.lower()
-    assert lowered.as_text().count("\n") <= 431
+    assert lowered.as_text().count("\n") <= 453
     program = str(lowered.compile().as_text())
     assert program.partition("\nENTRY")[2].count(" fusion(") <= 16
     assert " reduce-window(" not in program
