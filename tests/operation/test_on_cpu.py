@@ -191,10 +191,11 @@ def with_numbered_names(function: str) -> str:
     """Returns a function of HLO with names by order of appearance, without its metadata."""
     numbers = {}
     function = re.sub(r", metadata=\{[^}]*\}", "", function)
-    name = r"%?\b(param_[\w.]+)|%[\w.-]+"
-    return re.sub(
-        name, lambda m: numbers.setdefault(m[0].lstrip("%"), f"%{len(numbers)}"), function
-    )
+
+    def number(name: re.Match[str]) -> str:
+        return numbers.setdefault(name[0].lstrip("%"), f"%{len(numbers)}")
+
+    return re.sub(r"%?\b(param_[\w.]+)|%[\w.-]+", number, function)
 
 
 def test_activation_is_called_with_the_shape_of_x():
